@@ -212,6 +212,15 @@ identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs
 families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
 	$(BIN)/python -m tests.campaigns.shapes.families
 
+.PHONY: speculation
+speculation: $(STAMP) ## Compare speculative decoding after a handover with one engine: tokens, acceptance, pools (15 minutes)
+	$(BIN)/python -m tests.campaigns.schedules.scheduling --steps 10000 --drafts 3
+	$(BIN)/python -m tests.campaigns.shapes.speculation
+
+.PHONY: adapters
+adapters: $(STAMP) ## 500 requests over three LoRA adapters and the base model, eight at a time, at two pairs of TP sizes
+	$(BIN)/python -m tests.campaigns.shapes.adapters
+
 .PHONY: upstream-shapes
 upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (about an hour): docs/upstream-shapes.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.shapes.upstream_shapes

@@ -104,7 +104,11 @@ SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
 """Title of each table, its settings, and where they stand in a configuration."""
 
 _TEXTS = {
-    "The service": "`args:`",
+    "The service": (
+        "`args:`. Speculative decoding is `engine.speculative_config` with a draft model, or that of `decode` alone "
+        "with n-gram drafts. LoRA adapters need `engine.enable_lora` and `frontend.lora_modules` of both roles, and "
+        "without a GPU an `engine.max_loras` greater than their number ([what is supported](supported.md))."
+    ),
     "`prefill` and `decode`": "One set of keys per role. `engine` here overrides `engine` of the service.",
     "`transfer`": (
         "The KV connector: how engines reach each other, and the deadlines of a transfer ([protocol](protocol.md))."

@@ -16,6 +16,7 @@ from typing import Any
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.environment import ENVIRONMENT
@@ -75,6 +76,7 @@ async def generate(
     transfer: dict[str, Any] | None = None,
     logprobs: int | None = 2,
     request_id: str | None = None,
+    lora: LoRARequest | None = None,
 ) -> Answer:
     """Run one greedy request to its end."""
     params = SamplingParams(
@@ -87,7 +89,7 @@ async def generate(
     )
     final = None
     async for output in engine.generate(
-        TokensPrompt(prompt_token_ids=list(prompt)), params, request_id or uuid.uuid4().hex
+        TokensPrompt(prompt_token_ids=list(prompt)), params, request_id or uuid.uuid4().hex, lora_request=lora
     ):
         final = output
     assert final is not None
@@ -109,12 +111,19 @@ class Pair:
     decode: AsyncLLM
     address: dict[str, Any]
 
-    async def together(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+    async def together(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        prefill_lora: LoRARequest | None = None,
+        decode_lora: LoRARequest | None = None,
+    ) -> Answer:
         """Send both legs at once, as Tandem's router does."""
         transfer_id = uuid.uuid4().hex
         leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        prefill = asyncio.ensure_future(generate(self.prefill, prompt, 1, leg, logprobs=None))
-        answer = await generate(self.decode, prompt, max_tokens, self.address | {"transfer_id": transfer_id})
+        prefill = asyncio.ensure_future(generate(self.prefill, prompt, 1, leg, logprobs=None, lora=prefill_lora))
+        address = self.address | {"transfer_id": transfer_id}
+        answer = await generate(self.decode, prompt, max_tokens, address, lora=decode_lora)
         await prefill
         return answer
 

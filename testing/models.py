@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -56,6 +57,20 @@ def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> 
     return str(folder)
 
 
+def repeating_gemma3(folder: Path) -> str:
+    """A ``gemma3`` whose layers add little to the embeddings: it repeats tokens, as n-gram
+    drafts expect. Its path.
+    """
+    gemma3(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
+            # Gemma multiplies by 1 + weight.
+            weight.fill_(-0.8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
 def benchmark_gemma3(folder: Path) -> SizedModel:
     """Create a Gemma-3-style model whose prefill takes noticeable time; return its path.
 
@@ -89,6 +104,57 @@ def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     """Create a full-attention model: one KV cache group of four layers. Return its path."""
     config = LlamaConfig(**_SIZES, **_attention(kv_heads), num_hidden_layers=4)
     return _save(LlamaForCausalLM, config, folder, seed)
+
+
+@dataclass(frozen=True)
+class SpeculativeLlama:
+    """Paths of a target model, of a draft model and of an EAGLE head that both guess it well,
+    but not always.
+    """
+
+    target: str
+    draft: str
+    eagle: str
+
+
+def speculative_llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> SpeculativeLlama:
+    """A llama whose first layer decides most; the draft model is its first two layers, the EAGLE
+    head its first.
+
+    An EAGLE head has no norm before its layer, so the embeddings here have a root mean square of 1.
+    """
+    torch.manual_seed(seed)
+    sizes = _SIZES | {"tie_word_embeddings": False}
+    target = LlamaForCausalLM(LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=4)).float()
+    with torch.no_grad():
+        embeddings = target.model.embed_tokens.weight
+        # The padding token's embedding is zero, and vLLM computes it for drafts that do not exist.
+        embeddings /= embeddings.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-6)
+        for layer in list(target.model.layers)[1:]:
+            layer.self_attn.o_proj.weight *= 0.1
+            layer.mlp.down_proj.weight *= 0.1
+    target.save_pretrained(folder / "target")
+
+    draft = LlamaForCausalLM(LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=2)).float()
+    weights = target.state_dict()
+    draft.load_state_dict({name: weights[name] for name in draft.state_dict()})
+    draft.save_pretrained(folder / "draft")
+
+    eagle = folder / "eagle"
+    eagle.mkdir()
+    hidden = _SIZES["hidden_size"]
+    head = {
+        name.removeprefix("model."): weight.contiguous()
+        for name, weight in weights.items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    # A little of the target's hidden state, so that the head depends on it.
+    head["fc.weight"] = torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1)
+    save_file(head, eagle / "model.safetensors", metadata={"format": "pt"})
+    config = LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=1)
+    config.architectures = ["EagleLlamaForCausalLM"]
+    config.save_pretrained(eagle)
+    return SpeculativeLlama(str(folder / "target"), str(folder / "draft"), str(eagle))
 
 
 def gpt_oss(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:

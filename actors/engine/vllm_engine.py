@@ -22,7 +22,7 @@ from actors.engine.node_failures import new_engine_id
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
-from actors.upstream.vllm_cpu_kernels import cpu_features, model_problem
+from actors.upstream.vllm_cpu_kernels import adapter_problem, cpu_features, model_problem
 from actors.upstream.vllm_fork_server import may_fork, use_fork_server
 from configs.settings import HiddenText, RoleName, ServiceSettings
 
@@ -91,6 +91,9 @@ class VllmEngine:
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if not settings.role(role).num_gpus:
             problem = model_problem(config.model_config, config.attention_config.backend, cpu_features())
+            if problem is None and config.lora_config is not None:
+                modules = settings.role(role).frontend.get("lora_modules") or ()
+                problem = adapter_problem(config.lora_config.max_loras, len(modules))
             if problem is not None:
                 raise EngineStartError(str(problem))
         cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)

@@ -1,8 +1,9 @@
-"""Finds models that vLLM's CPU kernels cannot run in a dtype, before the engine starts.
+"""Finds what vLLM's CPU kernels cannot compute, before the engine starts.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. Its LoRA kernels for CPUs apply an
+adapter to requests without one.
 """
 
 from dataclasses import dataclass
@@ -68,6 +69,21 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
         remedy = f"set `engine.dtype: {BFLOAT16}`, or `engine.attention_backend: {REFERENCE_MLA}` for the slower kernel"
         return KernelProblem(f"vLLM's MLA kernel for CPUs with AMX needs bfloat16, not {dtype}", remedy)
     return None
+
+
+def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:
+    """Return the reason why vLLM would mix up adapters on a CPU, or None.
+
+    vLLM marks tokens of the base model with slot -1, which torch reads as the last slot
+    (`vllm/lora/ops/torch_ops/lora_ops.py`). Slots are filled from the first one, so the last stays
+    empty if there are more slots than adapters. `slots` is `max_loras`.
+    """
+    if not adapters or slots > adapters:
+        return None
+    reason = f"on a CPU, vLLM applies the last of its {slots} adapter slots to requests for the base model"
+    return KernelProblem(
+        reason, f"set `engine.max_loras` to at least {adapters + 1}, so that the last slot stays empty"
+    )
 
 
 def layers_of(text_config: Any, mla: bool) -> Layers:

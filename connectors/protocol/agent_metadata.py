@@ -37,12 +37,14 @@ class ModelIdentity:
     ``dtype``           dtype of the model
     ``cache_dtype``     dtype of the KV cache
     ``engine_version``  vLLM release
+    ``draft``           digest of the draft model whose KV the cache also holds; empty: none
     """
 
     model: str
     dtype: str
     cache_dtype: str
     engine_version: str
+    draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
         ("dtype", "start both engines with the same dtype"),
         ("cache_dtype", "start both engines with the same kv_cache_dtype"),
         ("engine_version", "run the same vLLM release on both sides"),
+        ("draft", "set the same method and model in speculative_config of both engines, or a method without KV"),
     ):
         ours, theirs = getattr(consumer.identity, field), getattr(producer.identity, field)
         if ours != theirs:

@@ -36,6 +36,7 @@ from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
+from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
 from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.plugin import register
@@ -78,6 +79,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 "peers may write to it"
             )
         config = parse_config(transfer.kv_connector_extra_config)
+        check_method(vllm_config)
+        if config.store is not None:
+            check_store(vllm_config)
         self._only_states_can_lag = only_states_can_lag(kv_cache_config)
         # An engine id may be configured; the instance id makes the incarnation new at every start.
         incarnation = f"{transfer.engine_id}.{vllm_config.instance_id}"
@@ -91,7 +95,15 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             tp_size = vllm_config.parallel_config.tensor_parallel_size
             shapes = group_shapes(vllm_config, kv_cache_config)
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-            self._scheduler = SchedulerConnector(config, incarnation, tp_size, shapes, step_tokens)
+            self._scheduler = SchedulerConnector(
+                config,
+                incarnation,
+                tp_size,
+                shapes,
+                step_tokens,
+                drafts_read_next_token=reads_next_token(vllm_config),
+                speculates=vllm_config.speculative_config is not None,
+            )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None
                 self._store_scheduler = StoreScheduler(config.store, max_model_len, answers)

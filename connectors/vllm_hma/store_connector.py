@@ -32,6 +32,7 @@ from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreRep
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
+from connectors.vllm_hma.model.drafts import check_store
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 
@@ -59,6 +60,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 "load fails the request"
             )
         settings = parse_settings(transfer.kv_connector_extra_config)
+        check_store(vllm_config)
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -81,6 +81,8 @@ STEPS = (
     Step("stopped-rank", "stopped-rank", ("COUNT=50",), lines=2),
     Step("streams", "streams", lines=3),
     Step("families", "families", lines=40),
+    Step("speculation", "speculation", lines=10),
+    Step("adapters", "adapters", lines=2),
 )
 
 

@@ -8,12 +8,15 @@ import inspect
 
 import pytest
 import torch
+from vllm.lora.ops.torch_ops.lora_ops import bgmv_shrink
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from actors.upstream.vllm_cpu_kernels import adapter_problem
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,3 +44,23 @@ def test_dtypes() -> None:
     assert AMXMLABackend.supported_dtypes == [torch.bfloat16]
     assert {torch.float32, torch.bfloat16, torch.float16} <= set(CPUMLABackend.supported_dtypes)
     assert "requires BF16" in inspect.getsource(cpu_gdn_attention_core)
+
+
+def test_tokens_without_an_adapter_take_the_last_slot() -> None:
+    """Slot -1 means no adapter, and torch reads it as the last one; an empty slot adds nothing."""
+    weights = torch.zeros(3, 1, 2, 4)
+    weights[1] = 1.0
+    inputs, index = torch.ones(2, 4), torch.tensor([1, -1])
+    found = torch.empty(2, 2)
+    bgmv_shrink(inputs, weights, found, index)
+    assert found.tolist() == [[4.0, 4.0], [0.0, 0.0]]
+    bgmv_shrink(inputs, weights[:2], found, index)
+    assert found.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+
+
+@pytest.mark.parametrize(("slots", "adapters", "good"), [(1, 0, True), (1, 1, False), (2, 1, True), (3, 4, False)])
+def test_a_slot_must_stay_empty(slots: int, adapters: int, good: bool) -> None:
+    problem = adapter_problem(slots, adapters)
+    assert (problem is None) == good
+    if problem is not None:
+        assert f"set `engine.max_loras` to at least {adapters + 1}" in str(problem)

@@ -54,3 +54,18 @@ def test_steps_have_seen_everything(totals: Counter[str]) -> None:
     ):
         assert totals[what] >= 10, (what, totals)
     assert totals["preempted productions"] > 0
+
+
+@pytest.mark.parametrize(("blocks", "prefix_caching", "asynchronous"), [(32, False, False), (60, True, True)])
+def test_random_steps_with_drafts(blocks: int, prefix_caching: bool, asynchronous: bool) -> None:
+    """Lookahead slots, placeholders and rejected drafts leave transfers and the pool as exact as
+    without them.
+    """
+    engine = Engine(0, blocks, prefix_caching, asynchronous, drafts=3)
+    try:
+        engine.run(STEPS)
+    finally:
+        engine.close()
+    for what in ("produced", "consumed", "placeholders", "accepted drafts", "rejected drafts", "failed receptions"):
+        assert engine.counts[what] >= 10, (what, engine.counts)
+    assert engine.counts["preempted"] > 0

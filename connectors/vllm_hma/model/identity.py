@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def model_identity(config: VllmConfig) -> ModelIdentity:
-    """Return the model's identity.
+def model_identity(config: VllmConfig, draft: str = "") -> ModelIdentity:
+    """Return the model's identity. ``draft`` is the draft model's (``drafts.py``).
 
     Reads all weights of a local model once per host (``weights.py``).
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{_weights(model)}:".encode())
+    digest.update(f"{weights_identity(model)}:".encode())
     # The configuration as loaded, which includes hf_overrides.
     effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
     effective["tandem"] = [str(model.quantization), config.load_config.load_format == "dummy"]
@@ -40,6 +40,7 @@ def model_identity(config: VllmConfig) -> ModelIdentity:
         dtype=str(model.dtype),
         cache_dtype=resolved_cache_dtype(config.cache_config.cache_dtype, model),
         engine_version=vllm.__version__,
+        draft=draft,
     )
 
 
@@ -55,7 +56,7 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
     return name
 
 
-def _weights(model: ModelConfig) -> str:
+def weights_identity(model: ModelConfig) -> str:
     """Return the digest of a local model's weights, or the commit of a Hugging Face Hub model."""
     path = Path(model.model)
     if path.exists():

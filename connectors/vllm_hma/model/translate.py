@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.errors import UnsupportedCacheError
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region, unique_regions
+from connectors.vllm_hma.model.drafts import model_of
 from connectors.vllm_hma.model.identity import resolved_cache_dtype
 from connectors.vllm_hma.model.states import state_parts
 from connectors.vllm_hma.upstream.vllm_cpu_attention import instruction_set, stripes_of
@@ -129,6 +130,10 @@ def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
     if type(spec) is ChunkedLocalAttentionSpec:
         return GroupKind.CHUNKED, spec.attention_chunk_size
     if type(spec) is MambaSpec:
+        if spec.num_speculative_blocks:
+            raise UnsupportedCacheError(
+                layer, "its states are copied for every speculated token", "remove speculative_config for this model"
+            )
         return GroupKind.STATE, None
     raise UnsupportedCacheError(layer, f"the connector does not support {type(spec).__name__}", _SEPARATE)
 
@@ -276,14 +281,15 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
 
 def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int | None:
     """Return the KV heads that the model's configuration states for this layer; None if unknown."""
-    text = config.model_config.hf_text_config
+    model = model_of(config, layer)
+    text = model.hf_text_config
     if getattr(text, "block_configs", None):
         # Puzzle models (Nemotron-NAS) state a number per block; vLLM's total is that of the first
         # block.
         return None
-    architecture = config.model_config.model_arch_config
+    architecture = model.model_arch_config
     if architecture.per_layer_overrides is not None:
-        # Gemma 4: num_global_key_value_heads. Layers of a draft model are not in this list.
+        # Gemma 4: num_global_key_value_heads. EAGLE and MTP number their layers after the target's.
         numbers = [int(part) for part in layer.split(".") if part.isdecimal()]
         if len(numbers) != 1 or numbers[0] >= len(architecture.per_layer_overrides):
             return None

@@ -60,6 +60,7 @@ from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
 from connectors.vllm_hma.upstream.vllm_request_prompt import (
     drop_last_token,
     hide_last_tokens,
+    sample_last_token,
     send_whole_prompt,
     show_last_tokens,
 )
@@ -121,14 +122,22 @@ class SchedulerConnector:
     """Scheduler side of one engine, in the engine core's process."""
 
     def __init__(
-        self, config: ConnectorConfig, incarnation: str, tp_size: int, groups: tuple[Group, ...], step_tokens: int
+        self,
+        config: ConnectorConfig,
+        incarnation: str,
+        tp_size: int,
+        groups: tuple[Group, ...],
+        step_tokens: int,
+        drafts_read_next_token: bool = False,
+        speculates: bool = False,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
         self._tp_size = tp_size
         self._groups = groups
         self._step_tokens = step_tokens
-        self._first_token_multiple = first_token_multiple(groups)
+        self._first_token_multiple = 0 if speculates else first_token_multiple(groups)
+        self._drafts_read_next_token = drafts_read_next_token
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
         # Remaining prompt tokens of prefill requests, in order of arrival.
@@ -214,8 +223,8 @@ class SchedulerConnector:
                 return
             if params.first_token and not self._first_token_multiple:
                 logger.warning(
-                    "the KV of request %s is not sent: the request asks for its first token, and the step for it would "
-                    "change the states of this model while they are sent",
+                    "the KV of request %s is not sent: the request asks for its first token, but the step for it would "
+                    "change the states of this model while they are sent, or this engine speculates",
                     request.request_id,
                 )
                 return
@@ -223,6 +232,8 @@ class SchedulerConnector:
             if params.first_token:
                 tokens = whole_blocks(request.num_prompt_tokens, self._first_token_multiple)
             else:
+                if self._drafts_read_next_token:
+                    sample_last_token(request)
                 drop_last_token(request)
                 tokens = request.num_prompt_tokens
             # Of a prompt without a whole block, the consumer needs nothing.

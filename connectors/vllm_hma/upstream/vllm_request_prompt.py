@@ -1,4 +1,4 @@
-"""Removes or hides the last token of a request's prompt before vLLM schedules the request.
+"""Removes, hides or samples the last token of a request's prompt before vLLM schedules the request.
 
 vLLM has no public call for it and stores the prompt's tokens twice: the scheduler computes
 ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
@@ -49,3 +49,17 @@ def show_last_tokens(request: Request) -> None:
     """Let the next step compute the hidden tokens of the prompt."""
     assert request.prompt_token_ids is not None, "the connector does not hide tokens of embeddings"
     request._all_token_ids += request.prompt_token_ids[request.num_tokens :]  # noqa: SLF001 - see above
+
+
+def sample_last_token(request: Request) -> None:
+    """Let the request sample its prompt's last token, and no other.
+
+    Call it before ``drop_last_token``. EAGLE and MTP compute KV of a position from the next token.
+    At the end of a prompt that is the sampled one, which would be a guess here: the consumer
+    continues with the prompt's own last token.
+    """
+    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.sampling_params is None:
+        return
+    # A copy: the caller may share the parameters.
+    request.sampling_params = request.sampling_params.clone()
+    request.sampling_params.allowed_token_ids = [request.prompt_token_ids[-1]]

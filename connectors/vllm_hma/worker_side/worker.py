@@ -17,6 +17,7 @@ from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.message_sender import agent_name
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.metrics import TandemStats
+from connectors.vllm_hma.model.drafts import draft_identity, drafting
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
@@ -42,9 +43,9 @@ class WorkerConnector:
         self, config: ConnectorConfig, incarnation: str, vllm_config: VllmConfig, cache: KVCacheConfig
     ) -> None:
         group_shapes(vllm_config, cache)
-        if vllm_config.parallel_config.use_ubatching:
+        if vllm_config.parallel_config.use_ubatching or drafting(vllm_config) is not None:
             # With ubatching, vLLM calls each layer once per part of the batch, so one call does not
-            # complete it.
+            # complete it. A draft's layers run once per speculated token.
             config = replace(config, streaming=Streaming.CHUNK)
         self._config = config
         self._incarnation = incarnation
@@ -64,7 +65,7 @@ class WorkerConnector:
         transport.register(layout.regions)
         agent_metadata = AgentMetadata(
             self._incarnation,
-            model_identity(self._vllm_config),
+            model_identity(self._vllm_config, draft_identity(self._vllm_config)),
             layout,
             transport.kind,
             transport.metadata(),

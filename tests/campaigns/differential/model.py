@@ -1,6 +1,4 @@
-"""The demo model as both sides serve it: with tokens that mark reasoning, beside a LoRA adapter;
-or damaged.
-"""
+"""The demo model for both sides, with tokens that mark reasoning, or damaged."""
 
 from __future__ import annotations
 
@@ -15,12 +13,10 @@ from configs.settings import DEMO_MODEL_DIR
 
 THINK, THOUGHT = "<think>", "</think>"
 THINK_ID, THOUGHT_ID = 518, 519
-"""The first two ids beyond the demo tokenizer's; the model has rows for them that nobody has
-trained.
+"""The first two ids beyond the demo tokenizer's; the model has untrained rows
+for them.
 """
 
-ADAPTED = ("q_proj", "k_proj", "v_proj")
-RANK = 8
 DAMAGED = "model.layers.2.self_attn.v_proj.weight"
 
 
@@ -37,26 +33,6 @@ def thinking_model(folder: Path) -> Path:
         tokenizer["added_tokens"].append({"id": index, "content": token, **flags})
     path.write_text(json.dumps(tokenizer))
     return model
-
-
-def lora_adapter(folder: Path, seed: int = 1) -> Path:
-    """A random adapter of the attention's projections, of a size that changes what the model
-    says.
-    """
-    adapter = folder / "adapter"
-    adapter.mkdir()
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(ADAPTED), "bias": "none"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
-    draw = torch.Generator().manual_seed(seed)
-    weights: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(DEMO_MODEL_DIR / "model.safetensors").items():
-        if name.split(".")[-2] in ADAPTED:
-            to, of = weight.shape
-            base = f"base_model.{name.removesuffix('.weight')}".replace("base_model.", "base_model.model.", 1)
-            weights[f"{base}.lora_A.weight"] = torch.randn(RANK, of, generator=draw) * 0.05
-            weights[f"{base}.lora_B.weight"] = torch.randn(to, RANK, generator=draw) * 0.05
-    save_file(weights, adapter / "adapter_model.safetensors")
-    return adapter
 
 
 def damage(model: Path, share: float) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import yaml
 
-from configs.settings import DEMO_SERVED_NAME
+from configs.settings import DEMO_MODEL_DIR, DEMO_SERVED_NAME
+from testing.adapters import lora_adapter
 from testing.ports import free_port
 from testing.service_process import ServiceProcess, write_config
 from testing.vllm_server import start_module, stop, wait_until_up
-from tests.campaigns.differential.model import lora_adapter, thinking_model
+from tests.campaigns.differential.model import thinking_model
 
 ADAPTER = "tandem-lora"
 """The name under which clients ask for the adapter."""
@@ -30,6 +31,7 @@ ENGINE: dict[str, Any] = {
     "scheduling_policy": "priority",
     "enable_lora": True,
     "max_lora_rank": 8,
+    "max_loras": 2,
     "max_logprobs": 20,
     # Reads reasoning only where a request says `thinking`, so that the other chats are not taken
     # for it.
@@ -67,7 +69,7 @@ class PairOfServers:
 
     def start(self) -> None:
         """Return when both answer."""
-        adapter = lora_adapter(self.folder)
+        adapter = lora_adapter(self.folder / "adapter", DEMO_MODEL_DIR)
         try:
             lora_modules = [{"name": ADAPTER, "path": str(adapter)}]
             role = {"frontend": {**FRONTEND, "lora_modules": lora_modules}}

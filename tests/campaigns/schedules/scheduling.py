@@ -26,10 +26,11 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from app.demo.paths import MODEL_DIR
 from connectors.protocol.actions import Due
 from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.vllm_hma.connector import TandemConnector
@@ -68,9 +69,13 @@ class Rank:
 class Engine:
     """One engine core without its model. ``step`` is one random turn of its loop."""
 
-    def __init__(self, seed: int, blocks: int = 60, prefix_caching: bool = True, asynchronous: bool = True) -> None:
+    def __init__(
+        self, seed: int, blocks: int = 60, prefix_caching: bool = True, asynchronous: bool = True, drafts: int = 0
+    ) -> None:
         self.rng = random.Random(seed)
-        config = engine_config(prefix_caching, asynchronous)
+        config = engine_config(prefix_caching, asynchronous, drafts)
+        self.drafts = drafts
+        self.asynchronous = asynchronous
         config.cache_config.num_gpu_blocks = blocks
         cache = kv_cache(blocks)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
@@ -191,7 +196,12 @@ class Engine:
                 return
         if self.batches:
             output = self.batches.popleft()
-            self.scheduler.update_from_output(output, self.execute(output))
+            result = self.execute(output)
+            self.scheduler.update_from_output(output, result)
+            if self.drafts and not self.asynchronous:
+                # With asynchronous scheduling, the scheduler schedules placeholders.
+                proposed = [[self.rng.randint(10, 500)] * self.rng.randint(0, self.drafts) for _ in result.req_ids]
+                self.scheduler.update_draft_token_ids(DraftTokenIds(result.req_ids, proposed))
 
     def check_tables(self, output: SchedulerOutput) -> None:
         """Check, chunk by chunk, that the workers receive the scheduler's current block tables."""
@@ -240,7 +250,9 @@ class Engine:
         return together
 
     def sample(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Return a token for each request of which this step has computed all tokens."""
+        """Return a token, and accepted drafts, for each request whose tokens this step
+        completes.
+        """
         cached = output.scheduled_cached_reqs
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -255,8 +267,17 @@ class Engine:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tokens[request_id] = []
             if before[request_id] + scheduled >= self.known_tokens[request_id]:
-                self.known_tokens[request_id] += 1
-                tokens[request_id] = [STOP_TOKEN if self.rng.random() < 0.02 else self.rng.randint(10, 500)]
+                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                # Drafts of a request that has just come are placeholders.
+                fresh = request_id not in cached.req_ids or request_id in cached.resumed_req_ids
+                accepted = 0 if fresh else self.rng.randint(0, drafts)
+                self.counts["placeholders"] += drafts if fresh else 0
+                self.counts["accepted drafts"] += accepted
+                self.counts["rejected drafts"] += drafts - accepted
+                self.known_tokens[request_id] += 1 + accepted
+                tokens[request_id] = [
+                    STOP_TOKEN if self.rng.random() < 0.02 else self.rng.randint(10, 500) for _ in range(1 + accepted)
+                ]
         return tokens
 
     def rank_step(self, rank: Rank, orders: Any) -> KVConnectorOutput:
@@ -381,13 +402,15 @@ class Engine:
         assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
 
 
-def engine_config(prefix_caching: bool, asynchronous: bool) -> VllmConfig:
+def engine_config(prefix_caching: bool, asynchronous: bool, drafts: int = 0) -> VllmConfig:
     transfer = KVTransferConfig(
         kv_connector="TandemConnector",
         kv_connector_module_path="connectors.vllm_hma.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
     )
+    # The model is its own draft model: only the scheduler sees it.
+    speculation = {"method": "draft_model", "model": str(MODEL_DIR), "num_speculative_tokens": drafts}
     return vllm_config.__wrapped__(
         kv_transfer_config=transfer,
         block_size=BLOCK_TOKENS,
@@ -396,6 +419,7 @@ def engine_config(prefix_caching: bool, asynchronous: bool) -> VllmConfig:
         max_num_seqs=MAX_REQUESTS,
         enable_prefix_caching=prefix_caching,
         async_scheduling=asynchronous,
+        speculative_config=speculation if drafts else None,
     )
 
 
@@ -422,16 +446,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafts", type=int, default=0, help="speculated tokens a step")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     totals = Counter[str]()
     for number, (blocks, prefixes, ahead) in enumerate(KINDS):
         seed = arguments.seed + number
-        engine = Engine(seed, blocks, prefixes, ahead)
+        engine = Engine(seed, blocks, prefixes, ahead, arguments.drafts)
         try:
             engine.run(-(-arguments.steps // len(KINDS)))
         except BaseException:
-            print(f"BROKEN: Engine({seed}, {blocks}, prefix_caching={prefixes}, asynchronous={ahead})")
+            print(
+                f"BROKEN: Engine({seed}, {blocks}, prefix_caching={prefixes}, asynchronous={ahead}, {arguments.drafts})"
+            )
             raise
         finally:
             engine.close()
