@@ -92,18 +92,18 @@ def _sample(events: list[dict[str, Any]], ttft_ms: float) -> Sample:
     return Sample(ttft_ms, max(0.0, max(done.values()) - ended_at) * 1e3, after / sum(sizes.values()))
 
 
-async def start(model: str, folder: Path, link: str, place: Namespace | None) -> Bench:
-    """Start prefill engines in ``place`` and decode outside it; use TCP if there is a place."""
-    host = {"side_channel_host": place.address} if place else {}
-    with environment({"UCX_TLS": "tcp,self"} if place else {}):
-        here = {"side_channel_host": place.outside} if place else {}
+async def start(model: str, folder: Path, link: str, prefill_host: Namespace | None) -> Bench:
+    """Start prefill engines in ``prefill_host`` and decode outside it; use TCP if there is one."""
+    host = {"side_channel_host": prefill_host.address} if prefill_host else {}
+    with environment({"UCX_TLS": "tcp,self"} if prefill_host else {}):
+        here = {"side_channel_host": prefill_host.outside} if prefill_host else {}
         decode = start_engine(model, 1, "kv_consumer", transfer=here, **ENGINE)
         decoding = children()
         prefills, addresses, traces = {}, {}, {}
         for way in ("chunk", "layer"):
             traces[way] = folder / f"{link}-{way}.jsonl"
             transfer = {"streaming": way, "trace_path": str(traces[way]), **host}
-            with place.entered() if place else contextlib.nullcontext():
+            with prefill_host.entered() if prefill_host else contextlib.nullcontext():
                 prefills[way] = start_engine(model, 1, "kv_producer", transfer=transfer, **ENGINE)
             addresses[way] = await describe(prefills[way])
     cores = own_cores()
@@ -152,8 +152,8 @@ def show(link: str, rows: list[dict[str, Any]]) -> None:
             )
 
 
-async def run(link: str, model: str, folder: Path, place: Namespace | None, requests: int) -> dict[str, Any]:
-    bench = await start(model, folder, link, place)
+async def run(link: str, model: str, folder: Path, prefill_host: Namespace | None, requests: int) -> dict[str, Any]:
+    bench = await start(model, folder, link, prefill_host)
     try:
         result = await measure(bench, requests)
     finally:
@@ -172,9 +172,9 @@ def main() -> None:
         model = benchmark_gemma3(folder / "model").path
         document = {"shared memory": asyncio.run(run("shared memory", model, folder, None, arguments.requests))}
         if arguments.rate:
-            with namespace(arguments.rate) as place:
+            with namespace(arguments.rate) as prefill_host:
                 link = f"tcp {arguments.rate}"
-                document[link] = asyncio.run(run(link, model, folder, place, arguments.requests))
+                document[link] = asyncio.run(run(link, model, folder, prefill_host, arguments.requests))
     print("\nwritten:", write("exposed", document))
 
 

@@ -1,14 +1,16 @@
 """First and second token over a slow link, sampled by decode and by prefill (`router.first_token`).
 
-    python -m benchmarks.first_token [--requests 6] [--rate 80mbit] [--lengths 250,500,1000]      (root)
+    python -m benchmarks.first_token [--requests 6] [--rate 80mbit]
+        [--lengths 250,500,1000]  (root)
 
-One pair of engines, as in ``benchmarks.link``: prefill in a network namespace, decode outside of it, KV over TCP at the
-rate. Both settings alternate, request by request, over the same engines:
+One pair of engines, as in ``benchmarks.link``: prefill in a network namespace, decode outside of
+it, KV over TCP at the rate. Both settings alternate, request by request, over the same engines:
 
     decode   prefill computes all tokens but the last; decode samples the first token
     prefill  prefill sends the KV of whole blocks and samples the first token; decode repeats it
 
-The first token is that of the engine that the client hears, the second is decode's. No router, no HTTP.
+The first token is that of the engine that the client hears, the second is decode's. No router, no
+HTTP.
 """
 
 from __future__ import annotations

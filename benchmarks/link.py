@@ -67,31 +67,31 @@ def transfer_config(name: str, role: str, address: str) -> KVTransferConfig:
     )
 
 
-def start(name: str, role: str, model: str, place: Namespace) -> tuple[AsyncLLM, set[int]]:
+def start(name: str, role: str, model: str, prefill_host: Namespace) -> tuple[AsyncLLM, set[int]]:
     """An engine and its processes: prefill inside the namespace, decode outside it."""
     before, cores, inside = children(), own_cores(), role == "kv_producer"
-    address = place.address if inside else place.outside
+    address = prefill_host.address if inside else prefill_host.outside
     there = {
         "UCX_TLS": "tcp,self",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": address,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_FIRST_PORT + 10 * list(CONNECTORS).index(name) + inside),
     }
-    with environment(there), place.entered() if inside else contextlib.nullcontext():
+    with environment(there), prefill_host.entered() if inside else contextlib.nullcontext():
         engine = start_engine(model, 1, None, kv_transfer_config=transfer_config(name, role, address), **ENGINE)
     pids = children() - before
     pin(pids, (cores[:-1] or cores) if inside else cores[-1:])
     return engine, pids
 
 
-def start_arms(model: str, place: Namespace) -> dict[str, Arm]:
+def start_arms(model: str, prefill_host: Namespace) -> dict[str, Arm]:
     """A process that has entered the namespace keeps its /sys, where UCX looks for devices.
 
     So start the engines outside the namespace first.
     """
-    decodes = {name: start(name, "kv_consumer", model, place) for name in CONNECTORS}
+    decodes = {name: start(name, "kv_consumer", model, prefill_host) for name in CONNECTORS}
     arms = {}
     for name, (decode, pids) in decodes.items():
-        prefill, others = start(name, "kv_producer", model, place)
+        prefill, others = start(name, "kv_producer", model, prefill_host)
         arms[name] = Arm(sorted(pids | others), name, prefill, decode)
     return arms
 
@@ -165,8 +165,10 @@ async def in_turn_or_first(arm: Arm, name: str) -> tuple[Leg, Leg]:
     return prefill, await leg(arm.decode, prompt, 1, dict(transfer), request_id if name == "push" else None)
 
 
-async def measure(model: SizedModel, place: Namespace, requests: int, lengths: list[int], rate: str) -> dict[str, Any]:
-    bench = Bench(start_arms(model.path, place), {})
+async def measure(
+    model: SizedModel, prefill_host: Namespace, requests: int, lengths: list[int], rate: str
+) -> dict[str, Any]:
+    bench = Bench(start_arms(model.path, prefill_host), {})
     rng = random.Random(0)
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
     prefills: dict[int, list[float]] = defaultdict(list)
@@ -232,9 +234,9 @@ def main() -> None:
     arguments = parser.parse_args()
     bits_a_second(arguments.rate)
     lengths = [int(length) for length in arguments.lengths.split(",")]
-    with tempfile.TemporaryDirectory() as folder, namespace(arguments.rate) as place:
+    with tempfile.TemporaryDirectory() as folder, namespace(arguments.rate) as prefill_host:
         model = wide_llama(Path(folder) / "model")
-        document = asyncio.run(measure(model, place, arguments.requests, lengths, arguments.rate))
+        document = asyncio.run(measure(model, prefill_host, arguments.requests, lengths, arguments.rate))
     show(document["rows"])
     print("\nwritten:", write("link", document))
 

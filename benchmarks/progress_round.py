@@ -36,13 +36,13 @@ ENGINE = EngineAddress(PREFILL.incarnation, "host", 1)
 SERIES = 9
 
 
-def machines(remembered: int, under_way: int) -> tuple[Producer, Consumer]:
+def machines(remembered: int, in_flight: int) -> tuple[Producer, Consumer]:
     """Return a producer and a consumer with these numbers of ended and queued transfers."""
     producer, consumer = Producer(GROUPS, LIMITS), Consumer(GROUPS, LIMITS)
     producer.welcome(DECODE, ConsumerPeer(frozenset({0}), 10**9, SHAPES), 0.0)
     consumer.connected(ENGINE.incarnation, [Partner(PREFILL, SHAPES, (BYTES,), met_at=ENGINE)], 0.0)
     blocks = (BlockSet(np.arange(2), np.array([1, 2])),)
-    for number in range(remembered + under_way):
+    for number in range(remembered + in_flight):
         request, transfer = f"r{number}", f"t{number}"
         consumer.start(Order(request, transfer, ENGINE, TOKENS - 1, "p", blocks), 0.0)
         producer.expect(request, transfer, TOKENS, "p", 0.0)
@@ -64,8 +64,8 @@ def one_round(producer: Producer, consumer: Consumer, now: float) -> None:
     _ = producer.busy, consumer.busy
 
 
-def milliseconds(remembered: int, under_way: int, rounds: int) -> float:
-    producer, consumer = machines(remembered, under_way)
+def milliseconds(remembered: int, in_flight: int, rounds: int) -> float:
+    producer, consumer = machines(remembered, in_flight)
     series = []
     for _ in range(SERIES):
         started_at = time.perf_counter()
@@ -78,13 +78,13 @@ def milliseconds(remembered: int, under_way: int, rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--remembered", default="0,600,6000")
-    parser.add_argument("--open", default="0,100", dest="under_way")
+    parser.add_argument("--open", default="0,100", dest="in_flight")
     parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args()
     print("| remembered | open | ms per round |\n|---|---|---|")
-    for under_way in map(int, arguments.under_way.split(",")):
+    for in_flight in map(int, arguments.in_flight.split(",")):
         for remembered in map(int, arguments.remembered.split(",")):
-            print(f"| {remembered:,} | {under_way} | {milliseconds(remembered, under_way, arguments.rounds):.4f} |")
+            print(f"| {remembered:,} | {in_flight} | {milliseconds(remembered, in_flight, arguments.rounds):.4f} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The KV store beside computing, not storing, memcpy and a plain read: `python -m benchmarks.store`.
+"""The KV store beside computing, not storing, memcpy and a plain read: `python -m
+benchmarks.store`.
 
-    restart    TTFT of prompts that an engine stored before ``kill -9``, beside prompts that nobody has computed; in
-               turn, each prompt once
-    storing    an engine that stores and never hits, beside one without a connector: TTFT and tokens per second, in turn
-    bandwidth  objects read and verified into staging, beside memcpy (memory tier) and a plain sequential read (disk
-               tier, whose files are dropped from the page cache before each read)
+    restart    TTFT of prompts that an engine stored before ``kill -9``, beside prompts that nobody
+               has computed; in turn, each prompt once
+    storing    an engine that stores and never hits, beside one without a connector: TTFT and tokens
+               per second, in turn
+    bandwidth  objects read and verified into staging, beside memcpy (memory tier) and a plain
+               sequential read (disk tier, whose files are dropped from the page cache before each
+               read)
 
 Engines have no prefix cache. Each is a process of its own, and only one works at a time.
 """
@@ -40,7 +43,7 @@ PAUSE_S = 0.4
 """Between two requests: what the last one left to write is written."""
 
 
-# ---- engines -------------------------------------------------------------------------------------------------------
+# ---- engines -------------------------------------------------------------------------------------
 
 
 async def serve(model: str, path: str) -> None:
@@ -148,7 +151,9 @@ def restart(model: str, folder: Path, count: int) -> dict[str, Any]:
 
 
 def storing(model: str, folder: Path, count: int) -> dict[str, Any]:
-    """Ask an engine that stores and one without a store, in turn, prompts that nobody has computed."""
+    """Ask an engine that stores and one without a store, in turn, prompts that nobody has
+    computed.
+    """
     asked = prompts(4, 2 * count + 4)
     with_store = Engine(model, folder / "storing", folder / "storing.log")
     try:
@@ -187,7 +192,7 @@ def _seconds(answer: dict[str, float]) -> float:
     return answer["seconds"]
 
 
-# ---- tiers ---------------------------------------------------------------------------------------------------------
+# ---- tiers ---------------------------------------------------------------------------------------
 
 
 def bandwidth(folder: Path, rounds: int) -> dict[str, Any]:

@@ -13,7 +13,10 @@ ADAPTED = ("q_proj", "k_proj", "v_proj")
 
 
 def lora_adapter(folder: Path, model: Path, seed: int = 1) -> Path:
-    """An adapter of the attention's projections, of a size that changes what the model says. Its path."""
+    """An adapter of the attention's projections, of a size that changes what the model says.
+
+    Its path.
+    """
     folder.mkdir()
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(ADAPTED), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))

@@ -58,7 +58,9 @@ def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> 
 
 
 def repeating_gemma3(folder: Path) -> str:
-    """A ``gemma3`` whose layers add little to the embeddings: it repeats tokens, as n-gram drafts expect. Its path."""
+    """A ``gemma3`` whose layers add little to the embeddings: it repeats tokens, as n-gram
+    drafts expect. Its path.
+    """
     gemma3(folder)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
@@ -106,7 +108,9 @@ def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 @dataclass(frozen=True)
 class SpeculativeLlama:
-    """Paths of a target model, of a draft model and of an EAGLE head that both guess it well, but not always."""
+    """Paths of a target model, of a draft model and of an EAGLE head that both guess it well,
+    but not always.
+    """
 
     target: str
     draft: str
@@ -114,7 +118,8 @@ class SpeculativeLlama:
 
 
 def speculative_llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> SpeculativeLlama:
-    """A llama whose first layer decides most; the draft model is its first two layers, the EAGLE head its first.
+    """A llama whose first layer decides most; the draft model is its first two layers, the EAGLE
+    head its first.
 
     An EAGLE head has no norm before its layer, so the embeddings here have a root mean square of 1.
     """

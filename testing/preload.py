@@ -26,8 +26,9 @@ torch._dynamo.config.disable = True  # noqa: SLF001 (torch has no public name fo
 # The CPU platform sets this variable to `spawn` (vllm/platforms/cpu.py).
 environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
 shorten_busy_wait()
-# Ranks that share memory poll for each other (vLLM's csrc/cpu/shm.cpp), so two engines with two ranks
-# on two cores take a multiple of the processor time. With gloo, which vLLM uses between hosts, they block.
+# Ranks that share memory poll for each other (vLLM's csrc/cpu/shm.cpp), so two engines with two
+# ranks on two cores take a multiple of the processor time. With gloo, which vLLM uses between
+# hosts, they block.
 assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name"), "vLLM chooses another way"
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # noqa: SLF001
 give_vllm_these_ports()

@@ -78,8 +78,8 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.terminate()
     _, left = psutil.wait_procs(family, timeout=30)
-    for orphan in left:
-        orphan.kill()
+    for process in left:
+        process.kill()
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -99,7 +99,7 @@ def used(*packages: str) -> dict[str, str]:
     return {owner(module): f"{file} imports {module}" for file, module in third_party}
 
 
-def complaints(output: str) -> set[tuple[str, str]]:
+def broken_requirements(output: str) -> set[tuple[str, str]]:
     """Return (distribution, requirement) of each line that `pip check` prints."""
     lines = re.findall(r"^(\S+) \S+ (?:requires|has requirement) (.+)$", output, re.M)
     return {(name(package), name(requirement)) for package, requirement in lines}
@@ -153,14 +153,14 @@ def test_what_a_new_resolution_keeps() -> None:
     ],
 )
 def test_what_pip_prints(line: str, pair: tuple[str, str]) -> None:
-    """Both kinds of complaint, as (distribution, requirement)."""
-    assert complaints(f"{line}\n") == {pair}
-    assert complaints("No broken requirements found.\n") == set()
+    """Both kinds of message, as (distribution, requirement)."""
+    assert broken_requirements(f"{line}\n") == {pair}
+    assert broken_requirements("No broken requirements found.\n") == set()
 
 
 def test_pip_check_complains_of_what_is_documented_only() -> None:
     """A missing requirement without a reason fails here, and so does a reason for a present one."""
     checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
-    found = complaints(checked.stdout)
+    found = broken_requirements(checked.stdout)
     assert len(found) == len(checked.stdout.splitlines()), checked.stdout + checked.stderr
     assert found == set(MISSING_ON_PURPOSE)

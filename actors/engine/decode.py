@@ -22,7 +22,7 @@ class Decode(EngineActor):
         # Called before the first contact with a prefill engine: dead nodes cannot write here.
         dead = await dead_nodes_now()
         lost = watch_nodes(self.engine.lose, settings.transfer.node_lost_s, dead)
-        self._tasks = [asyncio.create_task(lost, name="watches-hosts")]
+        self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)
         self._warm: list[set[str]] = [set() for _ in self.engine.ranks]

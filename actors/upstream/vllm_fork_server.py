@@ -72,7 +72,7 @@ def stay_with_this_server() -> None:
     Lib/multiprocessing/forkserver.py), although forked processes have the address of this one. If
     Python has no such method, the second server costs only time.
     """
-    server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python, read by nobody else)
+    server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python for this module only)
     if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
         server.ensure_running = lambda: None
 

@@ -29,7 +29,7 @@ from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
-LAST_WORD_S = 5.0
+STREAM_END_S = 5.0
 """Timeout for sending the end of a stream to a slow client."""
 
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
@@ -193,7 +193,7 @@ class Generate:
             last = self._broken(error)
         # After this timeout the HTTP server closes the connection.
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORD_S):
+            async with asyncio.timeout(STREAM_END_S):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _broken(self, error: Exception) -> bytes:

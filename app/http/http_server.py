@@ -98,7 +98,7 @@ class HttpServer:
             await asyncio.sleep(SETTLES_S / 10)
         enable_keepalive(listener, UNREAD_S)
         config = uvicorn.Config(
-            self._told,
+            self._handle,
             http=BoundedHttpProtocol,
             ws="none",
             interface="asgi3",
@@ -123,7 +123,7 @@ class HttpServer:
             self._server.should_exit = True
             await self._serving
 
-    async def _told(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
             await self._app(scope, receive, self._last(send))
             return

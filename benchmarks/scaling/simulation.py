@@ -59,9 +59,9 @@ ReplicaT = TypeVar("ReplicaT", bound=Replica)
 class Fleet(Generic[ReplicaT]):
     """The replicas of a role, starting, serving or stopping, and their cost."""
 
-    def __init__(self, role: str, kind: type[ReplicaT], machine: Machine, places: int, count: int) -> None:
+    def __init__(self, role: str, kind: type[ReplicaT], machine: Machine, slots: int, count: int) -> None:
         self.role = role
-        self.places = places
+        self.slots = slots
         self.target = count
         self.gpu_s = 0.0
         self.changes = 0
@@ -94,7 +94,7 @@ class Fleet(Generic[ReplicaT]):
 
     def choose(self, now_s: float) -> ReplicaT | None:
         """Choose a replica by the routing rule: fewest ongoing requests, in turn among equals."""
-        free = {str(one.number): one for one in self.ready(now_s) if one.ongoing < self.places}
+        free = {str(one.number): one for one in self.ready(now_s) if one.ongoing < self.slots}
         if not free:
             return None
         self._turn += 1

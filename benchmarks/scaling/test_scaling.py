@@ -71,7 +71,7 @@ def test_engines_are_paid_for_while_they_start_and_until_they_have_ended_what_th
     """One ready replica, one that starts for 30 s, and one that stops with a request of a
     second.
     """
-    fleet = Fleet("Prefill", PrefillReplica, MACHINE, places=2, count=1)
+    fleet = Fleet("Prefill", PrefillReplica, MACHINE, slots=2, count=1)
     fleet.scale(2, 0.0)
     assert [len(fleet.ready(at_s)) for at_s in (0.0, 29.9, 30.0)] == [1, 1, 2]
     last = request(1000, 1)

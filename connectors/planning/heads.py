@@ -41,7 +41,7 @@ def held_heads(rank: int, tp_size: int, kv_heads: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a rank stores of a layer. Ranks with equal holdings are replicas."""
+    """Part of a layer that a rank stores. Ranks with equal holdings are replicas."""
 
     heads: range
     shard: Shard = EVERY_TOKEN

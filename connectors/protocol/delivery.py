@@ -56,7 +56,7 @@ MAX_EARLY = 1024
 milliseconds.
 """
 
-NOBODY = ""
+NO_CONSUMER = ""
 """Consumer of a discarded transfer. A peer's incarnation is never empty."""
 
 

@@ -61,7 +61,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
-from connectors.protocol.delivery import NOBODY, ConsumerPeer, Gone, Stage, Transfer, take_layers
+from connectors.protocol.delivery import NO_CONSUMER, ConsumerPeer, Gone, Stage, Transfer, take_layers
 from connectors.protocol.limits import due
 from connectors.protocol.production import Production
 from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, Peer, Starting
@@ -255,7 +255,7 @@ class Producer(Production):
         if transfer_id not in self._transfers:
             # The last delivery waited for the start of a prompt that had been computed.
             return actions
-        transfer.consumer, transfer.expected_ranks = NOBODY, frozenset()
+        transfer.consumer, transfer.expected_ranks = NO_CONSUMER, frozenset()
         return actions + self._advance(transfer, now)
 
     def writes_in_flight(self, request_id: str) -> tuple[int, ...]:

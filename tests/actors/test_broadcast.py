@@ -20,7 +20,7 @@ from actors.engine.pair_warmup import CALL_MARGIN_S, PeerReplicas
 from tests.actors.fleet import Reply, broadcast
 
 BOUND_S = 0.3
-NOBODY = DeploymentUnavailableError(DeploymentID("Decode", "tandem"))
+NO_ACTOR = DeploymentUnavailableError(DeploymentID("Decode", "tandem"))
 
 
 class Replicas:
@@ -85,7 +85,7 @@ async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseEx
 @both
 @pytest.mark.parametrize(
     "problem",
-    [NOBODY, RuntimeError("Router is not initialized"), RayTaskError("ping", "", ValueError("anything"))],
+    [NO_ACTOR, RuntimeError("Router is not initialized"), RayTaskError("ping", "", ValueError("anything"))],
     ids=lambda problem: type(problem).__name__,
 )
 async def test_nobody_can_be_asked(ask: Ask, problem: Exception) -> None:
@@ -126,7 +126,7 @@ def test_a_role_without_replicas_is_logged_once(
     monkeypatch.setattr("actors.broadcast._logged_at", {})
 
     def sent() -> DeploymentBroadcastResponse:
-        raise NOBODY
+        raise NO_ACTOR
 
     for _ in range(3):
         assert asyncio.run(ask_from_router(sent)) == []

@@ -1,10 +1,10 @@
-"""Run the campaigns that decide a release, one after the other, and write one report: ``make test-all``.
+"""Runs the release campaigns one after the other and writes one report: ``make test-all``.
 
     python -m tests.campaigns [--only identity families] [--again]
 
-The report is ``build/test-all/<commit>/report.md``. A step that has passed on this commit is not run again, so an
-interrupted run continues where it stopped. Each step is a target of the Makefile. Steps that only
-compute run one after the other at niceness 19, beside the steps that start engines.
+The report is ``build/test-all/<commit>/report.md``. A step that has passed on this commit is not
+run again, so an interrupted run continues. Each step is a target of the Makefile. Steps without
+engines run one after the other at niceness 19, beside the steps that start engines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SILENT = os.environ | {"MAKEFLAGS": "--no-print-directory"}
 
 @dataclass(frozen=True)
 class Step:
-    """A target of the Makefile, its variables, and how many of its last lines belong in the report.
+    """A target of the Makefile, its variables, and the number of its last lines in the report.
 
     ``{folder}`` in a variable is the folder of this commit's report. ``computes``: the step starts
     no engines, so it runs beside the steps that do.
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one step: its exit status, duration, date and last lines of output."""
+    """Outcome of one step: exit status, duration, date and last lines of output."""
 
     step: str
     command: str
@@ -88,7 +88,7 @@ STEPS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return 0 when every step has passed on this commit."""
+    """Return 0 if every step has passed on this commit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [step.name for step in STEPS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names))
@@ -138,7 +138,7 @@ def _log(folder: Path, step: Step) -> Path:
 
 
 class Campaigns:
-    """Runs steps, each in a process group of its own. Two threads may run two lists of steps."""
+    """Runs steps, each in its own process group. Two threads may run two lists of steps."""
 
     def __init__(self, folder: Path, commit: str) -> None:
         self._folder = folder

@@ -1,7 +1,8 @@
-"""Transfers between random pairs of layouts, straight from plans, and ways to damage what has arrived.
+"""Transfers between random pairs of layouts, directly from plans, and ways to damage their result.
 
-A case is one consumer rank and all producer ranks that write to it: what the consumer verifies before a request runs.
-Units go out in random chunks, layers in random order, as long as every layer's units ascend.
+A case is one consumer rank and all producer ranks that write to it: the part that the consumer
+verifies before a request runs. Units are sent in random chunks, layers in random order, with
+ascending units within each layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from connectors.transport.digest import End, HostMemory, Memory, TransferDigest,
 from tests.planning.builders import GEMMA, Rank, Shape, execute, fill_distinct, make_engine
 
 MANY = 10**6
-"""Tokens: more than any case has, so that the window of a prompt that ends there does not matter."""
+"""Tokens: more than any case has, so that the window of a prompt that ends there does not
+matter.
+"""
 
 FULL_ONLY = ((GroupKind.FULL, None, 3),)
 MIXED = ((GroupKind.FULL, None, 1), (GroupKind.SLIDING, MANY, 2), (GroupKind.CHUNKED, MANY, 2))
@@ -30,7 +33,7 @@ TP_PAIRS = [(p, c) for p in (1, 2, 3, 4) for c in (1, 2, 3, 4)]
 
 @dataclass(frozen=True)
 class Pair:
-    """One producer rank's plan for the consumer rank, and what makes its digests on either end."""
+    """One producer rank's plan for the consumer rank, and its digests at either end."""
 
     producer: Rank
     plan: PairPlan
@@ -50,7 +53,7 @@ class Scene:
 
 
 def draw_scene(rng: np.random.Generator, memory: Callable[[EngineLayout], Memory] = HostMemory) -> Scene:
-    """Random layouts of the same model: TP sizes, page styles, block sizes, pool sizes and padding of their own.
+    """Random layouts of one model: TP sizes, page styles, block sizes, pool sizes and padding.
 
     ``memory`` reads a rank's cache for digests.
     """
@@ -69,7 +72,7 @@ def draw_scene(rng: np.random.Generator, memory: Callable[[EngineLayout], Memory
         )
     producers, consumers = make_engine(shapes[0], tp[0]), make_engine(shapes[1], tp[1])
     fill_distinct(producers, shapes[0])
-    # Whatever lies where nothing is written differs from all content as well.
+    # Memory that is not written also differs from all content.
     fill_distinct(consumers, shapes[1])
     for rank in consumers:
         for buffer in rank.buffers:
@@ -85,7 +88,7 @@ def draw_scene(rng: np.random.Generator, memory: Callable[[EngineLayout], Memory
 
 @dataclass
 class Transfer:
-    """One request: its blocks on both ends, and the units that are wanted, by group."""
+    """One request: its blocks at both ends, and the requested units, by group."""
 
     scene: Scene
     rng: np.random.Generator
@@ -95,7 +98,9 @@ class Transfer:
 
     @classmethod
     def draw(cls, scene: Scene, rng: np.random.Generator, at_least: int = 1) -> Transfer:
-        """At least so many units in some group; ``strangers`` are producer blocks of other requests."""
+        """Return a request with at least this number of units in some group; ``strangers`` are
+        producer blocks of other requests.
+        """
         groups, layout = scene.consumer.layout.groups, scene.pairs[0].producer.layout
         tokens = int(rng.integers(8 * at_least, 33)) if at_least > 1 else int(rng.integers(1, 33))
         src = rng.permutation(np.arange(1, layout.num_blocks))
@@ -119,7 +124,9 @@ class Transfer:
         return Moves(group, ids, units.units % shape.src_units, units.dst_ids, units.dst_parts)
 
     def chunks(self, pair: Pair) -> list[Moves]:
-        """The same in random pieces: stretches of units and of layers, in any order that keeps a layer's units so."""
+        """Return the units in random pieces: ranges of units and of layers, ascending within a
+        layer.
+        """
         queues: list[list[Moves]] = []
         for group in range(len(self.units)):
             every = self.moves(group, pair)
@@ -141,7 +148,7 @@ class Transfer:
         return sorted(self.rng.choice(np.arange(1, length), self.rng.integers(0, most + 1), replace=False).tolist())
 
     def run(self) -> list[str]:
-        """Write it all, and what each producer says of it."""
+        """Write all units, and return each producer's digest."""
         said = []
         for pair in self.scene.pairs:
             digest = pair.source()
@@ -152,7 +159,7 @@ class Transfer:
         return said
 
     def found(self) -> list[str]:
-        """What the consumer finds in its own memory, by producer."""
+        """Return the consumer's digest of its own memory, by producer."""
         results = []
         for pair in self.scene.pairs:
             digest = pair.target()
@@ -164,7 +171,7 @@ class Transfer:
     # ---- damage ---------------------------------------------------------------------------------
 
     def pick(self, at_least: int = 1) -> tuple[Pair, int]:
-        """A pair and a group of which it moves so many units."""
+        """Return a pair and a group of which it moves this number of units."""
         every = [
             (pair, group)
             for pair in self.scene.pairs
@@ -193,7 +200,7 @@ def view(address: int, length: int, rank: Rank) -> np.ndarray:
 
 
 def flipped_byte(transfer: Transfer) -> None:
-    """One bit of one byte of one run."""
+    """Flip one bit of one byte of one run."""
     runs = transfer.runs(transfer.pick()[0])
     at = transfer.rng.integers(len(runs))
     offset = transfer.rng.integers(runs.length[at])
@@ -201,7 +208,7 @@ def flipped_byte(transfer: Transfer) -> None:
 
 
 def swapped_blocks(transfer: Transfer) -> None:
-    """Two units of one group have changed places, as one producer wrote them."""
+    """Swap two units of one group that one producer wrote."""
     pair, group = transfer.pick(2)
     move = transfer.moves(group, pair)
     a, b = transfer.rng.choice(len(move), 2, replace=False)
@@ -212,7 +219,7 @@ def swapped_blocks(transfer: Transfer) -> None:
 
 
 def swapped_heads(transfer: Transfer) -> None:
-    """Two heads of one layer of one block have changed places, whoever wrote them."""
+    """Swap two heads of one layer of one block, from any producers."""
     rng, consumer = transfer.rng, transfer.scene.consumer
     _, group = transfer.pick()
     views = consumer.views[group]
@@ -222,7 +229,7 @@ def swapped_heads(transfer: Transfer) -> None:
 
 
 def dropped_group(transfer: Transfer) -> None:
-    """Nothing of one group has arrived: its memory holds what it held before."""
+    """Undo all writes of one group: its memory has its former content."""
     pair, group = transfer.pick()
     runs = build_runs(pair.plan, [transfer.moves(group, pair)])
     for address, length in zip(runs.dst.tolist(), runs.length.tolist(), strict=True):
@@ -230,7 +237,7 @@ def dropped_group(transfer: Transfer) -> None:
 
 
 def truncated_tail(transfer: Transfer) -> None:
-    """The end of a write has not arrived: part of its last run, or some of its last runs too."""
+    """Undo the end of a write: a part of its last run, or some of its last runs as well."""
     runs = transfer.runs(transfer.pick()[0])
     lost = int(transfer.rng.integers(1, 1 + min(3, len(runs))))
     for at in range(len(runs) - lost, len(runs)):
@@ -241,7 +248,7 @@ def truncated_tail(transfer: Transfer) -> None:
 
 
 def another_requests_block(transfer: Transfer) -> None:
-    """One unit holds what another request's block of the producer holds there."""
+    """Replace one unit by the content of another request's block of the producer."""
     pair, group = transfer.pick()
     move = transfer.moves(group, pair)
     at = transfer.rng.integers(len(move))
@@ -251,7 +258,9 @@ def another_requests_block(transfer: Transfer) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """A way to damage a transfer, and what it needs: units in some group, heads on the consumer rank."""
+    """A way to damage a transfer, and its requirements: units in some group, heads on the
+    consumer rank.
+    """
 
     do: Callable[[Transfer], None]
     units: int = 1

@@ -1,9 +1,10 @@
-"""Every pair of PP x PCP x TP x DCP grids: plans proved, and a request transferred byte for byte: ``make grids``.
+"""Every pair of PP x PCP x TP x DCP grids: plans proved, and a request transferred byte for
+byte: ``make grids``.
 
     python -m tests.campaigns.grids [--part 1/4] [--kv-heads 1 2 4]
 
-The engines' machines run over the memory transport; no engine starts. ``tests/transport/grids.py`` has the matrix and
-the oracle.
+The engines' machines run over the memory transport; no engine starts. ``tests/transport/grids.py``
+has the matrix and the oracle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Prints a random sample of docstrings and messages of the product, to judge them against CONTRIBUTING.md's rules.
+"""Prints a random sample of docstrings and messages of the product, to judge them by
+CONTRIBUTING.md.
 
     python -m tests.campaigns.prose --seed 1 --count 100 [--root DIR]
 
@@ -30,7 +31,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def sample(root: Path, seed: int, count: int) -> list[str]:
-    """Return `count` texts with their places, always the same for a seed and a tree."""
+    """Return `count` texts with their locations, always the same for a seed and a tree."""
     found = [
         f"{path.relative_to(root)}:{line}  {' '.join(text.split())}"
         for package in PRODUCT

@@ -38,7 +38,7 @@ Change = Callable[[Call], Call]
 
 @dataclass
 class Fault:
-    """What goes wrong with an engine's answer.
+    """Fault of an engine's answer.
 
     ``dies_at``  number of tokens after which it dies; None: it does not
     ``change``   changes the calls that it receives
@@ -68,7 +68,7 @@ class EnginePair:
         await self.decode.close()
 
     async def idle(self, within_s: float = 10.0) -> bool:
-        """Whether all blocks of both pools are free within a bound."""
+        """Return whether all blocks of both pools are freed within a limited time."""
         give_up_at = asyncio.get_running_loop().time() + within_s
         while asyncio.get_running_loop().time() < give_up_at:
             llms = (self.prefill._llm, self.decode._llm)  # noqa: SLF001 - no public way to the block pools
@@ -78,7 +78,9 @@ class EnginePair:
         return False
 
     def router(self, first_token: str, *faults: Fault) -> tuple[Router, Handle, Handle]:
-        """A router whose engines have these faults: prefill's, then those of decode replicas in this order."""
+        """A router whose engines have these faults: prefill's, then those of decode replicas in
+        this order.
+        """
         prefill, *decode = faults or (Fault(),)
         limits = RouterLimits(
             request_timeout_s=60, first_token=first_token, routing=RoutingSettings(policy="always_remote")
@@ -114,7 +116,9 @@ def _serve_prefill(engine: VllmEngine, fault: Fault, sampled: asyncio.Event) -> 
 
 
 def _serve_decode(engine: VllmEngine, fault: Fault, sampled: asyncio.Event | None) -> Any:
-    """An engine that is slower than prefill: both are on one machine, where the KV moves at once."""
+    """An engine that is slower than prefill: both are on one machine, where the KV moves at
+    once.
+    """
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         async with aclosing(_answer(engine, call, fault)) as items:

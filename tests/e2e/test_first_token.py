@@ -1,4 +1,4 @@
-"""Prefill samples the first token: the client's stream is the one that decode alone would have sent, byte for byte."""
+"""Prefill samples the first token: the client's stream equals decode's own, byte for byte."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ def test_the_next_turn_finds_the_last_ones_answer_after_a_kill(tmp_path: Path) -
             assert loaded == 3 * CHUNK
             assert counted("vllm:tandem_store_tokens_total", outcome="hit") == 3 * CHUNK
             assert counted("vllm:tandem_store_loaded_bytes_total", tier="disk") > 0
-            # Decode loads full attention of the same chunks, and receives the two blocks of 64 tokens
-            # behind them.
+            # Decode loads full attention of the same chunks, and receives the two blocks of 64
+            # tokens behind them.
             sent = {group: counted("vllm:tandem_kv_sent_bytes_total", group=str(group)) for group in range(3)}
             assert sent[2] == 2 * 64 * FULL_TOKEN_BYTES, sent
             # A separate engine computes both turns: an empty store has no objects for it.

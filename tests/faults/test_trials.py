@@ -59,7 +59,7 @@ def event(text: str, finish: str | None = None) -> str:
 
 
 DONE = "data: [DONE]\n\n"
-ERROR = 'data: {"error": {"message": "the KV did not come"}}\n\n'
+ERROR = 'data: {"error": {"message": "the transfer failed"}}\n\n'
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_decode_is_cancelled(state: str, twins: int) -> None:
     asked = [action.peer for action in cancelled if isinstance(action, Send) and isinstance(action.message, Cancel)]
     assert asked == ([] if state in ("ending", "quarantined") else may_write), "those that were asked are not again"
     ended = given_back(cancelled)
-    assert bool(ended) == (state == "connecting"), "at once only where nobody has seen its blocks"
+    assert bool(ended) == (state == "connecting"), "at once only if no peer knows its blocks"
     for peer in are_verified:
         ended += given_back(consumer.verified("t", peer, None, 6.0))
     for peer in may_write:
@@ -178,7 +178,7 @@ def called_off() -> Producer:
 
 
 PREFILL_STATES: dict[str, tuple[Callable[[], Producer], type[object] | None]] = {
-    "live, nobody has asked": (production.live, None),
+    "live, without a request of decode": (production.live, None),
     "live, asked for": (queued_with_an_offer, Aborted),
     "live, between chunks": (between_chunks, Aborted),
     "live, a write in flight": (writing, Aborted),
@@ -198,10 +198,10 @@ def test_prefill_is_cancelled(state: str, twins: int) -> None:
     producer = make()
     for _ in range(twins):
         assert producer.expect("twin", "t", 12, "digest", 2.0) == []
-    under_way = producer.writes_in_flight("r")
+    in_flight = producer.writes_in_flight("r")
     told = producer.finished("r", False, "the prefill request was cancelled", 3.0)
-    assert not (under_way and told), "a write under way may still land in blocks that decode would free"
-    for write_id in under_way:
+    assert not (in_flight and told), "a write in flight may still arrive in blocks that decode would free"
+    for write_id in in_flight:
         told += producer.write_done(write_id, 4.0)
     assert [type(send.message) for send in told if isinstance(send, Send)] == ([word] if word else [])
     assert not [action for action in told if isinstance(action, Sent | Write)], "its blocks are vLLM's already"

@@ -121,11 +121,11 @@ QUARANTINED: dict[str, Any] = {"drop": 1, "abort": 1, "early": NEVER}
 @pytest.mark.parametrize(
     ("machine", "legs", "faults", "says"),
     [
-        (AnswersAtOnce, "plain", {"abort": 1}, "while a write for it is under way"),
+        (AnswersAtOnce, "plain", {"abort": 1}, "while a write for it is in flight"),
         (IgnoresPreemption, "preempted", {}, "was told ok, but"),
         (IgnoresTheFence, "preempted", {}, "was told ok, but"),
         (NeverExpires, "plain", {"abort": 1}, "at the end prefill"),
-        (ForgetsNumbers, "plain", {"abort": 1, "early": NEVER}, "a write or a comparison is under way"),
+        (ForgetsNumbers, "plain", {"abort": 1, "early": NEVER}, "a write or a comparison is in progress"),
         (FreesAfterADeadline, "plain", QUARANTINED, "have not answered"),
         (NeverFrees, "plain", QUARANTINED, "at the end decode"),
         (WaitsForTheAnswer, "plain", QUARANTINED, "not in quarantine"),

@@ -84,7 +84,9 @@ def test_which_engines_are_named(engines: str, named: bool) -> None:
 
 
 def test_decode_legs() -> None:
-    """The prefill answer's parameters, unchanged; keys of public proxies that we do not need are ignored."""
+    """The prefill answer's parameters, unchanged; keys of public proxies that we do not need are
+    ignored.
+    """
     address = EngineAddress("engine-a", "10.0.0.7", 5600)
     assert parse_params(DECODE_LEG) == ConsumeParams("t-1", address)
     assert parse_params(DECODE_LEG | {"prompt_multiple": 16}) == ConsumeParams("t-1", address, prompt_multiple=16)

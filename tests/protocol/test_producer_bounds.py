@@ -37,7 +37,7 @@ def test_offers_beyond_the_bound_are_neither_remembered_nor_answered() -> None:
         assert producer.message(C1, message, 1.0) == [], "the bound is the engine's, not the rank's"
     assert producer.counts()["early"] == MAX_EARLY
     assert producer.expect("r", "one more", 12, "digest", 2.0) == []
-    assert producer.progress("r", *TABLES, 2.0) == [], "nobody has offered for it"
+    assert producer.progress("r", *TABLES, 2.0) == [], "no offer exists for it"
 
 
 def test_another_engine_does_not_suffer() -> None:

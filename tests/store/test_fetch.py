@@ -59,7 +59,7 @@ def test_a_late_object_costs_what_depends_on_it() -> None:
         fetch.read(ref)
     fetch.give_up()
     assert fetch.settled
-    assert fetch.end_token == 0, "the first 128 tokens of full attention did not come"
+    assert fetch.end_token == 0, "the first 128 tokens of full attention are missing"
     assert not fetch.read(ObjectRef(128, 0)), "late: of no use any more"
 
 

@@ -1,4 +1,6 @@
-"""How long a transfer waits for a stored prefix: never longer than the transfer of the same bytes."""
+"""Time for which a transfer waits for a stored prefix: at most that of the transfer of the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def test_the_fastest_transfer_counts_and_all_loads_do() -> None:
 
 
 def test_a_tier_that_has_recovered_is_used_again() -> None:
-    """It hung and has read nothing. After as many refusals as there are measurements, it is tried."""
+    """It hung and has read nothing.
+
+    After as many refusals as there are measurements, it is tried.
+    """
     costs = MixCosts()
     costs.transferred(MB, 0.001)
     for _ in range(2 * SAMPLES):

@@ -54,15 +54,15 @@ def sender(pipe: Connection) -> None:
     from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
 
-    place = MemoryKind("DRAM", 0)
+    memory_kind = MemoryKind("DRAM", 0)
     memory = np.random.default_rng(0).integers(0, 256, MEGABYTES << 20, np.uint8)
     transport = NixlTransport("sender/0", devices=("lo",))
-    transport.register([Region(memory.ctypes.data, memory.nbytes, place)])
+    transport.register([Region(memory.ctypes.data, memory.nbytes, memory_kind)])
     metadata, address = pipe.recv()
     peer = transport.add_peer(metadata)
     starts = np.arange(0, memory.nbytes, 1 << 20, dtype=np.int64)
     runs = Runs(memory.ctypes.data + starts, address + starts, np.full(len(starts), 1 << 20, np.int64))
-    handle = transport.write(peer, runs, place, place)
+    handle = transport.write(peer, runs, memory_kind, memory_kind)
     polls = 0
     give_up_at = time.monotonic() + TIMEOUT_S
     while not transport.poll(handle):

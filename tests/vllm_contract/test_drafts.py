@@ -69,7 +69,9 @@ def test_a_draft_is_its_method_and_weights(draft: Path) -> None:
 
 
 def test_heads_of_a_layer_are_its_own_models(draft: Path) -> None:
-    """With one KV head on each of 4 ranks, the target's layers are cut and the draft's are replicas."""
+    """With one KV head on each of 4 ranks, the target's layers are cut and the draft's are
+    replicas.
+    """
     own = drafting(draft, tensor_parallel_size=4)
     eagle = drafting(draft, "eagle", tensor_parallel_size=4)
     target, after = (f"model.layers.{index}.self_attn.attn" for index in (TARGET_LAYERS - 1, TARGET_LAYERS))

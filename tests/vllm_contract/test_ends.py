@@ -43,7 +43,7 @@ def let_go(producer: Worker) -> None:
     producer.transport.let_go = True
 
 
-def test_an_abort_while_the_last_write_is_under_way(worker: Callable[..., Worker]) -> None:
+def test_an_abort_while_the_last_write_is_in_flight(worker: Callable[..., Worker]) -> None:
     """The transfer of an ended request is aborted before a step may overwrite its blocks: no
     Fin.
     """
@@ -78,7 +78,7 @@ def test_preemption_on_an_accelerator_gives_up_every_write(worker: Callable[...,
     """vLLM has queued the overwriting kernels before the call, so even a successful write may
     have read their output.
     """
-    producer, consumer = both_ends(worker, place=MemoryKind("VRAM", 0))
+    producer, consumer = both_ends(worker, memory_kind=MemoryKind("VRAM", 0))
     let_go(producer)
     producer.step(preempted=["q"])
     producer.step(chunks=[Chunk("q", ((3, 4),), 7)])

@@ -53,7 +53,7 @@ def greet_again(consumer: Worker, producer: Worker, request: str) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the connection", "behind the connection"])
-def test_a_producer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worker], before: bool) -> None:
+def test_a_producer_that_removes_its_peer_during_the_handshake(worker: Callable[..., Worker], before: bool) -> None:
     """The Welcome arrives, and the offer after it is accepted."""
     producer, consumer = delivered(lambda name: worker(name, transport_class=Paused))
     paused(producer).pause(before)
@@ -67,7 +67,7 @@ def test_a_producer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worke
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the connection", "behind the connection"])
-def test_a_consumer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worker], before: bool) -> None:
+def test_a_consumer_that_removes_its_peer_during_the_handshake(worker: Callable[..., Worker], before: bool) -> None:
     """A worker's producer machine removes a peer during the handshake with it as a producer."""
     first, second = delivered(lambda name: worker(name, transport_class=Paused))
     paused(first).pause(before)
@@ -86,7 +86,7 @@ def test_a_consumer_that_forgets_whom_it_is_greeting(worker: Callable[..., Worke
     assert reported[-1][2] == set()
 
 
-def test_a_greeting_that_is_over_protects_nobody(worker: Callable[..., Worker]) -> None:
+def test_a_finished_handshake_keeps_no_state(worker: Callable[..., Worker]) -> None:
     """No state remains of a worker that is removed after its handshake."""
     producer, consumer = delivered(worker)
     greet_again(consumer, producer, "again")
@@ -96,7 +96,7 @@ def test_a_greeting_that_is_over_protects_nobody(worker: Callable[..., Worker]) 
     assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (0, set())
 
 
-def test_nobody_is_pushed_out_amid_a_greeting(
+def test_no_peer_is_evicted_during_its_handshake(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the only entry belongs to a peer in a handshake, the new peer is refused and the first

@@ -131,25 +131,25 @@ def test_a_verification_that_breaks_ends_the_request(
 
 
 @pytest.mark.parametrize("integrity", ["full", "auto"])
-@pytest.mark.parametrize("places", ["VRAM VRAM", "VRAM DRAM", "DRAM VRAM"])
+@pytest.mark.parametrize("memory_kinds", ["VRAM VRAM", "VRAM DRAM", "DRAM VRAM"])
 def test_digests_where_a_cache_is_on_an_accelerator(
-    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, places: str, integrity: str
+    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, memory_kinds: str, integrity: str
 ) -> None:
     """With digests of either side or both, clean transfers pass and damaged ones fail.
 
     Tensors are on the CPU here.
     """
-    prefill, decode = (MemoryKind(memory, 0) for memory in places.split())
+    prefill, decode = (MemoryKind(memory, 0) for memory in memory_kinds.split())
     for transport, failed in ((MemoryTransport, set()), (Damaging, {"r"})):
         name = transport.__name__
-        producer = worker(f"p-{name}", transport_class=transport, place=prefill)
+        producer = worker(f"p-{name}", transport_class=transport, memory_kind=prefill)
         producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
-        consumer = worker(f"c-{name}", integrity=integrity, place=decode)
+        consumer = worker(f"c-{name}", integrity=integrity, memory_kind=decode)
         assert transfer(producer, consumer) == (set(), {"r"}, failed)
     assert caplog.text.count("the received bytes differ from the bytes sent") == 1
 
 
 def test_integrity_off_on_an_accelerator(worker: Callable[..., Worker]) -> None:
     """No digest is requested and none is computed, so damage is undetected there as well."""
-    producer = worker("p", transport_class=Damaging, place=MemoryKind("VRAM", 0))
-    assert transfer(producer, worker("c", integrity="off", place=MemoryKind("VRAM", 0))) == (set(), {"r"}, set())
+    producer = worker("p", transport_class=Damaging, memory_kind=MemoryKind("VRAM", 0))
+    assert transfer(producer, worker("c", integrity="off", memory_kind=MemoryKind("VRAM", 0))) == (set(), {"r"}, set())

@@ -41,7 +41,7 @@ def test_preemption_on_an_accelerator_waits_for_nothing(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deliveries are aborted, so a wait for their writes has no use."""
-    producer, _ = both_ends(worker, place=MemoryKind("VRAM", 0))
+    producer, _ = both_ends(worker, memory_kind=MemoryKind("VRAM", 0))
     clock = Clock(monkeypatch)
     producer.step(preempted=["q"])
     assert clock.rests == []

@@ -1,4 +1,4 @@
-"""Decode loads a stored prefix beside a transfer: what is ordered, how long it waits, and what a failed copy costs."""
+"""Decode loads a stored prefix beside a transfer: orders, waits, and the cost of a failed copy."""
 
 from __future__ import annotations
 
@@ -125,7 +125,10 @@ def test_nothing_is_waited_for_where_nothing_can_be_stored(host: Host) -> None:
 def test_a_tier_that_hangs_does_not_hold_up_the_transfer(
     host: Host, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """It waits ``lookup_s`` once and not at all where the fast link has been measured. Nothing is lost."""
+    """It waits ``lookup_s`` once and not at all where the fast link has been measured.
+
+    Nothing is lost.
+    """
     host.fill(64)
     release = threading.Event()
     real = getattr(FolderTier, call)

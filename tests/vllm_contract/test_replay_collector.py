@@ -40,11 +40,11 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
     replay_log = cut(rng, TOKENS[: rng.randint(1, len(TOKENS))])
     served = ServedCall(replay=replay_log)
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    regroup = ReplayCollector(collector, served)
+    replaying = ReplayCollector(collector, served)
 
     async def produce() -> None:
         for token in TOKENS:
-            regroup.put(output(token, finished=token == TOKENS[-1]))
+            replaying.put(output(token, finished=token == TOKENS[-1]))
             for _ in range(rng.choice((0, 0, 1, 3))):
                 await asyncio.sleep(0)
 
@@ -54,7 +54,7 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
         read.append(await collector.get())
         for _ in range(rng.choice((0, 0, 2))):
             await asyncio.sleep(0)
-        regroup.release()
+        replaying.release()
     await producing
     groups = [tuple(one.outputs[0].token_ids) for one in read]
     assert tuple(groups[: len(replay_log)]) == replay_log
@@ -76,14 +76,14 @@ async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestO
     """Never other tokens instead of the recorded ones."""
     served = ServedCall(replay=((0, 1), (2,)))
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    regroup = ReplayCollector(collector, served)
+    replaying = ReplayCollector(collector, served)
 
     async def read() -> None:
         for one in outputs:
-            regroup.put(one)
+            replaying.put(one)
         while True:
             await collector.get()
-            regroup.release()
+            replaying.release()
 
     with pytest.raises(CannotResumeError, match="did not repeat"):
         await asyncio.wait_for(read(), 1)
@@ -94,8 +94,8 @@ async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestO
 async def test_an_error_of_the_engine_passes_at_once() -> None:
     """Whatever waits."""
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    regroup = ReplayCollector(collector, ServedCall(replay=((0, 1, 2),)))
-    regroup.put(output(0))
-    regroup.put(ConnectionError("gone"))
+    replaying = ReplayCollector(collector, ServedCall(replay=((0, 1, 2),)))
+    replaying.put(output(0))
+    replaying.put(ConnectionError("gone"))
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(collector.get(), 1)

@@ -58,7 +58,9 @@ def test_steps_have_seen_everything(totals: Counter[str]) -> None:
 
 @pytest.mark.parametrize(("blocks", "prefix_caching", "asynchronous"), [(32, False, False), (60, True, False)])
 def test_random_steps_with_drafts(blocks: int, prefix_caching: bool, asynchronous: bool) -> None:
-    """Lookahead slots, placeholders and rejected drafts leave transfers and the pool as exact as without them."""
+    """Lookahead slots, placeholders and rejected drafts leave transfers and the pool as exact as
+    without them.
+    """
     engine = Engine(0, blocks, prefix_caching, asynchronous, drafts=3)
     try:
         engine.run(STEPS)

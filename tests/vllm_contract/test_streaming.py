@@ -55,7 +55,7 @@ def test_layers_come_out_as_they_are_run() -> None:
         LayersComputed(("q",), 0, 2),
         Ended((FIRST, SECOND), frozenset({"q"})),
     ]
-    assert not steps.layer("a"), "no step is under way"
+    assert not steps.layer("a"), "no step is in progress"
 
 
 def test_nothing_comes_out_before_the_device_has_done_it() -> None:

@@ -30,10 +30,10 @@ LIMITS = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0
 DIGEST = prompt_digest([1, 2, 3])
 
 
-def layout_of(address: int, packing: str = "p", place: MemoryKind = MemoryKind("DRAM", 0)) -> EngineLayout:  # noqa: B008
+def layout_of(address: int, packing: str = "p", memory_kind: MemoryKind = MemoryKind("DRAM", 0)) -> EngineLayout:  # noqa: B008
     """Return a cache at ``address``: one full-attention group of one layer."""
     pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
-    region = Region(address, BLOCKS * BLOCK_BYTES, place)
+    region = Region(address, BLOCKS * BLOCK_BYTES, memory_kind)
     return EngineLayout(0, 1, BLOCKS, (region,), (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),))
 
 
@@ -49,13 +49,13 @@ class Worker:
         transport_class: type[MemoryTransport] = MemoryTransport,
         integrity: str = "auto",
         streaming: Streaming = Streaming.CHUNK,
-        place: MemoryKind = MemoryKind("DRAM", 0),  # noqa: B008
+        memory_kind: MemoryKind = MemoryKind("DRAM", 0),  # noqa: B008
         secret: str = "",
         limits: TransferLimits = LIMITS,
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        layout = layout_of(self.cache.ctypes.data, packing, place)
+        layout = layout_of(self.cache.ctypes.data, packing, memory_kind)
         self.transport = transport = transport_class(f"{name}/0", fabric)
         transport.register(
             [dataclasses.replace(region, memory_kind=MemoryKind("DRAM", 0)) for region in layout.regions]

@@ -40,7 +40,7 @@ class MergedStream:
 
     def __init__(self, streams: int, answer_id: str) -> None:
         self.done = False
-        """Whether `feed` has returned the last event."""
+        """True once `feed` has returned the last event."""
         self._open = set(range(streams))
         self._id = answer_id
         self._created: Any = None

@@ -369,7 +369,7 @@ class WorkerRuntime:
 
     def _pause_s(self) -> float:
         """Return the pause of the progress thread in seconds. Engine steps run rounds, too."""
-        if self._writes.under_way() or self._steps:
+        if self._writes.in_flight() or self._steps:
             return _BUSY_S
         busy = self._handshaker.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
@@ -437,12 +437,12 @@ class WorkerRuntime:
                 # Only a step that posted writes measures a mode's cost.
                 sent = self._writes.posted > self._posted_before and any(chunk.last for chunk in chunks)
                 if sent and self._exposed is None:
-                    self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.under_way())
+                    self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.in_flight())
 
     def _measure(self, now: float) -> None:
         """Report the cost of sending the last step to the governor, once its writes have ended."""
         exposed = self._exposed
-        if exposed is not None and not exposed.writes & self._writes.under_way():
+        if exposed is not None and not exposed.writes & self._writes.in_flight():
             self._exposed = None
             self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
 

@@ -68,7 +68,7 @@ class Writes:
         self._handles: dict[int, Posted] = {}
         self.posted = 0
 
-    def under_way(self) -> frozenset[int]:
+    def in_flight(self) -> frozenset[int]:
         """Return the ids of the unfinished writes."""
         return frozenset(self._handles)
 

@@ -106,7 +106,7 @@ async def test_a_full_engine_costs_no_prompts() -> None:
         for one in waiting:
             with pytest.raises((DeadlineError, OverloadedError)):
                 one.result()
-        assert service.prompts - before <= SLOTS, "the first of each: nobody knew better"
+        assert service.prompts - before <= SLOTS, "the first of each: neither router knew the load"
 
         before = service.prompts
         waiting = [asyncio.create_task(ask(second)) for _ in range(2 * SLOTS)]

@@ -33,7 +33,7 @@ def test_time_counts_from_the_work_before():
     assert queue.finish(1, 13.0) == ((1.0,), 3.0)
     assert queue.finish(2, 17.0, (6.0,)) == ((6.0,), 4.0)
     queue.add(3, (1.0,), 1.0, 30.0)
-    assert queue.finish(3, 31.0) == ((1.0,), 1.0), "idle time is nobody's"
+    assert queue.finish(3, 31.0) == ((1.0,), 1.0), "idle time counts for no work"
 
 
 def test_work_that_was_computed_together():

@@ -1,4 +1,4 @@
-"""Prefill's first token in the router: what the client gets, and when; the real router over handles in this process."""
+"""Prefill's first token in the router: its delivery to the client, over in-process handles."""
 
 from __future__ import annotations
 

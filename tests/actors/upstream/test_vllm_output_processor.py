@@ -1,4 +1,4 @@
-"""What the client is told of cached tokens and of first tokens, through vLLM's own output processor."""
+"""Cached-token counts and first tokens for the client, through vLLM's own output processor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def request(params: SamplingParams) -> EngineCoreRequest:
 
 
 def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached: int = 64) -> tuple[int, int]:
-    """(cached, newly cached) of a prompt of 87 tokens, of which `local` were in the cache and `external` arrived."""
+    """(cached, newly cached) of a prompt of 87 tokens, of which `local` were in the cache and
+    `external` arrived.
+    """
     processor = OutputProcessor(None, log_stats=False)
     SharedRequestOutputs.take_over(processor, block_tokens)
     params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.DELTA)
@@ -60,13 +62,15 @@ def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached
     ids=["alone", "alone, again", "apart", "apart, partly known", "apart, again", "apart, without a prefix cache"],
 )
 def test_what_came_from_another_engine_is_not_called_cached(local, external, block_tokens, expected):
-    """As one engine would say that had computed it."""
+    """Like one engine that had computed it."""
     assert told(local, external, block_tokens) == expected
 
 
 @pytest.mark.parametrize("unfinished", [False, True])
 def test_the_end_of_a_first_token_is_hidden(unfinished):
-    """A request that decode continues is open, and keeps back what may begin a stop string; it is counted once."""
+    """A request that decode continues stays open, keeps back a possible stop string, and is
+    counted once.
+    """
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
     processor = OutputProcessor(tokenizer, log_stats=True)
     SharedRequestOutputs.take_over(processor, None)
@@ -98,13 +102,13 @@ def test_the_end_of_a_first_token_is_hidden(unfinished):
     ],
 )
 def test_which_requests_sample_first_tokens(transfer, expected):
-    """Prefill legs that are asked for it."""
+    """Prefill legs that are asked for the first token."""
     assert samples_first_token(SamplingParams(extra_args={"kv_transfer_params": transfer})) is expected
     assert samples_first_token(SamplingParams()) is False
 
 
 def test_one_token():
-    """Whatever the client allows; its own parameters stay as they are."""
+    """For any limit of the client; its own parameters do not change."""
     params = SamplingParams(max_tokens=9, min_tokens=5, temperature=0.5, stop=["a"])
     only = one_token(params)
     assert (only.max_tokens, only.min_tokens, only.temperature, only.stop) == (1, 1, 0.5, ["a"])

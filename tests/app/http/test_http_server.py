@@ -227,7 +227,7 @@ async def test_it_says_whose_it_is() -> None:
         closing = asyncio.create_task(server.close())
         await asyncio.sleep(LEAVE_S / 5)
         reply = await client.get(SERVICE_PATH)
-        assert (reply.status_code, reply.text) == (503, "ours"), "a load balancer is to send nobody here any more"
+        assert (reply.status_code, reply.text) == (503, "ours"), "a load balancer must send no more requests here"
         await closing
 
 
@@ -448,7 +448,7 @@ async def test_requests_that_come_together() -> None:
 
 @pytest.mark.usefixtures("short_head")
 @pytest.mark.parametrize("rest", [b"", b"x: " + b"a" * 70_000, b"bad\r\n\r\n"], ids=["late", "large", "malformed"])
-async def test_a_head_behind_an_answer_that_is_under_way(rest: bytes) -> None:
+async def test_headers_during_an_answer(rest: bytes) -> None:
     """It gets the answer's time; a refused one ends the connection, and does not corrupt that
     answer.
     """

@@ -51,7 +51,7 @@ async def test_a_client_that_reads_nothing_loses_its_slots(
 
     A client that reads slowly receives everything, however long it takes.
     """
-    monkeypatch.setattr(generate, "LAST_WORD_S", 1.0)
+    monkeypatch.setattr(generate, "STREAM_END_S", 1.0)
     router, prefill, decode = fleet([well], [paced])
     router.limits = LIMITS.model_copy(update={"idle_timeout_s": 0.5})
     client = SlowClient(piece_s)

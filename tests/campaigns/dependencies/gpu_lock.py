@@ -1,15 +1,15 @@
-"""Resolve requirements-gpu.lock with uv, or check it with pip.
+"""Resolves requirements-gpu.lock with uv, or checks it with pip.
 
-    python -m tests.campaigns.dependencies.gpu_lock resolve --uv build/lock/bin/uv        (``make lock-gpu``)
-    python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python  (``make check-lock-gpu``)
+    python -m tests.campaigns.dependencies.gpu_lock resolve --uv build/lock/bin/uv
+    python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python
 
-``resolve`` reads the wheels' metadata only. It keeps the releases of the present lock, and takes those of
-requirements-cpu.lock for new packages, where the requirements allow them. So a second run changes
-nothing, and GPU engines run with the packages that the suite tests.
-
-``check`` lets pip add dependencies to the lock and fails if it does. With an index that has no separate
-metadata files, pip downloads every wheel (4.2 GB, kept in no cache). pip must not find PyTorch's CPU
-wheels, neither by an extra index nor by ``PIP_FIND_LINKS``: it prefers 2.13.0+cpu to 2.13.0.
+(``make lock-gpu``, ``make check-lock-gpu``.) ``resolve`` reads the wheels' metadata only. It keeps
+the releases of the current lock, and uses those of requirements-cpu.lock for new packages where the
+requirements allow them. So a second run changes nothing, and GPU engines run with the packages that
+the suite tests. ``check`` lets pip add dependencies to the lock and fails if it does. With an index
+without separate metadata files, pip downloads every wheel (4.2 GB, not cached). pip must not find
+PyTorch's CPU wheels, neither in an extra index nor through ``PIP_FIND_LINKS``: it prefers
+2.13.0+cpu to 2.13.0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[3]
 CPU_LOCK, GPU_LOCK = PROJECT / "requirements-cpu.lock", PROJECT / "requirements-gpu.lock"
 CONSTRAINTS = "cuda-python>=13\n"
-"""cuda-python 12 installs CUDA 12's modules over those of cuda-bindings 13, which the CUDA 13 build of torch needs."""
+"""cuda-python 12 installs CUDA 12's modules over those of cuda-bindings 13, which the CUDA 13
+build of torch needs.
+"""
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_31", "--only-binary", ":all:")
 FORMAT = ("--no-header", "--no-annotate", "--no-config", "--quiet")
 
@@ -45,7 +47,9 @@ def pins(text: str) -> dict[str, str]:
 
 
 def preferred(cpu: str, gpu: str) -> dict[str, str]:
-    """Versions to keep if possible: those of the present GPU lock first, then those of the CPU lock."""
+    """Versions to keep if possible: those of the present GPU lock first, then those of the CPU
+    lock.
+    """
     public = {package: version for package, version in pins(cpu).items() if "+" not in version}
     return public | pins(gpu)
 
@@ -78,7 +82,7 @@ def resolve(uv: str) -> None:
 
 
 def check(python: str) -> list[str]:
-    """What pip would install beyond the lock or otherwise than the lock, one line a package."""
+    """Return pip's additions to or differences from the lock, one line per package."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [python, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-cache-dir", "--quiet"]

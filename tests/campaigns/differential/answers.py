@@ -1,7 +1,7 @@
-"""An HTTP answer as what it says: what both sides must say alike, and in one place what they cannot.
+"""Parses HTTP answers for comparison; one table lists the parts that cannot be equal.
 
-A stream is put together: where its chunks are cut depends on timing, on either side. The chunks that end it, and what
-all of them repeat, are kept as they are.
+A stream is joined, because its chunk boundaries depend on timing on either side. Its final chunks,
+and the fields that all chunks repeat, are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ RANDOM = re.compile(r"(?<![0-9a-f])([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0
 
 
 def _kind_of_id(value: Any) -> Any:
-    """`chatcmpl-tool-*` of `chatcmpl-tool-8f3a...`: how an id begins is part of the interface."""
+    """`chatcmpl-tool-*` of `chatcmpl-tool-8f3a...`: the prefix of an id is part of the
+    interface.
+    """
     if isinstance(value, list):
         return [_kind_of_id(one) for one in value]
     return RANDOM.sub("*", value) if isinstance(value, str) else value
@@ -42,7 +44,7 @@ MUST_DIFFER: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "sequence_number": (lambda _: None, "counts the events of a stream, whose number depends on timing"),
     "root": (lambda _: None, "where each server has its checkpoint"),
 }
-"""Keys of an answer whose values cannot be equal: what is compared instead, and why."""
+"""Keys of an answer whose values cannot be equal: the comparison instead, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an answer says. `says` is a tree of lists and objects."""
+    """Content of an answer. `says` is a tree of lists and objects."""
 
     status: int
     content_type: str
@@ -64,7 +66,10 @@ class Answer:
 
 
 def read(reply: Reply, exact_ids: bool = False) -> Answer:
-    """`exact_ids` where the client has named the request: then both sides must use that name."""
+    """Parse an answer.
+
+    `exact_ids` if the client has named the request: both sides must use that name.
+    """
     kind = reply.content_type.partition(";")[0].strip()
     if kind == "text/event-stream":
         says: Any = read_stream(reply.body)
@@ -77,7 +82,7 @@ def read(reply: Reply, exact_ids: bool = False) -> Answer:
 
 
 def comparable(tree: Any) -> Any:
-    """`tree` with what must differ replaced by what is compared of it."""
+    """Return `tree` with incomparable values replaced."""
     if isinstance(tree, list):
         return [comparable(one) for one in tree]
     if not isinstance(tree, dict):
@@ -86,7 +91,7 @@ def comparable(tree: Any) -> Any:
 
 
 def read_stream(body: bytes) -> dict[str, Any]:
-    """A stream of OpenAI's chunks with an end mark, or of the named events of the Responses or Messages API."""
+    """Parse OpenAI's chunks with an end mark, or named events of the Responses or Messages API."""
     frames = [frame for frame in body.decode().split("\n\n") if frame and not frame.startswith(":")]
     if frames and frames[0].startswith("event:"):
         return _read_events(frames)
@@ -119,7 +124,9 @@ def _read_chunks(frames: list[str]) -> dict[str, Any]:
 
 
 def _last_chunks(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chunks that end a choice or the stream, in order of choices, without the text that happens to come with them."""
+    """Return the chunks that end a choice or the stream, in order of choices, without text in
+    the same chunks.
+    """
     ends = []
     for chunk in chunks:
         choices = chunk.get("choices", [])
@@ -128,7 +135,7 @@ def _last_chunks(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         bare = [
             {"index": one["index"], "finish_reason": one["finish_reason"], "fields": sorted(one)} for one in choices
         ]
-        # A usage that grows is compared where it is complete.
+        # A growing usage is compared where it is complete.
         usage = {key: chunk[key] for key in ("usage",) if key in chunk and not choices}
         ends.append({"choices": bare, "fields": sorted(chunk), **usage})
     return sorted(ends, key=lambda end: [one["index"] for one in end["choices"]] or [1 << 30])
@@ -169,7 +176,7 @@ def _same_block(last: dict[str, Any], event: dict[str, Any]) -> bool:
 
 
 def _read_events(frames: list[str]) -> dict[str, Any]:
-    """The events in order, neighbouring deltas of one item put together."""
+    """Return the events in order, with neighbouring deltas of one item joined."""
     events: list[dict[str, Any]] = []
     for frame in frames:
         name, _, data = frame.partition("\n")

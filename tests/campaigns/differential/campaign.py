@@ -1,9 +1,10 @@
-"""Asks both sides everything and reports where they differ: `make differential`.
+"""Sends all requests to both sides and reports the differences: `make differential`.
 
-    python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE] [--first-token ROLE] [--out FILE]
+    python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE]
+        [--first-token ROLE] [--out FILE]
 
-With `--damage` the single server gets another checkpoint: then the campaign must find differences, and fails if it
-does not.
+With `--damage` the single server loads another checkpoint: the campaign must find differences, and
+fails otherwise.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case: `statuses` of the single server, the way of the service's last answer, what differs."""
+    """Outcome of one case: `statuses` of the single server, route of the service's last answer,
+    differences.
+    """
 
     case: Case
     statuses: tuple[int, ...]
@@ -61,7 +64,7 @@ class Outcome:
 
 
 def all_cases(only: str = "") -> Iterator[tuple[str, Case]]:
-    """Every case with the name of its group; `only` is a regular expression that its name must contain."""
+    """Return every case with the name of its group; `only` is a regular expression for its name."""
     for group, cases in GROUPS.items():
         for case in cases():
             if re.search(only, f"{group}: {case.name}"):
@@ -105,7 +108,7 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
 
 
 async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Outcome]]:
-    """All cases, a few at a time."""
+    """Run all cases, a few at a time."""
     single_url, service_url = pair_urls
     gate = asyncio.Semaphore(AT_ONCE)
     async with (
@@ -122,7 +125,7 @@ async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]
 
 
 def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
-    """Counts by group, then every case that differs."""
+    """Return counts by group, then every case with a difference."""
     lines = []
     for group in GROUPS:
         mine = [outcome for name, outcome in outcomes if name == group]

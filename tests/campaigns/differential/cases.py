@@ -1,4 +1,4 @@
-"""What is asked of both sides: requests, with prompts that nobody has asked before."""
+"""Requests for both sides, with new prompts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """Requests that are sent one after the other to either side; every answer is compared.
+    """Requests sent one after the other to either side; every answer is compared.
 
-    `route` is how the service is to serve the last one (None: a refusal, or not a matter of two engines). With
-    `exact_ids` the client has named the request; `message_differs` says why the words of a refusal are not compared.
-    `only_status` says why nothing but the status is. `unanswered` says why the single server may give no answer at all:
-    then the service's need only be one, and no 500. `alone` keeps other requests out of the engines' batches.
+    `route` is the expected route of the last one (None: a refusal, or not a split endpoint).
+    `exact_ids`: the client has named the request. `message_differs` is the reason why a refusal's
+    message is not compared, `only_status` the reason why nothing but the status is. `unanswered` is
+    the reason why the single server may give no answer: then the service must answer without a 500.
+    `alone` keeps other requests out of the engines' batches.
     """
 
     name: str
@@ -54,12 +55,14 @@ def request(path: str, body: Any, headers: Mapping[str, str] = JSON_TYPE) -> Req
 
 
 def prompt(name: str, facts: int = 14) -> RecallPrompt:
-    """A prompt of this case alone: neither side has a block of it cached. 14 facts are 87 tokens, two whole blocks."""
+    """Return a prompt of this case alone: neither side has cached it. 14 facts are 87 tokens,
+    two whole blocks.
+    """
     return make_prompt(random.Random(f"differential {name}"), facts)
 
 
 def token_ids(name: str, facts: int = 14) -> list[int]:
-    """The same as token ids."""
+    """Return the same prompt as token ids."""
     return encode(prompt(name, facts).text)
 
 
@@ -90,7 +93,7 @@ def responses(name: str, facts: int = 14, **more: Any) -> dict[str, Any]:
 
 
 ABSENT = object()
-"""A field's value that leaves the field out."""
+"""Value of a field that removes the field."""
 
 
 def without_nothing(body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where two answers differ."""
+"""Differences between two answers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from tests.campaigns.differential.answers import Answer
 
 LOGPROB = 1e-4
-"""How far two logprobs of one token may lie apart: the engines add the same numbers in other batches."""
+"""Tolerance of a token's logprob: the engines add the same numbers in other batches."""
 
 
 def differences(single: Answer, service: Answer) -> list[str]:
-    """One line for each place where the service says something else than the single server."""
+    """Return one line for each difference of the service from the single server."""
     found = []
     if single.status != service.status:
         found.append(f"status: {single.status} -> {service.status}")

@@ -1,4 +1,4 @@
-"""The table: each feature of the API as the fields that ask for it at each endpoint, and how the service serves it."""
+"""Features of the API: the fields for each at each endpoint, and the service's route."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "of a
 OTHER_TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 FLAT_TOOL = {"type": "function", "name": "weather", "description": "of a city", "parameters": SCHEMA, "strict": False}
 CALL = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "[a-z]{3}", "days": [1-9]\}\}\n</tool_call>'
-"""A tool call as the hermes parser reads it: a grammar makes the demo model write one."""
+"""A tool call in hermes format: a grammar makes the demo model write one."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Feature:
 
 
 def everywhere(name: str, fields: Fields, **more: Any) -> Feature:
-    """A feature that all three endpoints call by one name."""
+    """A feature with one name at all three endpoints."""
     return Feature(name, fields, fields, fields, **more)
 
 
@@ -76,7 +76,7 @@ LONGER = {
 
 
 def longer(name: str, fields: Fields, **more: Any) -> Feature:
-    """With forty tokens of answer, where the feature shows only then."""
+    """With forty tokens of answer, if the feature shows only then."""
     return Feature(name, fields | LONGER["completions"], fields | LONGER["chat"], fields | LONGER["responses"], **more)
 
 
@@ -145,7 +145,8 @@ FEATURES: tuple[Feature, ...] = (
     everywhere("priority, first", {"priority": -3}),
     everywhere("cache_salt", {"cache_salt": "mine alone"}),
     everywhere("user", {"user": "somebody"}),
-    # vLLM 0.32 on CPUs adds an adapter to whatever shares a batch with it, and pads the others' logprobs.
+    # vLLM 0.32 on CPUs adds an adapter to whatever shares a batch with it, and pads the others'
+    # logprobs.
     everywhere("adapter", {"model": ADAPTER}, alone=True),
     everywhere("no model named", {"model": ABSENT}),
     everywhere("a field that nobody knows", {"no_such_field": 3}),
@@ -302,7 +303,9 @@ BUILDERS: dict[str, Callable[..., Fields]] = {COMPLETIONS: completion, CHAT: cha
 
 
 def feature_cases() -> Iterator[Case]:
-    """Every feature at every endpoint that has it, whole and streamed; completions from text and from token ids."""
+    """Every feature at every endpoint that has it, whole and streamed; completions from text and
+    from token ids.
+    """
     for feature in FEATURES:
         by_path = {COMPLETIONS: feature.completions, CHAT: feature.chat, RESPONSES: feature.responses}
         for path, fields in by_path.items():

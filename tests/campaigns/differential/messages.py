@@ -1,4 +1,6 @@
-"""Anthropic's Messages API: features, wrong values and bodies that are no request, at `/v1/messages`."""
+"""Requests of Anthropic's Messages API at `/v1/messages`: features, wrong values and invalid
+bodies.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def message(name: str, facts: int = 14, **more: Any) -> dict[str, Any]:
 
 
 def message_cases() -> Iterator[Case]:
-    """Features whole and streamed, repeated prompts, wrong values, tokens, bodies that are no request."""
+    """Features whole and streamed, repeated prompts, wrong values, tokens, bodies that are no
+    request.
+    """
     for feature, (fields, route) in FEATURES.items():
         for stream in (False, True):
             name = f"{MESSAGES} {feature}{', streamed' if stream else ''}"

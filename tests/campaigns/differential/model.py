@@ -1,4 +1,4 @@
-"""The demo model as both sides serve it: with tokens that mark reasoning; or damaged."""
+"""The demo model for both sides, with tokens that mark reasoning, or damaged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from configs.settings import DEMO_MODEL_DIR
 
 THINK, THOUGHT = "<think>", "</think>"
 THINK_ID, THOUGHT_ID = 518, 519
-"""The first two ids beyond the demo tokenizer's; the model has rows for them that nobody has trained."""
+"""The first two ids beyond the demo tokenizer's; the model has untrained rows
+for them.
+"""
 
 DAMAGED = "model.layers.2.self_attn.v_proj.weight"
 
 
 def thinking_model(folder: Path) -> Path:
-    """The demo checkpoint with the two tokens that vLLM's reasoning parsers look for in a vocabulary."""
+    """The demo checkpoint with the two tokens that vLLM's reasoning parsers look for in a
+    vocabulary.
+    """
     model = folder / "model"
     shutil.copytree(DEMO_MODEL_DIR, model)
     path = model / "tokenizer.json"
@@ -32,7 +36,9 @@ def thinking_model(folder: Path) -> Path:
 
 
 def damage(model: Path, share: float) -> None:
-    """Add noise to one value projection, `share` as large as its own entries: another checkpoint of the same shape."""
+    """Add noise to one value projection, `share` as large as its own entries: another checkpoint
+    of the same shape.
+    """
     path = model / "model.safetensors"
     weights = load_file(path)
     matrix = weights[DAMAGED]

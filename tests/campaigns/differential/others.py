@@ -57,7 +57,9 @@ FRAMEWORK = "vLLM leaves it to its web framework, which answers in a form of its
 
 
 def cache_cases() -> Iterator[Case]:
-    """The same prompt again, the next turn of a chat, a salt: `cached_tokens` of each, which starts from nothing."""
+    """The same prompt again, the next turn of a chat, a salt: `cached_tokens` of each, which
+    starts from nothing.
+    """
     usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     for path, build in BUILDERS.items():
         for facts in (5, 14, 60):
@@ -124,7 +126,9 @@ def token_cases() -> Iterator[Case]:
 
 
 def named_cases() -> Iterator[Case]:
-    """A request that the client names bears that name, and its answer too; headers that vLLM reads."""
+    """A request that the client names bears that name, and its answer too; headers that vLLM
+    reads.
+    """
     for path, build in BUILDERS.items():
         for stream in (False, True):
             name = f"{path} named in the header{', streamed' if stream else ''}"

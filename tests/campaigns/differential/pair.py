@@ -1,4 +1,6 @@
-"""Starts both sides: the service (prefill and decode engine, router), and one vLLM server, with equal arguments."""
+"""Starts both sides: the service (prefill and decode engine, router), and one vLLM server, with
+equal arguments.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ ENGINE: dict[str, Any] = {
     "max_lora_rank": 8,
     "max_loras": 2,
     "max_logprobs": 20,
-    # Reads reasoning only where a request says `thinking`, so that the other chats are not taken for it.
+    # Reads reasoning only where a request says `thinking`, so that the other chats are not taken
+    # for it.
     "reasoning_parser": "deepseek_v3",
 }
 SINGLE: dict[str, Any] = {"max_num_batched_tokens": 8192}
@@ -47,7 +50,10 @@ FRONTEND: dict[str, Any] = {
 
 @dataclass
 class PairOfServers:
-    """Both sides. `single_model` is what the single server loads, where that is to be another checkpoint."""
+    """Both sides.
+
+    `single_model` is what the single server loads, where that is to be another checkpoint.
+    """
 
     folder: Path
     model: Path
@@ -75,7 +81,8 @@ class PairOfServers:
             )
             self._name_model(config)
             self.service = ServiceProcess(config, self.folder)
-            # One side after the other: three engines that start at once starve a small machine's Serve proxy.
+            # One side after the other: three engines that start at once starve a small machine's
+            # Serve proxy.
             self.service.start()
             self._single = start_module(self.folder, "single", self._single_arguments(adapter))
             wait_until_up(f"{self.single_url}/health", self._single, self.folder)

@@ -178,7 +178,9 @@ PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def wrong_cases() -> Iterator[Case]:
-    """Each wrong value in a request that is right otherwise; each field's first also in a stream."""
+    """Each wrong value in a request that is right otherwise; each field's first also in a
+    stream.
+    """
     for path, build in BUILDERS.items():
         tables = (EVERYWHERE, {} if path == RESPONSES else GENERATING, AT[path])
         for table in tables:

@@ -1,12 +1,14 @@
-"""A seeded campaign of faults against any vLLM KV connector that speaks the public request protocol. CPU only.
+"""A seeded campaign of faults against any vLLM KV connector with the public request protocol.
 
-    python -m tests.campaigns.faults.campaign --connector tandem --seed 1 --faults 200 [--tp 1:2] [--lanes 2]
+    python -m tests.campaigns.faults.campaign --connector tandem --seed 1 --faults 200
+        [--tp 1:2] [--lanes 2]
     python -m tests.campaigns.faults.campaign --connector nixl --seed 1 --only 17
     python -m tests.campaigns.faults.campaign --pairs --seed 1 --faults 200 --tp 2:1
 
-(``make faults SEED=1 CONNECTOR=tandem FAULTS=200``, ``make fault-pairs``). Pairs need root: the two servers live in
-network namespaces, on a link that can be cut. Every fault's result is written at once; what is there is not
-played again, so a campaign can be run in pieces (``--seconds``). ``report.py`` makes the table.
+CPU only (``make faults SEED=1 CONNECTOR=tandem FAULTS=200``, ``make fault-pairs``). Pairs need
+root: the two servers run in network namespaces, on a link that can be cut. Every fault's result is
+written at once and not repeated, so a campaign can be run in parts (``--seconds``). ``report.py``
+makes the table.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "faults.json"
 
 
 class Results:
-    """The file that all campaigns write to: one line a fault, by connector, tensor-parallel sizes, seed and index."""
+    """File of all campaigns: one line per fault, by connector, tensor-parallel sizes, seed and
+    index.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,7 +60,7 @@ class Results:
 
 
 def client() -> httpx.AsyncClient:
-    """Connections are not kept: a server's next start must not meet the last one's."""
+    """Connections are not kept: a server's next start must not see the last one's."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(timeout=None, limits=limits)
 
@@ -79,7 +83,7 @@ async def ask_plain_engine(folder: Path) -> Questions:
 
 
 class Campaign:
-    """Lanes that take the next fault each; every connector has lanes, and meets the same faults."""
+    """Run lanes that take the next fault each; every connector has lanes, and the same faults."""
 
     def __init__(self, connectors: Sequence[Connector], arguments: argparse.Namespace, folder: Path) -> None:
         self._connectors = connectors
@@ -92,7 +96,9 @@ class Campaign:
         self.found = 0
 
     async def run(self) -> None:
-        """Until the last fault, or SIGTERM: the servers are in sessions of their own and would stay."""
+        """Run until the last fault, or SIGTERM: the servers are in sessions of their own and
+        would stay.
+        """
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -135,12 +141,13 @@ class Campaign:
                 try:
                     self._keep(lane.connector, fault, await lane.play(fault))
                 except (RuntimeError, httpx.HTTPError) as error:
-                    # The campaign's own failure is no result; the fault is played again the next time.
+                    # A failure of the campaign itself is no result; the fault is repeated in the
+                    # next run.
                     print(f"{self._key(lane.connector, fault)}: not judged: {error!r}", flush=True)
                     self.found += 1
                     await lane.start("prefill", "decode")
         except RuntimeError as error:
-            # The other lanes go on.
+            # The other lanes continue.
             print(f"{lane.folder.name} gives up: {error}", flush=True)
             self.found += 1
         finally:
@@ -188,7 +195,7 @@ def main() -> None:
     if arguments.pairs and ({which.name for which in connectors} != {"tandem"} or arguments.match):
         parser.error("--pairs: with the connector tandem, and without --match")
     if arguments.pairs:
-        # Before any thread is started. The interfaces of the links end with this process.
+        # Before any thread starts. The interfaces of the links end with this process.
         enter_new_network()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)

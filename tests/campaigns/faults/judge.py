@@ -1,10 +1,10 @@
-"""What the campaign makes of what it has seen. Pure, so that tests can show what it catches.
+"""Judges a fault's observations. Pure.
 
 right      HTTP 200, the whole stream, and the text of a plain engine
-refused    an error, or a stream that breaks off; what came of it is the beginning of the right text
-wrong      any text that the plain engine would not have said, whole or in part
-hang       nothing of the kind within the bound, which stands still while the decode server itself is stopped
-cancelled  the campaign closed the connection; what had come until then is right
+refused    an error, or a broken stream whose text is the beginning of the right text
+wrong      any text that the plain engine would not produce, whole or in part
+hang       no end within the bound, which excludes time in which the decode server is stopped
+cancelled  the campaign closed the connection; the text until then is right
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import StrEnum
 from tests.campaigns.faults.trials import Trial
 
 AT_ONCE_S = 2.0
-"""Pools are to be back at their baseline this long after the last ending."""
+"""Pools should be at their baseline this long after the last end of a request."""
 
 
 class Outcome(StrEnum):
@@ -43,11 +43,11 @@ def judge(trial: Trial) -> Outcome:
 
 @dataclass(frozen=True)
 class Pool:
-    """One engine's block pool after a fault, in blocks beyond its baseline.
+    """One engine's block pool after a fault, in blocks above its baseline.
 
-    ``back_after_s`` counts from the last request's ending; None where blocks were still held when the campaign stopped
-    looking. ``most`` is what was held last. ``waited_for_replacement`` marks a pool that came back after the other,
-    dead, engine had been replaced.
+    ``back_after_s`` counts from the last request's end; None if blocks were still held at the end
+    of the observation. ``most`` is the last number held. ``waited_for_replacement`` marks a pool
+    that returned after the other, dead, engine had been replaced.
     """
 
     engine: str
@@ -58,7 +58,10 @@ class Pool:
 
 @dataclass
 class Case:
-    """Everything about one fault. ``dead`` are engines that do not run although the campaign has let, or made, them."""
+    """All observations of one fault.
+
+    ``dead`` are engines that do not run although the campaign has not killed or has restarted them.
+    """
 
     outcomes: Mapping[Outcome, int]
     dead: Collection[str] = ()
@@ -67,7 +70,7 @@ class Case:
 
 
 def findings(case: Case) -> list[str]:
-    """Broken promises, in words; none where all were kept."""
+    """Return the broken promises in words; empty if all were kept."""
     found = []
     if wrong := case.outcomes.get(Outcome.WRONG, 0):
         found.append(f"wrong answer ({wrong})")
@@ -80,7 +83,7 @@ def findings(case: Case) -> list[str]:
 
 
 def late(case: Case) -> list[str]:
-    """Pools that came back, but not at once: what a lease or a quarantine has held."""
+    """Return the pools that returned late: blocks held by a lease or a quarantine."""
     return [
         f"{pool.engine} {pool.most} blocks {pool.back_after_s:.0f} s"
         + (" (until the dead one was replaced)" if pool.waited_for_replacement else "")

@@ -1,6 +1,6 @@
-"""One pair of servers, one fault at a time: requests in flight, the fault, and what became of everything.
+"""One pair of servers, one fault at a time: requests in flight, the fault, and the outcomes.
 
-Several lanes may share a machine: most of a fault's time is spent waiting for deadlines.
+Several lanes may share a machine: most of a fault's time is spent on deadlines.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from tests.campaigns.hosts.engine_link import EngineLink
 START_S = 240.0
 LOOK_EVERY_S = 0.9
 SELF_END_S = 15.0
-"""How long an engine that has lost a process may take to end by itself."""
+"""Time for an engine that has lost a process to end by itself."""
 
-_COMPLAINT = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|Fatal|NIXL_ERR|quarantine)")
+_TROUBLE = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|Fatal|NIXL_ERR|quarantine)")
 
 
 @dataclass
 class Lane:
-    """``address`` is what prefill answers to ``describe``, for connectors that take both legs at once."""
+    """``address`` is prefill's answer to ``describe``, for connectors that take both legs at
+    once.
+    """
 
     connector: Connector
     tp_sizes: tuple[int, int]
@@ -77,7 +79,7 @@ class Lane:
     # ---- servers --------------------------------------------------------------------------------
 
     async def start(self, *names: str) -> None:
-        """(Re)place servers and wait until they answer; no request has passed between the two afterwards."""
+        """(Re)place servers and wait until they answer; afterwards they have not met."""
         for name in names:
             await asyncio.to_thread(self.servers[name].destroy)
             self.servers[name].start()
@@ -106,7 +108,9 @@ class Lane:
         return found
 
     async def _used(self, name: str) -> int:
-        """Blocks in use, asked after a tiny request: an idle engine's gauge stands still."""
+        """Return the blocks in use, after a tiny request: an idle engine's gauge does not
+        change.
+        """
         url = self.servers[name].url
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "temperature": 0}
         (await self.client.post(f"{url}/v1/completions", json=body, timeout=5)).raise_for_status()
@@ -123,7 +127,9 @@ class Lane:
     # ---- a fault --------------------------------------------------------------------------------
 
     async def play(self, fault: Fault | FaultPair) -> dict[str, Any]:
-        """Inject one fault, or two, and say what came of it; both engines are sound afterwards, if need be new ones."""
+        """Inject one fault, or two, and return the case; afterwards both engines work, replaced
+        if necessary.
+        """
         rng = random.Random(fault.seed)
         self.targets = set()
         self.mended_at = self.cut_s = 0.0
@@ -150,13 +156,13 @@ class Lane:
             "findings": bad,
             "late": late(case),
             "seconds": round(time.monotonic() - started, 1),
-            "requests": [_told(trial, outcome, started) for trial, outcome in self._judged(trials)],
+            "requests": [_record(trial, outcome, started) for trial, outcome in self._judged(trials)],
         }
         if self.link is not None:
-            # Bad or not, the next fault finds the link whole.
+            # The next fault needs a working link in any case.
             self.link.mend()
         if bad:
-            record["logs"] = [line for log, size in logs.items() for line in _complaints(log, size)]
+            record["logs"] = [line for log, size in logs.items() for line in _troubles(log, size)]
             await self.start("prefill", "decode")
         return record
 
@@ -235,7 +241,9 @@ class Lane:
             await self.router.in_turn(trial)
 
     async def _moment(self, struck: Fault | FaultPair, subject: Trial, traced_from: int) -> None:
-        """Return in the fault's phase of the subject's life, as well as that can be told from outside."""
+        """Return in the fault's phase of the subject's life, as far as it can be observed from
+        outside.
+        """
         fault = struck.steps[0][0]
         computing_s = subject.question.prompt_tokens / self.prefill_tokens_per_s
         event, delay_s = {
@@ -285,9 +293,9 @@ class Lane:
         work += [asyncio.ensure_future(self._go(trial, rng.random() < 0.5)) for trial in more]
 
     async def _mend(self, struck: Sequence[tuple[Fault, float]], rng: random.Random) -> dict[str, Any]:
-        """Continue what was stopped and mend what was cut when its time has come, then replace what is lost for good.
+        """Continue stopped servers and mend cut links at their time, then replace lost servers.
 
-        Return what there is to tell of it.
+        Return the notes for the report.
         """
         told: dict[str, Any] = {}
         lasting = [fault for fault, _ in struck if fault.family == "kill" or _stays_stopped(fault)]
@@ -315,11 +323,15 @@ class Lane:
             self.router.resume()
 
     async def _before_replacing(self, fault: Fault, rng: random.Random) -> dict[str, Any]:
-        """Leave a server as it is for as long as its connector may need to notice. Return what has been seen."""
+        """Leave a server unchanged for as long as its connector may need to detect the fault.
+
+        Return the observation.
+        """
         told: dict[str, Any] = {}
         server = self.servers[fault.target]
         if fault.family == "stop":
-            # Long enough to see whether decode ends its requests without any word of a stopped prefill.
+            # Long enough to see whether decode ends its requests without a message of a stopped
+            # prefill.
             await asyncio.sleep(self.connector.bound_s + 3 if fault.target == "prefill" else 5.0)
         elif fault.part == "tree":
             await asyncio.sleep(rng.uniform(0.2, 2.0))
@@ -342,7 +354,7 @@ class Lane:
         victims = {step.target for step, _ in fault.steps}
         watched = [asyncio.ensure_future(self.pool(name, last)) for name in self.servers if name not in victims]
         await self.repair
-        # A victim that was replaced has a new pool; one that was stopped must come back to its old one.
+        # A replaced victim has a new pool; a stopped one must return to its old baseline.
         watched += [
             asyncio.ensure_future(self.pool(name, time.monotonic())) for name in self.servers if name in victims
         ]
@@ -359,7 +371,7 @@ class Lane:
         return Case(outcomes, dead, [pool for pool in pools if pool.engine not in dead], probes)
 
     def _dead(self) -> frozenset[str]:
-        """A server that the campaign has killed is running again by now."""
+        """Check that a server killed by the campaign runs again."""
         return frozenset(name for name, server in self.servers.items() if not server.alive())
 
     def _learn_speed(self, trial: Trial) -> None:
@@ -368,7 +380,9 @@ class Lane:
             self.prefill_tokens_per_s = trial.question.prompt_tokens / took_s
 
     async def pool(self, name: str, last: float) -> Pool:
-        """Watch one engine's pool until it is back at its baseline, or beyond what its connector may hold."""
+        """Watch one engine's pool until it is at its baseline, or longer than its connector may
+        hold blocks.
+        """
         held = 0
         while self.servers[name].alive():
             try:
@@ -379,9 +393,10 @@ class Lane:
             if blocks <= 0:
                 return Pool(name, now - last, held, bool(self.targets - {name}) and self.repair.done())
             held = blocks
-            # The other engine is given time from the replacement of the dead one on.
+            # The other engine's time starts at the replacement of the dead one.
             since = max([last, self.mended_at, *(self.replaced_at[target] for target in self.targets)])
-            # TCP has doubled its waits while the link was cut: it may try again as late as this after the mending.
+            # TCP has doubled its retransmission timeout while the link was cut: it may try again
+            # this late.
             if self.repair.done() and now - since > self.connector.held_s + self.cut_s:
                 break
             await asyncio.sleep(LOOK_EVERY_S)
@@ -389,7 +404,7 @@ class Lane:
 
 
 async def _settled(work: list[asyncio.Task[None]]) -> None:
-    """Until all have ended; that the campaign has cancelled some is no error."""
+    """Wait until all have ended; cancellations by the campaign are no errors."""
     for ending in await asyncio.gather(*work, return_exceptions=True):
         if ending is not None and not isinstance(ending, asyncio.CancelledError):
             raise ending
@@ -403,8 +418,8 @@ async def _nothing() -> dict[str, Any]:
     return {}
 
 
-def _told(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
-    """A request in the report: times in seconds from the case's start."""
+def _record(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
+    """Return a request's record: times in seconds from the case's start."""
     told: dict[str, Any] = {"outcome": str(outcome), "tokens": trial.question.prompt_tokens}
     if outcome is Outcome.RIGHT:
         return told
@@ -416,10 +431,10 @@ def _told(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
     return told
 
 
-def _complaints(log: Path, since: int) -> list[str]:
-    """The first lines of a log that sound like trouble."""
+def _troubles(log: Path, since: int) -> list[str]:
+    """Return the first lines of a log that report problems."""
     with log.open("rb") as stream:
         stream.seek(since)
         lines = stream.read().decode(errors="replace").splitlines()
-    found = dict.fromkeys(line.strip()[-220:] for line in lines if _COMPLAINT.search(line))
+    found = dict.fromkeys(line.strip()[-220:] for line in lines if _TROUBLE.search(line))
     return [f"{log.name}: {line}" for line in list(found)[:4]]

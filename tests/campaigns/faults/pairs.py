@@ -1,7 +1,7 @@
-"""Draw pairs of faults and their delay: a pure function of the seed.
+"""Draws pairs of faults and their delay: a pure function of the seed.
 
-A round holds every ordered pair of kinds once, and those that are known to be hard HARD_WEIGHT times, in an order that
-the seed shuffles. The second fault comes while the first one lasts, or soon after its end.
+A round has every ordered pair of kinds once, and known difficult ones HARD_WEIGHT times, in an
+order that the seed shuffles. The second fault starts during the first one, or soon after its end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FaultPair:
 
     @property
     def steps(self) -> tuple[tuple[Fault, float], ...]:
-        """Each fault, and the seconds between the one before and it."""
+        """Each fault, and the seconds since the one before."""
         return ((self.first, 0.0), (self.second, self.delay_s))
 
 
@@ -73,12 +73,14 @@ def cells(tp_sizes: tuple[int, int], link: bool) -> list[tuple[Fault, Fault]]:
 
 
 def _fit(first: Fault, second: Fault) -> bool:
-    """Two of one family fit where they have different victims."""
+    """Return whether two of one family have different victims."""
     return (first.family, first.target, first.part) != (second.family, second.target, second.part)
 
 
 def _hard(first: Fault, second: Fault) -> bool:
-    """Whether a write may land late: a rank stopped while its core is killed, or a cut link and a cancelled request."""
+    """Return whether a write may arrive late: a stopped rank with a killed core, or a cut link
+    and a cancelled request.
+    """
     both = {(each.family, each.target, each.part.rstrip("0123456789")) for each in (first, second)}
     stopped_and_killed = both == {("stop", "prefill", "rank"), ("kill", "prefill", "core")}
     return stopped_and_killed or {family for family, _, _ in both} == {"cut", "cancel"}

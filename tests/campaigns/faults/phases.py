@@ -1,4 +1,7 @@
-"""Which phase a fault has really hit: by what the client saw and the trace, if the connector keeps one. Pure."""
+"""The phase in which a fault occurred: from the client's timestamps and the connector's trace.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from tests.campaigns.faults.trials import Trial
 
 
 def seen(trial: Trial, at: float, events: Iterable[Mapping[str, Any]] = ()) -> str:
-    """The phase of ``trial`` at the time ``at``; ``events`` are those of a trace, of any requests.
+    """Return the phase of ``trial`` at the time ``at``; ``events`` are those of a trace, of any
+    requests.
 
-    Without a trace ``prefill`` and ``waiting for KV`` are all that can be told of what happens inside.
+    Without a trace, ``prefill`` and ``waiting for KV`` are the only observable phases.
     """
     timestamps = {name for name, when in trial.timestamps.items() if when <= at}
     if "ended" in timestamps:

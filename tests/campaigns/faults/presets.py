@@ -1,7 +1,8 @@
-"""The connectors that the campaign knows by name, and what it may expect of each.
+"""Connectors that the campaign knows by name, and the limits of each.
 
-Any other vLLM connector that speaks the public protocol (``do_remote_decode``, its answer's ``kv_transfer_params``
-handed on to decode) can be named by its KVTransferConfig as JSON; it is then held to ``GENERIC``.
+Any other vLLM connector with the public protocol (``do_remote_decode``, its answer's
+``kv_transfer_params`` passed on to decode) can be named by its KVTransferConfig as JSON;
+``GENERIC`` has its limits.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 ROUTER_PREFILL_S = 12.0
-"""The driver plays a router that gives up a prefill leg after this time."""
+"""Time after which the driver, as router, gives up a prefill leg."""
 
 COMPUTING_S = 15.0
-"""For a prompt among others, on a machine that several pairs of engines share."""
+"""Time for a prompt among others, on a machine that several pairs of engines share."""
 
 
 @dataclass(frozen=True)
 class Connector:
-    """``bound_s`` from a decode leg's start to its end, whatever dies: the connector's deadlines and time to compute.
+    """A connector and its limits.
 
-    ``lease_s`` is how long a producer keeps blocks that nobody fetches, ``held_s`` how long any block may be held after
-    the last request has ended and the dead have been replaced. ``side_channel`` names the key of
-    kv_connector_extra_config that takes a port, ``side_channel_variable`` the environment variable that does.
+    ``bound_s`` is the time from a decode leg's start to its end, whatever dies: the connector's
+    deadlines and time to compute. ``lease_s`` is the time for which a producer keeps unfetched
+    blocks. ``held_s`` is the time for which any block may be held after the last request has ended
+    and dead engines have been replaced. ``side_channel`` is the key of kv_connector_extra_config
+    for a port, ``side_channel_variable`` the environment variable.
     """
 
     name: str
@@ -43,9 +46,11 @@ class Connector:
     def server_arguments(
         self, role: str, port: int, trace: Path, host: str = ""
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """``--kv-transfer-config`` and environment of a server in ``role``, whose side channel takes ``port``.
+        """Return ``--kv-transfer-config`` and environment of a server in ``role`` with side channel
+        ``port``.
 
-        ``host`` is the server's own address on a link between the two; without one both live on the loopback.
+        ``host`` is the server's address on a link between the two; without one both use the
+        loopback.
         """
         extra = dict(self.transfer.get("kv_connector_extra_config", {}))
         environment = dict(self.environment)
@@ -57,14 +62,14 @@ class Connector:
             extra["trace_path"] = str(trace)
         if host:
             extra["side_channel_host"] = host
-            # Shared memory would pass by the link. An engine's own ranks meet on the loopback.
+            # Shared memory would bypass the link. An engine's own ranks use the loopback.
             environment |= {"UCX_TLS": "tcp,self", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         config = dict(self.transfer) | {"kv_role": f"kv_{role}", "kv_connector_extra_config": extra}
         return config, environment
 
 
-# Handshake (or silence, which is as long), the Cancel that is not answered, two looks at a process that is gone; then
-# the prompt is computed.
+# Handshake (or silence, which is as long), the unanswered Cancel, two probes of an ended process;
+# then the prompt is computed.
 _TANDEM = {
     "handshake_s": 4.0,
     "progress_s": 4.0,
@@ -128,7 +133,7 @@ GENERIC: dict[str, Any] = {"bound_s": 60.0, "lease_s": 30.0, "held_s": 60.0}
 
 
 def connector(text: str) -> Connector:
-    """A preset's name, or a KVTransferConfig as JSON. Raises ValueError that says what is wrong."""
+    """Return a preset by name, or a KVTransferConfig from JSON. Raises ValueError."""
     if text in PRESETS:
         return PRESETS[text]
     if not text.lstrip().startswith("{"):

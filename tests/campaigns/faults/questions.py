@@ -1,4 +1,4 @@
-"""Prompts of known answers, asked of a plain engine first: only those are used whose every token is beyond doubt."""
+"""Prompts of known answers, checked with a plain engine first: only certain answers are used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FACTS = (3, 5, 10, 20, 21, 40, 42, 60, 84, 85, 120, 128, 160, 200, 230, 256)
 
 EACH = 5
 MARGIN = 0.05
-"""Between the best and the second logprob of each token: how a prompt is cut into chunks must not change the text."""
+"""Margin between the best and the second logprob of each token: chunks of a prompt must not
+change the text.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,18 @@ class Questions:
     by_tokens: dict[int, tuple[Question, ...]]
 
     def some(self, rng: random.Random, count: int, least: int = 0, most: int = 10**6) -> list[Question]:
-        """Distinct ones, of ``least`` to ``most`` tokens."""
+        """Return distinct prompts of ``least`` to ``most`` tokens."""
         fitting = [q for tokens, qs in self.by_tokens.items() if least <= tokens <= most for q in qs]
         return rng.sample(fitting, count)
 
     def twins(self, rng: random.Random) -> list[Question]:
-        """Two of equal length with different answers, long enough that their KV matters."""
+        """Two prompts of equal length with different answers, long enough that their KV matters."""
         fitting = [qs for tokens, qs in self.by_tokens.items() if len(qs) > 1 and tokens >= 100]
         return rng.sample(rng.choice(fitting), 2)
 
 
 async def known(client: httpx.AsyncClient, plain_url: str) -> Questions:
-    """Ask a plain engine. Raises RuntimeError where it knows too few."""
+    """Ask a plain engine. Raises RuntimeError if too few answers are right and certain."""
     rng = random.Random(2026)
     prompts = [make_prompt(rng, facts) for facts in FACTS for _ in range(EACH)]
     answers = await asyncio.gather(*(_ask(client, plain_url, prompt) for prompt in prompts))
@@ -64,5 +66,5 @@ async def _ask(client: httpx.AsyncClient, url: str, prompt: RecallPrompt) -> dic
 
 
 def least_margin(positions: Sequence[dict[str, float]]) -> float:
-    """How sure an engine was of its least sure token."""
+    """Margin of the engine's least certain token."""
     return min(ordered[0] - ordered[1] for ordered in (sorted(top.values(), reverse=True) for top in positions))

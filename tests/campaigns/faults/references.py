@@ -1,4 +1,6 @@
-"""Requests whose ``kv_transfer_params`` are not theirs, or not what prefill has answered."""
+"""Requests whose ``kv_transfer_params`` belong to another request or differ from prefill's
+answer.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ Params = dict[str, Any]
 
 
 class NotApplicable(Exception):
-    """The connector's parameters have nothing to alter in this way."""
+    """The connector's parameters have no such field to alter."""
 
 
 def altered(variant: str, params: Params, rng: random.Random, foreign_port: int) -> Params:
-    """A copy of genuine parameters with one thing changed. Raises NotApplicable."""
+    """Return a copy of genuine parameters with one change. Raises NotApplicable."""
     changed = copy.deepcopy(params)
     match variant:
         case "altered engine id":
@@ -53,7 +55,7 @@ def altered(variant: str, params: Params, rng: random.Random, foreign_port: int)
             for key in rng.sample(sorted(changed.keys() - {"do_remote_prefill", "do_remote_decode"}), 2):
                 del changed[key]
         case "keys of another type":
-            # The router's next hop is JSON: these are values that any client could send.
+            # The router's next hop is JSON: any client could send these values.
             for key in rng.sample(sorted(changed.keys() - {"do_remote_prefill", "do_remote_decode"}), 2):
                 changed[key] = rng.choice([None, -1, "", [], {"a": 1}, True, "x" * 5000])
         case _:
@@ -86,7 +88,9 @@ async def send(
     foreign_port: int,
     start: Callable[[Trial, Awaitable[None]], asyncio.Task[None]],
 ) -> None:
-    """Play one variant with two questions (of equal length) or more; ``start`` runs and keeps every trial."""
+    """Run one variant with two questions (of equal length) or more; ``start`` runs and keeps
+    every trial.
+    """
     ours, others, *more = questions
 
     def go(question: Question, between: Callable[[Trial], Awaitable[Params | None]] | None = None) -> Trial:
@@ -95,12 +99,12 @@ async def send(
         return trial
 
     def direct(question: Question, reference: Trial) -> None:
-        """To decode alone, with what prefill has answered to another."""
+        """Send a request to decode alone, with prefill's answer to another."""
         trial = Trial(question, request_id=reference.request_id)
         trials.append(start(trial, _decode_only(router, trial, reference.params)))
 
     async def fetched(question: Question) -> Trial:
-        """One whose prefill has answered, and that nobody has fetched yet."""
+        """A request whose prefill has answered, with unfetched KV."""
         trial = Trial(question)
 
         async def keep(_: Trial) -> None:
@@ -142,7 +146,7 @@ async def send(
         case "after its lease" | "after its lease, with another prompt":
             unused = await fetched(ours)
             await asyncio.sleep(lease_s + 1.5)
-            # Whoever gets the freed blocks writes over them.
+            # The next request with the freed blocks overwrites them.
             for question in (*more, *more):
                 go(question)
             await asyncio.gather(*trials)

@@ -1,4 +1,6 @@
-"""A page from what campaigns have measured: ``python -m tests.campaigns.faults.report RESULTS.json PAGE.md``."""
+"""A page from what campaigns have measured: ``python -m tests.campaigns.faults.report
+RESULTS.json PAGE.md``.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> str:
-    """All of it; ``reading`` is what a person has made of it, and comes after the first two tables."""
+    """All of it; ``reading`` is what a person has made of it, and comes after the first two
+    tables.
+    """
     cases = Cases(case for case in results.values() if "not_applicable" not in case)
     away = len(results) - len(cases)
     names = sorted({case["connector"] for case in cases}, key=_rank)

@@ -1,7 +1,8 @@
-"""Which fault comes when: a pure function of the seed.
+"""The faults of a campaign: a pure function of the seed.
 
-Faults are drawn in rounds. A round holds every cell of (family, target, phase, …) as often as its weight says, in an
-order that the seed shuffles: any stretch of a campaign meets all kinds, and a fault is named by its seed and index.
+Faults are drawn in rounds. A round has every cell of (family, target, phase, …) as often as its
+weight, in an order that the seed shuffles. So any part of a campaign has all kinds, and a fault is
+identified by its seed and index.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 PHASES = ("handshake", "queued", "chunks", "between", "offering", "transfer", "decoding")
-"""Of a request, as far as they can be timed from outside.
+"""Phases of a request, as far as they can be timed from outside.
 
-    handshake  the decode leg of a pair that has never met; then offering, for the first time
-    queued     the prefill leg waits behind others
-    chunks     the prefill computes a long prompt
-    between    prefill has answered, decode has not been asked
-    offering   decode has been asked, a moment ago
-    transfer   decode has been asked; the KV is (for connectors that trace: as seen in the trace) under way
-    decoding   the first token has been streamed
+handshake  the decode leg of a pair that has never met; then offering, for the first time
+queued     the prefill leg waits behind others
+chunks     prefill computes a long prompt
+between    prefill has answered, the decode leg has not been sent
+offering   the decode leg has just been sent
+transfer   the decode leg has been sent; the KV is (for connectors that trace: as in the trace) in
+           flight
+decoding   the first token has been streamed
 """
 
 REFERENCES = (
@@ -51,8 +53,11 @@ REFERENCES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """``part`` of a server's tree is what the signal goes to; ``resume_s`` None means never; ``at`` is 0 to 1, a moment
-    in the phase. ``seed`` draws everything else that the fault needs."""
+    """One fault.
+
+    ``part`` is the process of a server's tree that receives the signal; ``resume_s`` None means
+    never; ``at`` is 0 to 1, a moment in the phase. ``seed`` draws all other parameters.
+    """
 
     index: int
     family: str
@@ -88,7 +93,7 @@ class Fault:
 
     @property
     def steps(self) -> tuple[tuple[Fault, float], ...]:
-        """The faults that it consists of, and when each comes after the one before: itself."""
+        """Return the fault's parts and the delay of each after the previous one: itself."""
         return ((self, 0.0),)
 
     @property
@@ -110,7 +115,9 @@ SOON_S, LATE_S = (0.2, 1.5), (7.0, 12.0)
 
 
 def cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, int]]:
-    """All kinds of faults and their weights, for a prefill and a decode engine of these tensor-parallel sizes."""
+    """Return all kinds of faults and their weights, for these tensor-parallel sizes of prefill
+    and decode.
+    """
     found: list[tuple[Fault, int]] = [(Fault(0, "none", "", "", "decoding"), 4)]
     for phase in PHASES:
         for target in ("prefill", "decode"):
@@ -135,7 +142,9 @@ def cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, int]]:
 
 
 def schedule(seed: int, tp_sizes: tuple[int, int], pattern: str = "") -> Iterator[Fault]:
-    """Faults without end: those whose family, row or phase matches ``pattern``, under unchanged numbers."""
+    """Yield faults without end: those whose family, row or phase matches ``pattern``, with
+    unchanged numbers.
+    """
     wanted = re.compile(pattern)
     round_of = [fault for fault, weight in cells(tp_sizes) for _ in range(weight)]
     rng = random.Random(seed)

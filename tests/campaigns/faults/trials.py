@@ -1,6 +1,6 @@
-"""One request through a prefill and a decode server: what a router does, and a record of all that its client sees.
+"""One request through a prefill and a decode server, as a router sends it, and its client's record.
 
-The record is what faults are timed by and answers are judged by; it needs nothing of the connector.
+Faults are timed by the record and answers judged by it; it needs nothing of the connector.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ ANSWER_TOKENS = 24
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of known answer: ``expected`` is the text of ``ANSWER_TOKENS`` greedy tokens of a plain engine."""
+    """A prompt of known answer: ``expected`` is a plain engine's greedy text of
+    ``ANSWER_TOKENS`` tokens.
+    """
 
     prompt: str
     prompt_tokens: int
@@ -34,14 +36,14 @@ class Question:
 
 @dataclass
 class Trial:
-    """One request and what its client saw.
+    """One request and its client's observations.
 
-    ``timestamps`` are ``time.monotonic()`` of the events that the client saw; the ends of the two legs may be missing.
-
-    ``failure`` says why there is no whole answer: what a server answered, or that a connection broke. ``gave_up`` is
-    the leg whose time was up; ``cancelled`` means that the driver has closed the connection on purpose. ``request_id``
-    is what both legs send as X-Request-Id, as vLLM's own proxies do: NixlPushConnector matches its two ends by nothing
-    else, so that a replayed reference must come with the id of the request that it was given to.
+    ``timestamps`` are ``time.monotonic()`` of the client's events; the ends of the legs may be
+    missing. ``failure`` is the reason for a missing or partial answer: a server's answer, or a
+    broken connection. ``gave_up`` is the leg that timed out; ``cancelled``: the driver has closed
+    the connection on purpose. ``request_id`` is the X-Request-Id of both legs, as in vLLM's own
+    proxies: NixlPushConnector matches its two ends only by it, so a replayed reference needs the id
+    of its original request.
     """
 
     question: Question
@@ -82,20 +84,22 @@ class Router:
     _paused: bool = False
 
     def pause(self) -> None:
-        """The decode server is stopped: its legs' time stands still."""
+        """Record that the decode server is stopped: its legs' time does not count."""
         self._paused = True
         for timer in self._timers:
             timer.reschedule(None)
 
     def resume(self) -> None:
-        """It runs again, and has ``bound_s`` from now."""
+        """Record that it runs again, with ``bound_s`` from now."""
         if self._paused:
             self._paused = False
             for timer in self._timers:
                 timer.reschedule(asyncio.get_running_loop().time() + self.bound_s)
 
     async def in_turn(self, trial: Trial, between: Meanwhile | None = None) -> None:
-        """Prefill, then decode with what prefill has answered, unless ``between`` changes it or says None."""
+        """Send prefill, then decode with prefill's answer, unless ``between`` changes it or
+        returns None.
+        """
         async with _record(trial):
             if not await self.prefill(trial):
                 return
@@ -106,7 +110,7 @@ class Router:
                 await self.decode(trial, params)
 
     async def at_once(self, trial: Trial, address: Mapping[str, Any]) -> None:
-        """Both legs at the same time, for connectors that understand it."""
+        """Send both legs at the same time, for connectors that support it."""
         async with _record(trial):
             leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": trial.trial_id}
             first = asyncio.ensure_future(self.prefill(trial, leg, sole=False))
@@ -117,7 +121,7 @@ class Router:
                 await asyncio.wait([first])
 
     async def prefill(self, trial: Trial, leg: Mapping[str, Any] = PRODUCE, sole: bool = True) -> bool:
-        """The prefill leg. If it is the ``sole`` one under way, its failure is the request's."""
+        """Run the prefill leg. If it is the ``sole`` running one, its failure is the request's."""
         body = _body(trial) | {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(leg)}
         trial.stamp("prefill_sent")
         failure = None
@@ -142,7 +146,7 @@ class Router:
         return failure is None
 
     async def decode(self, trial: Trial, params: Mapping[str, Any] | None) -> None:
-        """The decode leg, streamed; without ``params`` this engine computes all of it."""
+        """Run the decode leg, streamed; without ``params`` this engine computes all of it."""
         body = _body(trial) | {"stream": True}
         if params is not None:
             body["kv_transfer_params"] = dict(params)
@@ -184,7 +188,7 @@ class Router:
 
 
 class _record:
-    """Marks the trial's end; a cancellation is the driver's, and goes on."""
+    """Mark the trial's end; a cancellation is the driver's, and propagates."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial

@@ -1,10 +1,12 @@
-"""A campaign against real workers over NIXL: `python -m tests.campaigns.fuzz.connector --seed 1 --rounds 300`.
+"""A fuzzing campaign against real workers over NIXL.
 
-A producer and a consumer worker, each with its cache, its runtime and a NIXL agent, and the producer's side channel;
-and a hostile agent that knows where both are. Each round it does some twenty hostile things; then a legitimate transfer
-must succeed. At the end nothing may be left of it: no state, no thread lost, no growth of memory.
+    python -m tests.campaigns.fuzz.connector --seed 1 --rounds 300
 
-``outside`` has not the secret; ``inside`` has it, as a broken peer would, and where there is no secret everybody is.
+A producer and a consumer worker, each with its cache, its runtime and a NIXL agent, the producer's
+side channel, and a hostile agent with the addresses of both. Each round has some twenty hostile
+actions; then a legitimate transfer must succeed. At the end nothing may be left: no state, no lost
+thread, no growth of memory. The agent ``outside`` does not have the secret. The agent ``inside``
+has it, as a broken peer would; without a secret every agent is inside.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ SECRET = "what the hostile agent does not know"
 ACTIONS = 20
 PEERS = 16
 PATIENT = replace(LIMITS, handshake_s=8.0, progress_s=8.0)
-"""A busy machine is no finding."""
+"""Long, so that a busy machine causes no finding."""
 WARM_UP = 0.4
 MAX_GROWTH_MIB = 64
 
@@ -60,7 +62,7 @@ class Agent(NixlTransport):
 
 @dataclass
 class Report:
-    """What a campaign did, and what it left behind."""
+    """Results of a campaign, and its leftovers."""
 
     actions: Counter[str] = field(default_factory=Counter)
     transfers: int = 0
@@ -78,7 +80,9 @@ class Report:
 
 
 class Listener(logging.Handler):
-    """Collects what the connector logs; an error, or a frame that broke its reader, is a finding."""
+    """Collects the connector's log; an error, or a frame that raised in its reader, is a
+    finding.
+    """
 
     def __init__(self, report: Report) -> None:
         super().__init__(logging.WARNING)
@@ -102,7 +106,7 @@ class Campaign:
         self._listener = Listener(self.report)
         logging.getLogger("connectors").addHandler(self._listener)
         fabric, run = Fabric(), f"{os.getpid()}-{next(_runs)}"
-        # Few, so that they are pushed out all the time.
+        # Few, so that eviction is frequent.
         with mock.patch.object(PeerTable.__init__, "__defaults__", (PEERS,)):
             self.producer = Worker(fabric, f"p-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
         self.consumer = Worker(fabric, f"c-{run}", transport_class=Agent, secret=secret, limits=PATIENT)  # type: ignore[arg-type]
@@ -129,7 +133,7 @@ class Campaign:
         logging.getLogger("connectors").removeHandler(self._listener)
 
     def run(self, rounds: int) -> Report:
-        """All of it. Raises AssertionError for what must not be."""
+        """Run the campaign. Raises AssertionError for broken rules."""
         self.transfer()
         warm, base = int(rounds * WARM_UP), 0.0
         for number in range(rounds):
@@ -170,14 +174,16 @@ class Campaign:
         self._agent.notify(agent_name(to), self._hostile.frame(to, self._ids()))
 
     def _burst(self) -> None:
-        """One frame many times: a replay, if it was a good one."""
+        """Send one frame many times: a replay, if it was valid."""
         to = self.rng.choice(self.victims)
         frame = self._hostile.frame(to, self._ids())
         for _ in range(50):
             self._agent.notify(agent_name(to), frame)
 
     def _new_start(self) -> None:
-        """A start of an engine that nobody has seen, as the transport would report it from whoever forges its names."""
+        """Simulate an unknown start of an engine, as the transport would report it from an agent
+        with forged names.
+        """
         me = Peer(f"evil-{next(self._numbers):09}", self.rng.choice((0, 0, 3)))
         metadata = renamed(self._agent.metadata(), agent_name(self._me), agent_name(me))
         agent_metadata = encode_agent_metadata(
@@ -189,7 +195,9 @@ class Campaign:
         self._deliver(self.producer, agent_name(me), frame)
 
     def _forged(self) -> None:
-        """In another's name; only frames that the secret keeps out, for with it one may end others' transfers."""
+        """Send under another name; only frames that the secret rejects, because a peer with the
+        secret may end others' transfers.
+        """
         if not self._secret:
             return self._frames()
         worker, name = self.rng.choice(((self.producer, self.victims[1]), (self.consumer, self.victims[0])))
@@ -204,7 +212,7 @@ class Campaign:
         worker.runtime.frame_received(sender, frame, time.monotonic())
 
     def _connection(self) -> None:
-        """Something is said on the side channel, whole or in part, and left."""
+        """Send something to the side channel, whole or in part, and disconnect."""
         said = self.rng.choice(
             (
                 b"tandem/%d metadata\n" % PROTOCOL_VERSION,
@@ -235,7 +243,7 @@ class Campaign:
         return socket.create_connection(("127.0.0.1", self.producer.server.port), timeout=2)
 
     def false_engine(self) -> None:
-        """A request is sent to an engine whose metadata is wrong or whose workers never answer: decode computes it."""
+        """Send a request to an engine with wrong metadata or silent workers: decode computes it."""
         self.report.actions["false engines"] += 1
         name = f"false-{next(self._numbers)}"
         rank_metadata = [self._hostile.agent_metadata() for _ in range(self.rng.choice((0, 1, 1, 1, 2, 40)))]
@@ -252,7 +260,9 @@ class Campaign:
     # ---- what must go on ------------------------------------------------------------------------
 
     def transfer(self) -> None:
-        """A request's KV passes and is right, and the side channel still answers those who may ask."""
+        """A request's KV is transferred correctly, and the side channel still answers peers with
+        the secret.
+        """
         number = self.report.transfers
         name = f"legitimate-{number}"
         value = number % 251 + 1
@@ -274,7 +284,7 @@ class Campaign:
         self.report.transfers += 1
 
     def nothing_is_left(self) -> None:
-        """Once the leases are over, of all that was remembered; threads live; logs have no surprise."""
+        """After the leases, no state remains; threads are alive; logs have no unexpected lines."""
         for one in self._open:
             one.close()
         for worker in (self.producer, self.consumer):
@@ -302,7 +312,7 @@ _runs = count()
 
 
 def renamed(metadata: bytes, old: str, new: str) -> bytes:
-    """An agent's metadata under another name: NIXL stores it behind its length."""
+    """Return an agent's metadata under another name: NIXL stores the name behind its length."""
 
     def field_of(name: str) -> bytes:
         return len(name).to_bytes(8, "little") + name.encode()

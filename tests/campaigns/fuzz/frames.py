@@ -1,4 +1,4 @@
-"""Frames and agent metadata as nobody should send them, from a seed."""
+"""Malformed and unexpected frames and agent metadata, from a seed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ODD: tuple[Any, ...] = (
 
 
 class Hostile:
-    """Makes frames. ``key`` is the secret's, or another; ``me`` is who sends."""
+    """Makes frames. ``key`` is the secret's, or another; ``me`` is the sender."""
 
     def __init__(self, rng: random.Random, me: Peer, agent_metadata: bytes, key: bytes) -> None:
         self.rng = rng
@@ -68,14 +68,14 @@ class Hostile:
         self._agent_metadata = agent_metadata
 
     def frame(self, to: Peer, ids: list[str]) -> bytes:
-        """One frame, of any kind of hostility. ``ids`` are transfers that it may speak of."""
+        """Return one hostile frame of any kind. ``ids`` are transfers that it may name."""
         make = self.rng.choice(
             (self._valid, self._valid, self._flipped, self._cut, self._lying, self._headers, self._noise)
         )
         return make(to, ids)
 
     def message(self, ids: list[str]) -> Message:
-        """Well formed, at a moment when nobody waits for it."""
+        """Return a well-formed frame that no peer expects."""
         rng = self.rng
         transfer_id = rng.choice(ids)
         match rng.randrange(12):
@@ -115,7 +115,7 @@ class Hostile:
         return Offer(transfer_id, end, rng.choice(("", "x" * 200)), tuple(groups), rng.random() < 0.5)
 
     def agent_metadata(self) -> bytes:
-        """Ours, whole or with a few fields changed."""
+        """Return our metadata, unchanged or with a few fields changed."""
         if self.rng.random() < 0.3:
             return self._agent_metadata
         document = json.loads(self._agent_metadata)
@@ -124,7 +124,7 @@ class Hostile:
         return json.dumps(document).encode(errors="replace")
 
     def _change(self, document: Any) -> None:
-        """One place in a document becomes something odd, is lost, or comes twice."""
+        """Change one value in a document, remove it, or repeat it."""
         while isinstance(document, dict | list) and document:
             keys = list(document) if isinstance(document, dict) else list(range(len(document)))
             key = self.rng.choice(keys)
@@ -143,7 +143,7 @@ class Hostile:
     # ---- kinds of hostility ---------------------------------------------------------------------
 
     def _valid(self, to: Peer, ids: list[str]) -> bytes:
-        """Signed, but from where or to whom it may be wrong."""
+        """Signed, but possibly with a wrong sender or receiver."""
         rng = self.rng
         sender = rng.choice((self.me, self.me, self.me, Peer(self.me.incarnation, 77), Peer("nobody", 2**62)))
         to = rng.choice((to, to, to, Peer(to.incarnation, 5), Peer("another start", to.rank)))
@@ -163,13 +163,13 @@ class Hostile:
         return self._signed_or_not(frame[: self.rng.randrange(len(frame))])
 
     def _lying(self, to: Peer, ids: list[str]) -> bytes:
-        """A header that is said to be longer or shorter than it is."""
+        """A header whose stated length is wrong."""
         frame = bytearray(encode(Envelope(self.me, to, self.message(ids)), self.key))
         struct.pack_into("<I", frame, 4, self.rng.choice((0, 1, 50, 2**16, 2**31, 2**32 - 1)))
         return self._signed_or_not(bytes(frame))
 
     def _headers(self, to: Peer, ids: list[str]) -> bytes:
-        """JSON that is no header: nested deeply, counting wildly, of other types."""
+        """JSON that is no header: nested deeply, with extreme numbers, of other types."""
         rng = self.rng
         header: Any = {
             "kind": rng.choice(("offer", "hello", "fin", "cancel", "await_start", "starting", "?")),
@@ -195,5 +195,5 @@ class Hostile:
         return self.rng.randbytes(self.rng.choice((0, 1, 7, 8, 40, 1000, 100_000)))
 
     def _signed_or_not(self, frame: bytes) -> bytes:
-        """With a tag that is right for what it has become, or as it is."""
+        """With a valid tag for the changed frame, or unchanged."""
         return frame if self.rng.random() < 0.5 else frame[:-32] + _tag(frame[:-32], self.key)

@@ -1,7 +1,10 @@
-"""A campaign against a running service: `python -m tests.campaigns.fuzz.http --seed 1 --count 4000`, which starts one.
+"""A fuzzing campaign against a running service, which it starts.
 
-No answer may be a 5xx but the documented 503 and 504, none may be missing, an error must be in OpenAI's form, and no
-process of the service may grow. What the service must still do afterwards, its caller checks.
+    python -m tests.campaigns.fuzz.http --seed 1 --count 4000
+
+No answer may be a 5xx other than the documented 503 and 504, none may be missing, an error must
+have OpenAI's form, and no process of the service may grow. The caller checks that the service still
+works afterwards.
 """
 
 from __future__ import annotations
@@ -31,14 +34,14 @@ WARM_UP = 0.5
 MAX_GROWTH_MIB = 48
 OWN_SURFACE = "/v1/"
 NO_METHODS = {"BREW", "HEAD"}
-"""What Serve's proxy refuses by itself, and what has no body."""
+"""Statuses of Serve's own proxy, without a body."""
 
 WATCHED = ("Router", "Prefill", "Decode", "EngineCore", "Worker_TP")
 
 
 @dataclass
 class Report:
-    """What was sent, what came back, and what should not have."""
+    """Requests, answers, and findings."""
 
     cases: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -56,10 +59,10 @@ class Report:
 async def attack(
     url: str, seed: int, count: int, processes: list[psutil.Process], bound_s: float, seconds: float = 3600.0
 ) -> Report:
-    """Send ``count`` cases, AT_ONCE at a time. ``processes`` are watched for growth.
+    """Send ``count`` cases, AT_ONCE at a time.
 
-    ``bound_s`` is the service's own bound for a request (``request_timeout_s``) and a little more. After
-    ``seconds`` no more cases are begun.
+    ``processes`` are watched for growth. ``bound_s`` is a little more than the service's own
+    timeout of a request (``request_timeout_s``). After ``seconds`` no more cases start.
     """
     report = Report()
     cases = Requests(seed)
@@ -116,7 +119,7 @@ async def _send(client: httpx.AsyncClient, url: str, case: Case, report: Report,
 
 
 async def _send_raw(url: str, raw: bytes) -> None:
-    """Say it, listen for a moment, and leave; whatever comes back is right."""
+    """Send it, read for a moment, and disconnect; any answer is right."""
     target = urlsplit(url)
     reader, writer = await asyncio.open_connection(target.hostname, target.port)
     with contextlib.suppress(OSError, TimeoutError):
@@ -128,7 +131,7 @@ async def _send_raw(url: str, raw: bytes) -> None:
 
 
 def memory(processes: list[psutil.Process]) -> dict[tuple[int, str], float]:
-    """MiB by process, those of routers and engines."""
+    """Return the MiB of routers and engines, by process."""
     found = {}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -142,7 +145,7 @@ def memory(processes: list[psutil.Process]) -> dict[tuple[int, str], float]:
 
 
 def check(report: Report) -> None:
-    """Raise AssertionError for what must not be."""
+    """Raise AssertionError for a broken rule."""
     assert not report.findings, "\n".join(report.findings[:10])
     grown = {name: mib for name, mib in report.growth_mib.items() if mib > MAX_GROWTH_MIB}
     assert not grown, report.text()
@@ -156,11 +159,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=4000)
     parser.add_argument("--seconds", type=float, default=170, help="send no more cases after that")
     options = parser.parse_args()
-    # The service runs in a session of its own: whoever stops this process must not leave it behind.
+    # The service runs in its own session: a stopped campaign must not leave it behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # Short answers, so that the time goes into requests rather than tokens.
+        # Short answers, so that the time is spent on requests rather than tokens.
         limits: dict[str, dict[str, object]] = {
             "engine": {"max_model_len": 512},
             "router": {"request_timeout_s": BOUND_S},

@@ -1,4 +1,4 @@
-"""HTTP requests as nobody should send them, from a seed: bodies by vLLM's own schema, and what is no request at all."""
+"""Hostile HTTP requests from a seed: bodies by vLLM's own schema, and invalid HTTP."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ PATHS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One request. ``raw`` is sent over a socket as it is, and the rest is left out."""
+    """One request. ``raw`` is sent over a socket unchanged, and the other fields are ignored."""
 
     name: str
     method: str = "POST"
@@ -123,7 +123,7 @@ class Case:
 
 @cache
 def fields(path: str) -> dict[str, dict[str, Any]]:
-    """The properties of a request's body in the schema that vLLM publishes."""
+    """Return the properties of a request's body in the schema that vLLM publishes."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -166,7 +166,7 @@ class Requests:
         return body
 
     def _value(self, schema: dict[str, Any]) -> Any:
-        """Of the type that the schema names, or of any."""
+        """Return a value of the schema's type, or of any other."""
         rng = self.rng
         if rng.random() < 0.4:
             return rng.choice(ODD)
@@ -258,7 +258,7 @@ class Requests:
         return Case("no HTTP", raw=raw)
 
     def _leaves(self) -> Case:
-        """A good request whose client goes away."""
+        """A valid request whose client disconnects."""
         rng = self.rng
         body = {"model": MODEL, "prompt": "mira=427\n" * 60, "max_tokens": 200, "ignore_eos": True}
         body["stream"] = rng.random() < 0.5
@@ -266,5 +266,7 @@ class Requests:
 
 
 def dumped(body: Any) -> bytes:
-    """As JSON; what Python's writes beyond the standard (NaN, lone surrogates) goes out as it is."""
+    """Encode as JSON; Python's extensions of the standard (NaN, lone surrogates) are sent
+    unchanged.
+    """
     return json.dumps(body).encode(errors="replace")

@@ -1,9 +1,9 @@
-"""Check Tandem's transport, fences and digests on this machine's NVIDIA GPU: ``make gpu-check``.
+"""Checks Tandem's transport, fences and digests on this machine's NVIDIA GPU: ``make gpu-check``.
 
     python -m tests.campaigns.gpu [--device cuda:0] [--out gpu.json]
 
-Needs torch, numpy, xxhash and NIXL; checks whose packages are missing are skipped by name. Where vLLM is installed,
-engines are compared, too. Without a GPU it lists the checks and exits with 0.
+Needs torch, numpy, xxhash and NIXL; checks with missing packages are skipped by name. If vLLM is
+installed, engines are compared as well. Without a GPU it lists the checks and exits with 0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ PARTS = (STEPS, CONFORMANCE, ENGINES)
 
 @dataclass(frozen=True)
 class Result:
-    """``verdict`` is ok, FAILED or skipped; ``found`` says what was seen, or why."""
+    """``verdict`` is ok, FAILED or skipped; ``found`` is the observation, or the reason."""
 
     check: str
     verdict: str
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def run(part: Part, device: str) -> Iterator[Result]:
-    """Run the checks of a part, each whatever became of the others."""
+    """Run the checks of a part, each independently of the others' results."""
     missing = [name for name in part.needs if find_spec(name) is None]
     if missing:
         yield from (Result(name, "skipped", f"needs {', '.join(missing)}", 0.0) for name in part.names)
@@ -142,7 +142,7 @@ def _run_conformance(device: str) -> Iterator[Result]:
 
 
 def _identity() -> str:
-    """Run the engines in a process of their own: vLLM starts its engine cores before it touches a GPU."""
+    """Run the engines in a separate process: vLLM starts its engine cores before it uses a GPU."""
     command = [sys.executable, "-m", f"{PACKAGE}.engines"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINES_S, check=False)
     if done.returncode:
@@ -160,7 +160,7 @@ def _timed(name: str, work: Callable[[], str]) -> Result:
 
 
 def describe() -> str:
-    """Say what would be checked, without importing any of it."""
+    """Print the checks, without importing their modules."""
     lines = ["tandem: no NVIDIA GPU is listed by nvidia-smi. On a machine with one, this would check:"]
     for part in PARTS:
         lines += [f"  {part.title} (needs {', '.join(part.needs)})"]

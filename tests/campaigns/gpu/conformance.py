@@ -1,6 +1,6 @@
-"""Contract of a transport between two processes over memory of one device: on a GPU, through CUDA IPC.
+"""Contract of a transport between two processes with memory of one device: on a GPU, over CUDA IPC.
 
-``tests/transport/test_conformance.py`` has the contract in full, over host memory of one process.
+``tests/transport/test_conformance.py`` has the full contract, over host memory of one process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ REPEATS = 5
 
 
 def check(condition: bool, problem: str) -> None:
-    """Raise AssertionError with ``problem`` unless ``condition``; these checks also run without pytest."""
+    """Raise AssertionError with ``problem`` unless ``condition``; these checks also run without
+    pytest.
+    """
     if not condition:
         raise AssertionError(problem)
 
@@ -85,7 +87,7 @@ def many_writes_at_once(pair: Pair) -> str:
 
 
 def writes_outside_registered_memory_are_refused(pair: Pair) -> str:
-    """On either side, by one byte: TransportError, and nothing arrives."""
+    """On either side, by one byte: TransportError, and no byte is written."""
     for row in ((-1, 0, 8), (SIZE - 7, 0, 8), (0, -1, 8), (0, SIZE - 7, 8)):
         try:
             pair.write(pair.runs((0, 0, 8), row))
@@ -152,7 +154,7 @@ def digests_agree(pair: Pair) -> str:
 
 
 def a_busy_device_does_not_delay_a_write(pair: Pair) -> str:
-    """KV of one step leaves while the kernels of the next one run."""
+    """KV of one step is sent while the kernels of the next one run."""
     busy = None
     if pair.device.type != "cpu":
         keep_busy(pair.device, 2.0)
@@ -166,7 +168,10 @@ def a_busy_device_does_not_delay_a_write(pair: Pair) -> str:
 
 
 def bandwidth(pair: Pair) -> str:
-    """Writes of scattered runs between the processes, and the device's own copy. Medians; no bound is checked."""
+    """Writes of scattered runs between the processes, and the device's own copy.
+
+    Medians, without a limit.
+    """
     measured = []
     half = pair.bulk_bytes // 2
     copied_s = []
@@ -208,4 +213,4 @@ CASES: tuple[Callable[[Pair], str], ...] = (
     a_busy_device_does_not_delay_a_write,
     bandwidth,
 )
-"""Each is called after ``Pair.refill`` and returns what it has found, or raises."""
+"""Each is called after ``Pair.refill`` and returns its observation, or raises."""

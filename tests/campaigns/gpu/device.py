@@ -1,4 +1,6 @@
-"""The device of a check: its memory kind for NIXL, kernels that keep it busy, and synchronisation."""
+"""The device of a check: its memory kind for NIXL, kernels that keep it busy, and
+synchronisation.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def memory_kind_of(device: torch.device) -> MemoryKind:
 
 
 def set_current(device: torch.device) -> None:
-    """Make ``device`` current in this thread with its context, as ``vllm_hma.worker_side.accelerator`` does."""
+    """Make ``device`` current in this thread with its context, as
+    ``vllm_hma.worker_side.accelerator`` does.
+    """
     if device.type != "cpu":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
@@ -31,7 +35,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def keep_busy(device: torch.device, share: float = 1.0) -> None:
-    """Queue a kernel that runs for about ``share`` seconds on the current stream; nothing on a CPU."""
+    """Queue a kernel that runs for about ``share`` seconds on the current stream; nothing on a
+    CPU.
+    """
     if device.type != "cpu":
         torch.cuda._sleep(int(share * _BUSY_CYCLES))  # noqa: SLF001 (torch's own tests use it; nothing public sleeps)
 

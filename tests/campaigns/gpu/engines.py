@@ -2,8 +2,9 @@
 
     python -m tests.campaigns.gpu.engines [--prompts 24]
 
-float32 on Triton's attention, so that rounding does not hide wrong KV: full attention with blocks of 16 and 32 tokens,
-and a hybrid of sliding windows and full attention. With two GPUs also TP 1 to 2.
+float32 on Triton's attention, so that rounding does not hide wrong KV: full attention with blocks
+of 16 and 32 tokens, and a hybrid of sliding windows and full attention. With two GPUs also TP 1 to
+2.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # A process that has initialised CUDA cannot be forked.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # Kept here, so that importing this module takes no vLLM in.
+    # Imported here, so that importing this module does not import vLLM.
     import torch
 
     from testing.models import gemma3, llama

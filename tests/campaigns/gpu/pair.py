@@ -1,4 +1,4 @@
-"""A NIXL agent in this process and one in another, each with memory on one device, as two engines' workers have."""
+"""A NIXL agent in this process and one in another, each with memory on one device, like workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Address:
 
 
 class Agent:
-    """A transport with two registered buffers on ``device``: PAGES pages, and ``bulk_bytes`` for measurements."""
+    """A transport with two registered buffers on ``device``: PAGES pages, and ``bulk_bytes`` for
+    measurements.
+    """
 
     def __init__(self, name: str, device: torch.device, bulk_bytes: int) -> None:
         set_current(device)
@@ -68,7 +70,9 @@ class Agent:
         return self.pages.cpu().numpy().tobytes()
 
     def digest(self, ids: Sequence[int]) -> bytes:
-        """Return the digest of some pages, as a worker computes it for a peer on a device of the same kind."""
+        """Return the digest of some pages, as a worker computes it for a peer on a device of the
+        same kind.
+        """
         stream = self.memory.shared_with(self.memory_kind).new_stream()
         stream.feed(self.pages.data_ptr() + np.asarray(ids, np.int64) * PAGE_BYTES, PAGE_BYTES)
         return stream.digest()
@@ -116,7 +120,9 @@ def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
 
 
 class Pair:
-    """``ours`` is the agent of this process; ``call`` calls a method of the other process's agent, ``theirs``."""
+    """``ours`` is the agent of this process; ``call`` calls a method of the other process's
+    agent, ``theirs``.
+    """
 
     def __init__(self, device: torch.device, bulk_bytes: int = 16 * 2**20) -> None:
         self.device, self.bulk_bytes = device, bulk_bytes
@@ -147,7 +153,10 @@ class Pair:
         self.ours.transport.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the other agent. Raises RuntimeError where it fails or the process has ended."""
+        """Call a method of the other agent.
+
+        Raises RuntimeError if it fails or the process has ended.
+        """
         self._connection.send((method, arguments))
         answer = self._answer()
         if isinstance(answer, Exception):
@@ -163,7 +172,7 @@ class Pair:
             raise RuntimeError(f"the other process ended with status {self._process.exitcode}") from None
 
     def refill(self) -> None:
-        """Give our pages 32-bit words that all differ, and theirs canaries."""
+        """Fill our pages with distinct 32-bit words, and theirs with canaries."""
         self.ours.fill(np.arange(PAGES * PAGE_BYTES // 4, dtype="<u4").tobytes())
         self.call("fill", bytes([CANARY]))
 

@@ -22,7 +22,7 @@ LAYERS, PAGE_BYTES, PAGES = 4, 40_000, 64
 
 
 class Cache:
-    """A layer's pages in a tensor of its own, as vLLM allocates them."""
+    """A layer's pages in a separate tensor, as vLLM allocates them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +44,9 @@ class Cache:
 
 
 def an_event_passes_after_its_kernels(device: torch.device) -> str:
-    """Another thread polls, as the progress thread does, and finds the bytes that were computed before the event."""
+    """Another thread polls, like the progress thread, and finds the bytes computed before the
+    event.
+    """
     cache, fence, seen = Cache(device), StepFence(device), []
     keep_busy(device)
     cache.layers[0].fill_(7)
@@ -63,7 +65,7 @@ def an_event_passes_after_its_kernels(device: torch.device) -> str:
 
 
 def layers_come_out_in_order(device: torch.device) -> str:
-    """Each layer's entry comes out when its bytes are computed, while later layers are still to be computed."""
+    """Each layer's entry is returned once its bytes are computed, before later layers are."""
     cache, found, early = Cache(device), list[Entry](), 0
     steps = Steps(cache.layout.groups, StepFence(device))
     chunks = cast(Any, (SimpleNamespace(request_id="r"),))
@@ -100,7 +102,9 @@ def layers_come_out_in_order(device: torch.device) -> str:
 
 
 def digests_are_a_cpus(device: torch.device) -> str:
-    """Of pages of several segments in several tensors, of lengths that are no words, and of nothing."""
+    """Pages of several segments in several tensors, of lengths other than whole words, and empty
+    ones.
+    """
     cache = Cache(device)
     on_host = Cache(torch.device("cpu"))
     for ours, theirs in zip(cache.layers, on_host.layers, strict=True):
@@ -126,7 +130,7 @@ def digests_are_a_cpus(device: torch.device) -> str:
 
 
 def a_digest_does_not_wait_for_the_forward_pass(device: torch.device) -> str:
-    """It runs beside the kernels of the current stream."""
+    """The digest runs beside the kernels of the current stream."""
     cache = Cache(device)
     memory, fence = DeviceMemory(cache.layout, cache.layers), StepFence(device)
     stream = memory.new_stream()
@@ -145,7 +149,7 @@ def a_digest_does_not_wait_for_the_forward_pass(device: torch.device) -> str:
 
 
 def _in_another_thread(work: Callable[[], None]) -> None:
-    """Run ``work`` in a thread of its own. Raises what it raises."""
+    """Run ``work`` in a separate thread. Raises its exception."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a worker's KV cache holds, block by block, for campaigns that look for bytes that nobody should have written."""
+"""Digests of a worker's KV cache by block, for campaigns that look for unexpected writes."""
 
 from __future__ import annotations
 

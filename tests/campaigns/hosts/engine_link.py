@@ -1,7 +1,9 @@
-"""A link between a prefill and a decode server that can be cut, while the driver still reaches both.
+"""A link between a prefill and a decode server that can be cut, while the driver still reaches
+both.
 
-Needs root, iproute2, and a network namespace of the driver's own (``testing.network_namespace.enter_new_network``), so
-that no interface is left in the machine's network. The namespaces end with the driver.
+Needs root, iproute2, and a separate network namespace for the driver
+(``testing.network_namespace.enter_new_network``), so that no interface is left in the machine's
+network. The namespaces end with the driver.
 
     prefill  eth0 10.209.0.1 --- p0 |            decode  eth0 10.209.0.2 --- d0 |
                               bridge 0                                   bridge 0
@@ -23,21 +25,26 @@ _DRIVER_SUBNETS = {"prefill": "10.210", "decode": "10.211"}
 
 @dataclass(frozen=True)
 class EngineLink:
-    """Link number ``number`` of this driver. ``networks`` are the paths of the servers' namespaces by side."""
+    """Link number ``number`` of this driver.
+
+    ``networks`` are the paths of the servers' namespaces by side.
+    """
 
     number: int
     networks: dict[str, str]
 
     def address(self, side: str) -> str:
-        """Return where the other engine reaches this one: over the link that can be cut."""
+        """Return the address at which the other engine reaches this one: over the link that can
+        be cut.
+        """
         return f"{SUBNET}.{SIDES.index(side) + 1}"
 
     def driver_address(self, side: str) -> str:
-        """Return where the driver reaches a server."""
+        """Return the address at which the driver reaches a server."""
         return f"{_DRIVER_SUBNETS[side]}.{self.number}.2"
 
     def cut(self) -> None:
-        """Let nothing pass between the two; nobody is told. Repeated cuts have no further effect."""
+        """Drop all traffic between the two silently. Repeated cuts have no further effect."""
         _ip("link", "set", "dev", f"p{self.number}", "down")
 
     def mend(self) -> None:
@@ -66,7 +73,8 @@ def engine_link(number: int) -> Iterator[EngineLink]:
                 _run(*inside, "address", "add", f"{address}/24", "dev", interface)
                 _run(*inside, "link", "set", interface, "up")
             _run(*inside, "link", "set", "lo", "up")
-            # Software that asks for the way out learns an address of its own; nobody is there.
+            # Software that looks up the default route learns its own address; no host has the
+            # route's.
             _run(*inside, "route", "add", "default", "via", f"{SUBNET}.254")
         yield link
 

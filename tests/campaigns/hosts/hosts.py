@@ -1,11 +1,12 @@
-"""Hosts on this machine: namespaces of the network, of processes and of IPC, on a switch whose ports can be cut.
+"""Hosts on this machine: namespaces of network, processes and IPC, on a switch whose ports can be
+cut.
 
-Needs root and iproute2. Nothing has a name outside: the kernel takes all of it away with the processes that hold it,
-and these end with the process that has started them, however it ends.
+Needs root and iproute2. Nothing has a name outside: the kernel removes all of it with the processes
+in it, and these end with the process that started them.
 
     host .1  ---  switch  ---  host .2        10.209.0.0/24
 
-No interface is left in this machine's own network, where engines of others would take it for one of theirs.
+No interface is left in this machine's own network, where other engines could use it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import psutil
 SUBNET = "10.209.0"
 
 BURST = "256kb"
-"""tc's bucket: what may leave at once."""
+"""tc's bucket: the burst that may be sent at once."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A bridge in a network of its own; each host hangs on a port with its name."""
+    """A bridge in its own network; each host is connected to a port with its name."""
 
     pid: int
     hosts: dict[str, Host]
@@ -38,12 +39,12 @@ class Switch:
         _run("nsenter", f"--target={self.pid}", "--net", *command)
 
     def output(self, *command: str) -> str:
-        """The same, for what it prints."""
+        """Run a command in the switch's network; return its output."""
         line = ["nsenter", f"--target={self.pid}", "--net", *command]
         return subprocess.run(line, check=True, capture_output=True, text=True).stdout
 
     def cut(self, host: str) -> None:
-        """Pull the plug of a host: nothing reaches it, nothing leaves it, and nobody is told."""
+        """Disconnect a host silently: nothing reaches it and nothing leaves it."""
         self.run("ip", "link", "set", "dev", host, "down")
 
     def mend(self, host: str) -> None:
@@ -59,12 +60,12 @@ class Host:
     pid: int
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs ``command`` on this host."""
+        """Return the command line that runs ``command`` on this host."""
         spaces = ("--net", "--pid", "--ipc", "--mount")
         return ["nsenter", f"--target={self.pid}", *spaces, f"--wdns={os.getcwd()}", *command]
 
     def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command; its output goes to the end of ``log``."""
+        """Start a command; append its output to ``log``."""
         with log.open("ab") as file:
             return subprocess.Popen(
                 self.command(command),
@@ -76,14 +77,17 @@ class Host:
             )
 
     def running(self) -> list[str]:
-        """The command lines of all but its first process."""
+        """Return the command lines of all but its first process."""
         space = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
         return [line for p in psutil.process_iter() if p.pid != self.pid and (line := _in_space(p, space))]
 
 
 @contextlib.contextmanager
 def hosts(names: Sequence[str], rate: str = "") -> Iterator[Switch]:
-    """Hosts of these names. ``rate`` limits each one's link in both directions, in tc's words (``800mbit``)."""
+    """Create hosts of these names.
+
+    ``rate`` limits each one's link in both directions (``800mbit``, as for tc).
+    """
     with contextlib.ExitStack() as stack:
         pid = stack.enter_context(holder("--net", "--pid"))
         made: dict[str, Host] = {}
@@ -108,13 +112,14 @@ def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
         switch.run("ip", "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         switch.run("ip", "link", "set", "dev", name, "master", "bridge", "up")
         for command in (
-            # UCX looks for devices in /sys, which shows those of the network that it was mounted in.
+            # UCX looks for devices in /sys, which shows those of the network that it was mounted
+            # in.
             "mount -t sysfs sysfs /sys",
             "mount -t tmpfs tmpfs /dev/shm",
             "ip link set lo up",
             f"ip address add {address}/24 dev eth0",
             "ip link set eth0 up",
-            # Nobody is there, but software that asks for the way out learns its own address.
+            # Software that looks up the default route learns its own address; no host has this one.
             f"ip route add default via {SUBNET}.254",
         ):
             _run(*host.command(command.split()))
@@ -123,7 +128,9 @@ def _host(switch: Switch, name: str, address: str) -> Iterator[Host]:
 
 @contextlib.contextmanager
 def holder(*spaces: str) -> Iterator[int]:
-    """The first process in new namespaces: a shell that buries orphans until its input ends, as it does with ours."""
+    """First process in new namespaces: a shell that reaps children until its input ends, which
+    it does with this process.
+    """
     shell = ["bash", "-c", "echo; read"]
     with subprocess.Popen(
         ["unshare", "--fork", "--kill-child", *spaces, *shell],
@@ -143,7 +150,9 @@ def holder(*spaces: str) -> Iterator[int]:
 
 
 def _in_space(process: psutil.Process, space: int) -> str:
-    """The command line of a process of that namespace; nothing for others, and for one that has ended."""
+    """Return the command line of a process of that namespace; empty for others, and for an ended
+    one.
+    """
     with contextlib.suppress(psutil.Error, OSError):
         if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == space:
             return " ".join(process.cmdline())

@@ -1,6 +1,6 @@
 """NIXL between two hosts whose link is cut: `make two-hosts-test`. Needs root.
 
-python -m tests.campaigns.hosts.nixl_on_two_hosts NAME FOLDER
+    python -m tests.campaigns.hosts.nixl_on_two_hosts NAME FOLDER
 
 runs one agent, which echoes every message and executes the commands on its standard input.
 """
@@ -26,14 +26,14 @@ from tests.campaigns.hosts.hosts import Host, Switch, hosts
 HOST = MemoryKind("DRAM", 0)
 SIZE_BYTES = 16 * 2**20
 RATE = "100mbit"
-"""At which SIZE_BYTES take more than a second."""
+"""Rate at which SIZE_BYTES take more than a second."""
 
 TIMEOUT_S = 60.0
-"""Much less than the kernel's patience with a host that does not answer (134 s)."""
+"""Much less than the kernel's timeout for a host that does not answer (134 s)."""
 
 
 class Agent:
-    """The test's end of an agent's process: commands in, one line a result out."""
+    """The test's end of an agent's process: commands in, one line per result out."""
 
     def __init__(self, host: Host, folder: Path) -> None:
         command = [sys.executable, "-m", "tests.campaigns.hosts.nixl_on_two_hosts", host.name, str(folder)]
@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[tuple[Switch, Agent, Agent]]:
-    """Two that have met, each on a host; the switch in between."""
+    """Two agents that have met, each on a host; the switch in between."""
     with hosts(["left", "right"], RATE) as switch:
         left, right = (Agent(switch.hosts[name], tmp_path) for name in ("left", "right"))
         for agent in (left, right):
@@ -74,7 +74,7 @@ def agents(tmp_path: Path) -> Iterator[tuple[Switch, Agent, Agent]]:
 
 
 def test_a_write_goes_on_when_the_link_is_back(agents: tuple[Switch, Agent, Agent]) -> None:
-    """All of its bytes arrive, also over what was waiting in the kernel meanwhile."""
+    """All of its bytes arrive, including those that waited in the kernel meanwhile."""
     switch, left, right = agents
     left.tell("write")
     left.wait_for("posted")
@@ -88,7 +88,9 @@ def test_a_write_goes_on_when_the_link_is_back(agents: tuple[Switch, Agent, Agen
 
 
 def test_a_late_write_lands(agents: tuple[Switch, Agent, Agent]) -> None:
-    """Forgetting the writer keeps nothing out: why blocks stay in quarantine until it is known to be dead."""
+    """Removing the writer stops no write, so blocks stay in quarantine until it is known to be
+    dead.
+    """
     switch, left, right = agents
     left.tell("write")
     left.wait_for("posted")
@@ -105,9 +107,9 @@ def test_a_late_write_lands(agents: tuple[Switch, Agent, Agent]) -> None:
 
 
 def test_nobody_waits_for_a_host_that_does_not_answer(agents: tuple[Switch, Agent, Agent]) -> None:
-    """Connecting to it anew returns at once, and what was said meanwhile arrives when the link is back."""
+    """A reconnect returns at once, and messages sent meanwhile arrive when the link is restored."""
     switch, left, _ = agents
-    # As behind a router: the kernel itself would notice the absence of a neighbour within seconds.
+    # As behind a router: otherwise the kernel would detect a missing neighbour within seconds.
     fixed = f"ip neigh replace {switch.hosts['right'].address} lladdr 02:00:00:00:00:01 nud permanent dev eth0"
     flush = "ip neigh flush nud permanent dev eth0"
     subprocess.run(switch.hosts["left"].command(fixed.split()), check=True)
@@ -171,7 +173,7 @@ def main(name: str, folder: Path) -> None:
 
 
 def _lines(descriptor: int) -> Iterator[str]:
-    """What has been read: whole lines, and empty ones where there is none yet. Ends the process with its input."""
+    """Yield the read lines, and empty ones without input. Ends the process with its input."""
     os.set_blocking(descriptor, False)
     pending = b""
     while True:

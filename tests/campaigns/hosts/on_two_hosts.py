@@ -1,6 +1,7 @@
-"""Prefill and decode on two hosts, the link between them cut and mended: `make two-hosts-test`. Needs root.
+"""Prefill and decode on two hosts, the link between them cut and restored: `make two-hosts-test`.
 
-One service for all tests, in this order; the last ones lose the prefill host and get it back.
+Needs root. One service for all tests, in this order; the last ones lose the prefill host and get it
+back.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ LOST_TIMEOUT_S = 180.0
 TRANSFER = {"progress_s": 15.0, "alive_s": 2.0, "cancel_s": 2.0, "node_lost_s": 60.0}
 ROUTER = {"request_timeout_s": REQUEST_TIMEOUT_S, "prefill_timeout_s": 25.0}
 RAY = {
-    # GCS: a node is dead after so many checks without an answer. It must survive CUT_S.
+    # GCS: a node is dead after this number of checks without an answer. It must survive CUT_S.
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
-    # A node: a connection that carries nothing for so long is broken, and without GCS for so long it ends itself. Until
-    # then its engines may write, so node_lost_s must be longer than the two, less what GCS itself takes.
+    # A node: a connection without traffic for this time is broken, and without GCS for this time
+    # the node ends itself. Until then its engines may write, so node_lost_s must be longer than the
+    # two, less the time of GCS.
     "RAY_grpc_client_keepalive_timeout_ms": "10000",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "8",
 }
@@ -59,7 +61,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 
 @dataclass
 class Load:
-    """Streaming clients that ask one question after the other; ``ends`` counts how their requests ended."""
+    """Streaming clients, each with one question after the other; ``ends`` counts the outcomes of
+    their requests.
+    """
 
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -96,7 +100,7 @@ class Load:
 
 @asynccontextmanager
 async def load(service: TwoHosts, name: str) -> AsyncIterator[Load]:
-    """Clients at work meanwhile; at the end each finishes its last request."""
+    """Run clients meanwhile; at the end each completes its last request."""
     stop, result = asyncio.Event(), Load()
     async with httpx.AsyncClient(base_url=service.url, timeout=BOUND_S) as http:
         clients = [asyncio.create_task(result.client(http, f"{name} {i}", stop)) for i in range(CLIENTS)]
@@ -113,18 +117,18 @@ def recall(seed: str) -> RecallPrompt:
 
 
 def metric(service: TwoHosts, name: str, **labels: str) -> float:
-    """The sum of the samples of ``name`` that have ``labels``, now."""
+    """Return the current sum of the samples of ``name`` with ``labels``."""
     return sample_sum(exposition(service), name, **labels)
 
 
 def exposition(service: TwoHosts) -> str:
-    """/metrics as it is now: no answer that was made before."""
-    time.sleep(OPEN_AGE_S)  # askers share an answer for so long: none that was made before
+    """Return current metrics, not a cached response."""
+    time.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     return httpx.get(f"{service.url}/metrics", timeout=30).text
 
 
 def sample_sum(text: str, name: str, **labels: str) -> float:
-    """Of the samples of ``name`` that have ``labels``."""
+    """Return the sum of the samples of ``name`` with ``labels``."""
     total = 0.0
     for line in text.splitlines():
         match = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
@@ -134,7 +138,7 @@ def sample_sum(text: str, name: str, **labels: str) -> float:
 
 
 def busy(service: TwoHosts) -> dict[str, float]:
-    """What is zero when nothing is being served and nothing has been left: of all engines that answer."""
+    """Return the metrics that are zero on an idle service, of all engines that answer."""
     engine = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     names = (*(f"vllm:{name}" for name in engine), "vllm:tandem_kv_quarantined")
     text = exposition(service)
@@ -154,14 +158,16 @@ async def wait_until_idle(service: TwoHosts) -> None:
 
 @dataclass
 class Asked:
-    """Right answers, by their route, and the tokens of their prompts."""
+    """Return right answers, by route, and the tokens of their prompts."""
 
     routes: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
 
 
 async def alone(http: httpx.AsyncClient, body: dict[str, object]) -> str:
-    """What decode says that computed the prompt itself, as it does for logprobs: the model is not always right."""
+    """Return decode's answer when it computes the prompt itself, as for logprobs: the model is
+    not always right.
+    """
     reply = await http.post("/v1/completions", json={**body, "stream": False, "prompt_logprobs": 0})
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-tandem-route"] == "local"
@@ -169,7 +175,7 @@ async def alone(http: httpx.AsyncClient, body: dict[str, object]) -> str:
 
 
 async def ask(service: TwoHosts, name: str, count: int) -> Asked:
-    """Some questions one after the other; each answer must be right."""
+    """Ask some questions one after the other; each answer must be right."""
     asked = Asked()
     async with httpx.AsyncClient(base_url=service.url, timeout=BOUND_S) as http:
         for number in range(count):
@@ -185,29 +191,29 @@ async def ask(service: TwoHosts, name: str, count: int) -> Asked:
 
 
 async def engines_end(service: TwoHosts) -> float:
-    """When the last process of an engine or its actor on prefill's host has ended."""
+    """Wait until the last process of an engine or its actor on prefill's host has ended."""
     await wait_until("prefill's engine has ended", lambda: not engine_runs(service), LOST_TIMEOUT_S)
     return time.monotonic()
 
 
 def engine_runs(service: TwoHosts) -> bool:
-    """Is there a process of an engine or its actor on prefill's host?"""
+    """Return whether prefill's host has a process of an engine or its actor."""
     return re.search("VLLM|EngineCore|ray::ServeReplica", " ".join(service.back.running())) is not None
 
 
 def is_remote(service: TwoHosts) -> bool:
-    """Does prefill serve one more request?"""
+    """Return whether prefill serves one more request."""
     return asyncio.run(ask(service, f"one {time.monotonic()}", 1)).routes["remote"] == 1
 
 
 def crossed_bytes(service: TwoHosts) -> int:
-    """What prefill's host has sent into its port so far."""
+    """Return the bytes that prefill's host has sent into its port so far."""
     shown = service.switch.output("ip", "-json", "-statistics", "link", "show", BACK)
     return json.loads(shown)[0]["stats64"]["rx"]["bytes"]
 
 
 async def test_kv_crosses_the_link(service):
-    """Right answers, all prompt tokens from prefill, and their bytes through the switch: nothing went around it."""
+    """Right answers, all prompt tokens from prefill, and their bytes through the switch only."""
     labels = {"role": "decode", "source": "external_kv_transfer"}
     tokens = metric(service, "vllm:prompt_tokens_by_source_total", **labels)
     sent, crossed = metric(service, "vllm:tandem_kv_sent_bytes_total"), crossed_bytes(service)
@@ -222,7 +228,7 @@ async def test_kv_crosses_the_link(service):
 
 
 async def test_a_link_that_is_cut_and_mended(service):
-    """No answer is wrong, every request ends in time, nothing stays behind, and prefill goes on being used."""
+    """No answer is wrong, every request ends in time, nothing leaks, and prefill is used again."""
     async with load(service, "cut") as clients:
         await wait_until("clients are being served", lambda: clients.ends["remote"] >= CLIENTS, BOUND_S)
         service.switch.cut(BACK)
@@ -239,7 +245,9 @@ async def test_a_link_that_is_cut_and_mended(service):
 
 
 async def test_a_link_that_is_cut_for_good(service):
-    """Decode serves alone, and keeps what prefill may still write to until Ray's word: by then prefill has ended."""
+    """Decode serves alone, and keeps blocks in quarantine until Ray's report: by then prefill
+    has ended.
+    """
     async with load(service, "good") as clients:
         await wait_until("clients are being served", lambda: clients.ends["remote"] >= CLIENTS, BOUND_S)
         service.switch.cut(BACK)
@@ -261,7 +269,7 @@ async def test_a_link_that_is_cut_for_good(service):
 
 
 async def test_the_host_comes_back(service):
-    """A new Ray node there gets a new prefill engine, which is met by a fresh handshake."""
+    """A new Ray node there gets a new prefill engine, with a new handshake."""
     service.switch.mend(BACK)
     await asyncio.to_thread(service.start_back)
     await wait_until("a new prefill engine is used", lambda: is_remote(service), 120)

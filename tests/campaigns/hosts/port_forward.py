@@ -1,4 +1,6 @@
-"""A port on this machine's loopback that leads to one in another network namespace, connection by connection."""
+"""Forwards a port of this machine's loopback to another network namespace, connection by
+connection.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
-    """Lead to ``address:port`` as the process ``pid`` sees it; the port to go through."""
+    """Forward to ``address:port`` as the process ``pid`` sees it; return the local port."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -28,7 +30,8 @@ def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
                 _copy(self.request, there)
                 back.join()
 
-    # A socket stays in the namespace in which it was made: one thread lives there and makes them all.
+    # A socket stays in the namespace of its creation: one thread lives there and creates all of
+    # them.
     with (
         ThreadPoolExecutor(1, initializer=_enter, initargs=(pid,)) as inside,
         _Server(("127.0.0.1", 0), Handler) as server,
@@ -48,7 +51,7 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A connection that breaks is the client's to see."""
+        """The client observes a broken connection."""
 
 
 def _enter(pid: int) -> None:
@@ -65,7 +68,7 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Until either end has enough; the other is told."""
+    """Copy until either end closes; then close the other."""
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK_BYTES):
             target.sendall(data)

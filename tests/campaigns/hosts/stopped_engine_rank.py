@@ -1,10 +1,11 @@
-"""A rank of a real prefill engine is stopped in mid-write, its core is killed, the rank continues: no foreign byte.
+"""A rank of a real prefill engine is stopped during a write and outlives its core: no foreign byte.
 
     python -m tests.campaigns.hosts.stopped_engine_rank --count 50
 
-(``make stopped-rank``). vLLM engines of Tandem's connector over TCP, prefill at TP 2, decode at TP 1, one decode engine
-for all rounds. While the rank is stopped, requests use every block of decode's pool that is not in quarantine; digests
-of all blocks show what changes when the rank continues. ``stopped_rank.py`` plays the same without engines.
+(``make stopped-rank``.) vLLM engines with Tandem's connector over TCP, prefill at TP 2, decode at
+TP 1, one decode engine for all rounds. While the rank is stopped, requests use every block of
+decode's pool outside quarantine. Digests of all blocks show what changes when the rank continues.
+``stopped_rank.py`` does the same without engines.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ WITHIN_S = 90.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """``mid_write``: the rank was stopped with a write posted. ``late_blocks`` in quarantine changed when it went on,
-    ``foreign_blocks`` outside of it; ``watched_blocks`` are those outside. ``right``: the victim's answer is that of an
-    engine alone. ``clean``: the pool is back at its baseline."""
+    """Observations of one round.
+
+    ``mid_write``: the rank was stopped with a write posted. ``late_blocks`` changed in quarantine
+    when it continued, ``foreign_blocks`` outside; ``watched_blocks`` are those outside. ``right``:
+    the victim's answer equals that of an engine alone. ``clean``: the pool is at its baseline.
+    """
 
     mid_write: bool
     right: bool
@@ -93,7 +97,9 @@ def start_prefill(model: str, trace: Path) -> Prefill:
 
 
 def writes(trace: Path, event: str) -> set[int]:
-    """Return the ids of the writes that the rank to be stopped has posted (``write``) or has seen end (``written``)."""
+    """Return the ids of the writes that the rank to stop has posted (``write``) or completed
+    (``written``).
+    """
     return {each["write"] for each in read_trace(trace) if each["rank"] == STOPPED and each["event"] == event}
 
 
@@ -103,7 +109,7 @@ async def digests(decode: AsyncLLM) -> list[str]:
 
 
 async def play(decode: AsyncLLM, model: str, trace: Path, number: int) -> Outcome:
-    """One round with a prefill engine of its own."""
+    """Run one round with a new prefill engine."""
     prefill = start_prefill(model, trace)
     stopped = prefill.ranks[STOPPED]
     try:
@@ -179,7 +185,7 @@ async def campaign(count: int, folder: Path) -> int:
     )
     outcomes: list[Outcome] = []
     try:
-        # Rounds in which the write had ended when the rank stopped count for nothing.
+        # Rounds in which the write had ended before the stop do not count.
         while sum(each.mid_write for each in outcomes) < count and len(outcomes) < 3 * count + 3:
             number = len(outcomes)
             outcomes.append(await play(decode, model, folder / f"{number}.jsonl", number))
@@ -198,7 +204,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50, help="rounds in which a rank is stopped in mid-write")
     arguments = parser.parse_args()
-    # Shared memory would be written at once. Before the fork server starts, which takes its environment from here.
+    # Shared memory would be written at once. Set before the fork server starts, which copies this
+    # environment.
     os.environ["UCX_TLS"] = "tcp,self"
     fork_server.prepare()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,13 @@
-"""A prefill rank is stopped in mid-write, its engine core is killed, and the rank goes on: no foreign byte may arrive.
+"""A prefill rank is stopped during a write, its engine core is killed, and the rank continues.
 
     python -m tests.campaigns.hosts.stopped_rank [--count 50] [--kill]
 
-Real processes and NIXL over TCP, without vLLM engines: an engine core that serves the metadata of two prefill ranks,
-and a decode rank. Rank 1 stops itself (SIGSTOP) when its write is posted. The core is killed; nothing listens on its
-port any more. As soon as the decode rank reports that its blocks are free, they are filled with the next request's
-bytes. Then rank 1 continues (SIGCONT), as its write does, and ends as vLLM's workers do when their core has gone. With
---kill it is killed instead (SIGKILL), and the decode rank must find that out by itself.
+No foreign byte may arrive. Real processes and NIXL over TCP, without vLLM engines: an engine core
+that serves the metadata of two prefill ranks, and a decode rank. Rank 1 stops itself (SIGSTOP) when
+its write is posted. The core is killed; nothing listens on its port any more. As soon as the decode
+rank reports that its blocks are free, they are filled with the next request's bytes. Then rank 1
+continues (SIGCONT), as its write does, and ends as vLLM's workers do without their core. With
+--kill it is killed instead (SIGKILL), and the decode rank must detect that by itself.
 """
 
 from __future__ import annotations
@@ -45,27 +46,34 @@ from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 
 HEAD_BYTES = 32 * 2**20
-"""Of one block on one prefill rank: more than a socket takes at once, so that a stopped rank is in mid-write."""
+"""Bytes of one block on one prefill rank: more than a socket accepts at once, so a stopped rank
+is in mid-write.
+"""
 BLOCKS, BLOCK_TOKENS, RANKS = 2, 4, 2
 LIMITS = TransferLimits(handshake_s=20.0, progress_s=1.0, alive_s=0.2, cancel_s=0.3, lease_s=5.0)
 CONFIG = ConnectorConfig(integrity="off", limits=LIMITS)
 DIGEST = prompt_digest([1, 2, 3])
 WATCH_S = 3.0
-"""How long the decode rank is watched while the stopped rank may still write: several rounds of the probe."""
+"""Observation time of the decode rank while the stopped rank may still write: several rounds of
+the probe.
+"""
 CONFIRM_S = 0.5
 SHUTDOWN_S = 1.0
-"""How long a prefill rank goes on after its core has gone."""
+"""Time for which a prefill rank continues without its core."""
 NEXT_OWNER = 42
 CONTEXT = multiprocessing.get_context("fork")
 
 
 class NoFreeBlocksError(AssertionError):
-    """The decode rank never got its blocks back."""
+    """The decode rank did not get its blocks back."""
 
 
 @dataclass
 class Outcome:
-    """What one round has shown. ``delivered``: the write ended before the rank had stopped, and the KV is whole."""
+    """Result of one round.
+
+    ``delivered``: the write ended before the rank had stopped, and the KV is complete.
+    """
 
     delivered: bool
     freed_while_stopped: bool
@@ -83,7 +91,7 @@ def layout_of(cache: np.ndarray, rank: int, tp_size: int) -> EngineLayout:
 
 
 class Rank:
-    """A WorkerRuntime over a numpy cache and a NIXL agent of its own."""
+    """A WorkerRuntime over a numpy cache with its own NIXL agent."""
 
     def __init__(self, incarnation: str, rank: int, tp_size: int, transport: type[NixlTransport]) -> None:
         self.cache = np.zeros((BLOCKS, RANKS // tp_size * HEAD_BYTES), np.uint8)
@@ -104,13 +112,16 @@ class StopsInMidWrite(NixlTransport):
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         handle = super().write(peer, runs, source, target)
-        # At this thread: it stops the process before it goes on, where any other thread would have to wake up first.
+        # Signal this thread: it stops the process before it continues; any other thread would have
+        # to wake up first.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return handle
 
 
 def prefill_rank(incarnation: str, rank: int, core: Connection, alive: Connection) -> None:
-    """Sends its agent metadata to the core, computes on command, and ends SHUTDOWN_S after its core."""
+    """Send its agent metadata to the core, compute on command, and end SHUTDOWN_S after its
+    core.
+    """
     worker = Rank(incarnation, rank, RANKS, StopsInMidWrite if rank else NixlTransport)
     worker.cache[:] = 7
     core.send(encode_agent_metadata(worker.agent_metadata))
@@ -130,7 +141,9 @@ def prefill_rank(incarnation: str, rank: int, core: Connection, alive: Connectio
 
 
 def engine_core(incarnation: str, main: Connection) -> None:
-    """Starts the ranks, serves their agent metadata, and tells ``main`` the port and the ranks' process ids."""
+    """Start the ranks, serve their agent metadata, and send ``main`` the port and the ranks'
+    process ids.
+    """
     ranks = []
     for rank in range(RANKS):
         ours, theirs = CONTEXT.Pipe()
@@ -151,14 +164,16 @@ def engine_core(incarnation: str, main: Connection) -> None:
 
 
 def _without(run: Callable[..., None], inherited: list[Connection], *arguments: Any) -> None:
-    """A forked child closes its parent's ends first: an end that stays open hides the parent's death."""
+    """A forked child closes its parent's ends first: an open end would hide the parent's death."""
     for connection in inherited:
         connection.close()
     run(*arguments)
 
 
 def decode_rank(address: EngineAddress, main: Connection) -> None:
-    """Asks for the KV and reports when its blocks are free; fills them with the next owner's bytes at once."""
+    """Request the KV and report when its blocks are free; fill them with the next owner's bytes
+    at once.
+    """
     probe.CONFIRM_S = CONFIRM_S
     worker = Rank("decode", 0, 1, NixlTransport)
     receive = Receive("r", "t", address, DIGEST, ((1,),), 0, BLOCK_TOKENS - 1)
@@ -181,9 +196,9 @@ def decode_rank(address: EngineAddress, main: Connection) -> None:
 
 
 def play(number: int, last_signal: signal.Signals = signal.SIGCONT) -> Outcome:
-    """One round, in which ``last_signal`` goes to the stopped rank.
+    """Run one round, in which ``last_signal`` goes to the stopped rank.
 
-    Raises NoFreeBlocksError where the blocks do not come back after the rank has ended.
+    Raises NoFreeBlocksError if the blocks are not released after the rank has ended.
     """
     incarnation = f"prefill-{os.getpid()}-{number}"
     core_end, core_child = CONTEXT.Pipe()

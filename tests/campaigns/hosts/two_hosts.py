@@ -1,9 +1,9 @@
-"""The service on two hosts of this machine, on which everything is as on two machines: `make two-hosts`. Needs root.
+"""The service on two simulated hosts of this machine: `make two-hosts`. Needs root.
 
-python -m tests.campaigns.hosts.two_hosts [--rate 800mbit] [--config configs/two-hosts.yaml]
+    python -m tests.campaigns.hosts.two_hosts [--rate 800mbit] [--config configs/two-hosts.yaml]
 
-Each host runs a Ray node: prefill on one, the router and decode on the other. What they have in common is the kernel,
-the file system and a switch between them, whose ports can be cut. Ctrl-C ends it.
+Each host runs a Ray node: prefill on one, the router and decode on the other. They share the
+kernel, the file system and a switch between them, whose ports can be cut. Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ POLL_S = 0.5
 
 @dataclass
 class TwoHosts:
-    """The service. ``ray`` is more environment of both Ray nodes (``RAY_...``: its own timeouts)."""
+    """The service.
+
+    ``ray`` is additional environment of both Ray nodes (``RAY_...``: its own timeouts).
+    """
 
     switch: Switch
     config: Path
@@ -46,7 +49,7 @@ class TwoHosts:
     ray: dict[str, str]
 
     def __post_init__(self) -> None:
-        # Ray's nodes and whoever joins them know one another by a token.
+        # A token authenticates Ray's nodes and processes that join them.
         self._environment = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
@@ -64,11 +67,11 @@ class TwoHosts:
 
     @property
     def log(self) -> str:
-        """What the launcher has said, actors' output included."""
+        """Return the launcher's output, with the actors' output."""
         return (self.folder / "service.log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Return when the launcher says that the service is ready."""
+        """Return when the launcher reports that the service is ready."""
         head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", '--resources={"decode": 1, "router": 1}']
         self._start_node(self.front, *head)
         self.start_back()
@@ -78,7 +81,7 @@ class TwoHosts:
         self._wait(service, "service.log", "tandem: ready", START_TIMEOUT_S)
 
     def start_back(self) -> None:
-        """Start (again) the Ray node that prefill runs on."""
+        """Start (again) the Ray node for prefill."""
         self._start_node(self.back, f"--address={self.front.address}:{RAY_PORT}", '--resources={"prefill": 1}')
 
     def _start_node(self, host: Host, *arguments: str) -> None:
@@ -99,7 +102,7 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts(config: Path, rate: str, **ray: str) -> Iterator[TwoHosts]:
-    """The service, started; all of it is gone afterwards."""
+    """Start the service; remove all of it afterwards."""
     # Ray's sockets lie below it, and the path of a socket is short.
     folder = Path(tempfile.mkdtemp(prefix="hosts"))
     try:

@@ -1,6 +1,6 @@
-"""Compare our rendering of `k8s/` with kustomize's: `make manifests-kustomize`.
+"""Compares our rendering of `k8s/` with kustomize's: `make manifests-kustomize`.
 
-Needs `kustomize` or `kubectl` on the path. Not a test: no package index that the tests install from has either.
+Needs `kustomize` or `kubectl` on the path. Not a test: the tests' package indexes have neither.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _sorted(manifests: list[Manifest]) -> list[Manifest]:
-    """Kustomize has an order of its own, which means nothing to the API server."""
+    """Kustomize has its own order, which has no meaning for the API server."""
     return sorted(manifests, key=lambda one: (one["kind"], one["metadata"]["name"]))
 
 

@@ -1,9 +1,11 @@
-"""Does the application file inside an overlay serve? `make overlay-serves OVERLAY=k8s/overlays/cpu`
+"""Checks that the application file inside an overlay serves.
 
-Takes serveConfigV2 out of the rendered RayService and starts what KubeRay would: a Ray head that offers nothing, and a
-Ray node for each worker group with its labels, CPUs and plain variables, each at an address of its own as pods have.
-The file itself is not changed; the HTTP port is, as other things may run on this machine. Then it asks, and stops
-everything.
+    make overlay-serves OVERLAY=k8s/overlays/cpu
+
+Takes serveConfigV2 from the rendered RayService and starts the processes that KubeRay would: a Ray
+head without resources, and a Ray node for each worker group with its labels, CPUs and plain
+variables, each at its own address, like pods. The file is unchanged except for the HTTP port, which
+may be in use on this machine. Then it sends requests, and stops everything.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ ANSWER = "093"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 when the service answered rightly and nothing of it is left."""
+    """Return 0 if the service answered right and left nothing behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overlay", type=Path, nargs="?", default=ROOT / "k8s" / "overlays" / "cpu")
     overlay = parser.parse_args(argv).overlay
     (service,) = (one for one in render(overlay.resolve()) if one["kind"] == "RayService")
     key = secrets.token_hex(16)
-    # Where the pods have the secret tandem-auth.
+    # In pods, the secret tandem-auth.
     os.environ |= {API_KEYS_VARIABLE: key, PEER_SECRET_VARIABLE: secrets.token_hex(16)}
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        # No cluster of anybody else's, and none of ours for anybody else's `auto`.
+        # Join no other cluster, and let no other process's `auto` find this one.
         os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
         os.environ.pop("RAY_ADDRESS", None)
         file = Path(folder) / "serve.yaml"
@@ -66,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def nodes(cluster_spec: dict[str, Any]) -> Iterator[str]:
-    """A node for the head and for each pod of each worker group; the address of the cluster."""
+    """Start a node for the head and for each pod of each worker group; return the cluster's
+    address.
+    """
     from ray.cluster_utils import Cluster
 
     small = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
@@ -102,7 +106,9 @@ def nodes(cluster_spec: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def serving(file: Path, address: str) -> Iterator[str]:
-    """`app.run` on the cluster, which is `serve run` with the file checked first; the service's URL."""
+    """Run `app.run` on the cluster, which is `serve run` with the file checked first; return the
+    service's URL.
+    """
     port = free_port()
     log = file.with_suffix(".log")
     with log.open("wb") as output:
@@ -130,7 +136,10 @@ def serving(file: Path, address: str) -> Iterator[str]:
 
 
 def ask(url: str, key: str) -> None:
-    """One request without the key and one with it; raises AssertionError with what came instead."""
+    """Send one request without the key and one with it.
+
+    Raises AssertionError with an unexpected answer.
+    """
     with httpx.Client(base_url=url, timeout=120) as http:
         refused = http.post("/v1/completions", json=QUESTION)
         assert refused.status_code == 401, refused.text

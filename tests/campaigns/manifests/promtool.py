@@ -1,6 +1,8 @@
-"""Runs promtool over the alerts and their tests: `python -m tests.campaigns.manifests.promtool`, behind `make alerts`.
+"""Runs promtool over the alerts and their tests, for `make alerts`.
 
-Needs `promtool` on the path (Debian has it in the package `prometheus`): no package index has it.
+    python -m tests.campaigns.manifests.promtool
+
+Needs `promtool` on the path (Debian's package `prometheus`): no package index has it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The two machines as automata: their states numbered, and what an event does to a state computed once.
+"""The two machines as automata: numbered states, and each event's result in a state computed once.
 
-A machine's state is what it will do, so its key leaves out what cannot matter any more (texts, what a closed delivery
-was) and keeps of a point in time only how many *jumps* ago it was. One jump of a machine's clock passes one unit of
-time; deadlines are one or two units long. Every rank's clock jumps by itself, so every deadline fires at every moment
-at which it can fire for any speed of any clock.
+The key of a machine's state determines its future behaviour. So it omits irrelevant parts (texts,
+the content of a closed delivery) and keeps of a point in time only how many *jumps* ago it was. One
+jump of a machine's clock passes one unit of time; deadlines are one or two units long. Every rank's
+clock jumps separately, so every deadline fires at every moment at which it can fire for any speed
+of any clock.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ STRANGER: Tag = ("somebody else's",)
 LAYERS = 2
 UNIT_BYTES = (16, 8)
 CAP = 2
-"""No deadline is more than two jumps long."""
+"""No deadline is longer than two jumps."""
 FOREVER = float("inf")
 FRESH = 10_000
 WIDS = 100
-"""Ids of writes to consumer rank c start at ``c * WIDS``: what a swap of ranks does to them is plain."""
+"""Ids of writes to consumer rank c start at ``c * WIDS``, so a swap of ranks maps them directly."""
 
 
 class Ambient:
@@ -45,7 +46,7 @@ class Ambient:
 
 
 class CellDigest:
-    """Of the tags of some cells, in the order in which they were added, layer by layer."""
+    """Digest of the tags of some cells, in the order in which they were added, layer by layer."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], tuple[Tag, ...]] = {}
@@ -66,7 +67,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A write: which cells it fills, from which, and what those held when it was posted."""
+    """A write: the cells that it fills, their sources, and the sources' content at its post."""
 
     wid: int
     consumer: int
@@ -74,7 +75,9 @@ class Posted:
 
 
 Event = tuple[Any, ...]
-"""(method, arguments, number of the memory); a message is (rank of the sender, number of the letter)."""
+"""(method, arguments, number of the memory); a message is (rank of the sender, number of the
+letter).
+"""
 
 Outcome = tuple[int, tuple[Any, ...]]
 ENGINE = EngineAddress("prefill", "host", 1)
@@ -82,14 +85,14 @@ DECODE = "decode"
 
 
 class Letters:
-    """Messages, numbered: they carry arrays, which have no hash."""
+    """Messages, numbered: they contain arrays, which have no hash."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
         self.messages: list[Message] = []
 
     def number(self, message: Message) -> int:
-        """Reasons are for people and decide nothing: they are left out."""
+        """Reasons are texts without effect, so they are omitted."""
         if isinstance(message, Aborted | Failed):
             message = replace(message, reason="")
         frame = encode(Envelope(Peer("", 0), Peer("", 0), message))
@@ -100,7 +103,9 @@ class Letters:
 
 
 class Automaton:
-    """``call`` applies an event to a machine and returns what the world must know of it; ``key`` names its state."""
+    """``call`` applies an event to a machine and returns the actions for the world; ``key``
+    identifies its state.
+    """
 
     def __init__(self, call: Callable[[Any, Event], list[Any]], key: Callable[[Any], object]) -> None:
         self._call, self._key = call, key
@@ -135,7 +140,9 @@ class Automaton:
         return found
 
     def derive(self, number: int, what: Callable[[Any], Any]) -> Any:
-        """A property of a state, or, where ``what`` changes the machine and returns None, the state that results."""
+        """Return a property of a state or, if ``what`` changes the machine and returns None, the
+        resulting state.
+        """
         found = self._derived.get((number, what))
         if found is None:
             machine = self.machine(number)
@@ -150,17 +157,17 @@ class Automaton:
 
 
 class ExplorableProducer(Producer):
-    """A producer whose state can be named, aged and permuted, and whose write ids are small.
+    """A producer whose state can be identified, aged and permuted, and whose write ids are small.
 
-    The exploration enumerates states, so it must see all of a machine, and change it: it extends the machine. Others
-    read ``snapshot()``.
+    The exploration enumerates states, so it must read and change all of a machine: it extends the
+    machine. Other code reads ``snapshot()``.
     """
 
     def _new_write_id(self, peer: Peer) -> int:
         return next(number for number in range(peer.rank * WIDS, FRESH) if number not in self._writes)
 
     def transfers(self) -> Iterator[Transfer]:
-        """Also those that only a write or a request still remembers."""
+        """Also those that only a write or a request refers to."""
         found: dict[int, Transfer] = {}
         for transfer in (
             *self._transfers.values(),
@@ -191,11 +198,13 @@ class ExplorableProducer(Producer):
         )
 
     def known_peers(self) -> frozenset[int]:
-        """Consumer ranks whose messages reach the machine: the runtime drops those of anybody else."""
+        """Consumer ranks whose messages reach the machine: the runtime drops others' messages."""
         return frozenset(peer.rank for peer in self._consumers)
 
     def settled(self) -> tuple[frozenset[int], frozenset[int], bool]:
-        """(consumer ranks whose deliveries are closed, ids of writes whose delivery is given up, nothing is open)"""
+        """(consumer ranks whose deliveries are closed, ids of writes whose delivery is given up,
+        nothing is open)
+        """
         given_up = frozenset(
             wid
             for wid, (_, delivery) in self._writes.items()
@@ -210,7 +219,7 @@ class ExplorableProducer(Producer):
         return closed, given_up, not self._writes and closed == ranks
 
     def swap_consumers(self) -> None:
-        """The same with consumer ranks 0 and 1 in each other's place."""
+        """Return the same state with consumer ranks 0 and 1 exchanged."""
         for transfer in self.transfers():
             for delivery in transfer.deliveries.values():
                 delivery.peer = swapped(delivery.peer)
@@ -229,7 +238,7 @@ class ExplorableProducer(Producer):
 
 
 def call_producer(machine: ExplorableProducer, event: Event, letters: Letters, memory: dict[Cell, Tag]) -> list[Any]:
-    """What the world must know of what the machine does. Writes are posted at once."""
+    """Return the machine's actions for the world. Writes are posted at once."""
     method, arguments, _ = event
     Ambient.cells = memory
     if method == "message":
@@ -245,7 +254,8 @@ def call_producer(machine: ExplorableProducer, event: Event, letters: Letters, m
         match action:
             case Send(peer, message):
                 if not isinstance(message, Alive):
-                    # What hearing Alive makes possible, a consumer whose clock stands still can do as well.
+                    # A consumer whose clock stands still can do everything that a received Alive
+                    # makes possible.
                     outcome.append(("send", peer.rank, letters.number(message)))
             case Write():
                 outcome.append(("write", _post(machine, action)))
@@ -298,7 +308,7 @@ def _delivery_key(delivery: Delivery) -> tuple[object, ...]:
         return ("closed",)
     return (
         "open" if delivery.offer is not None else "awaited",
-        # When Starting is repeated; when Alive is decides nothing.
+        # The time of a repeated Starting matters; the time of Alive does not.
         (True, delivery.last_sent) if delivery.awaits_start else (False, 0.0),
         tuple(tuple(units.dst_ids.tolist()) for units in delivery.pending) if delivery.pending is not None else (),
         delivery.pending is None,
@@ -328,7 +338,7 @@ def swap_wid(wid: int) -> int:
 
 
 class ExplorableConsumer(Consumer):
-    """A consumer whose state can be named, aged and permuted."""
+    """A consumer whose state can be identified, aged and permuted."""
 
     def age(self) -> None:
         for queued in self._queue.requests.values():
@@ -367,7 +377,7 @@ class ExplorableConsumer(Consumer):
         )
 
     def swap_producers(self) -> None:
-        """The same with producer ranks 0 and 1 in each other's place."""
+        """Return the same state with producer ranks 0 and 1 exchanged."""
         for queued in self._queue.requests.values():
             queued.asked = None if queued.asked is None else swapped(queued.asked)
         for reception in self._all():
@@ -382,7 +392,7 @@ class ExplorableConsumer(Consumer):
 
 
 def call_consumer(machine: ExplorableConsumer, event: Event, letters: Letters) -> list[Any]:
-    """What the world must know of what the machine does."""
+    """Return the machine's actions for the world."""
     method, arguments, _ = event
     if method in ("message", "undelivered"):
         arguments = (Peer(ENGINE.incarnation, arguments[0]), letters.messages[arguments[1]])

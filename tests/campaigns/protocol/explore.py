@@ -1,6 +1,8 @@
-"""``make explore``: every interleaving of small transfers, state counts printed; an error if a promise breaks.
+"""``make explore``: every interleaving of small transfers; fails if a promise breaks.
 
-python -m tests.campaigns.protocol.explore [--quick] [PART OF A NAME]
+    python -m tests.campaigns.protocol.explore [--quick] [PART OF A NAME]
+
+Prints the numbers of states.
 """
 
 from __future__ import annotations

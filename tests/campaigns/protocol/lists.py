@@ -1,4 +1,4 @@
-"""What is explored: everything by ``make explore``, and of that what takes about a minute by ``make test``."""
+"""Explored scenarios: all in ``make explore``, and those of about a minute in ``make test``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from tests.campaigns.protocol.transfers import LAYER_WISE, NEVER, PLAIN, PREEMPT
 
 LEGS = {"plain": PLAIN, "preempted": PREEMPTED, "layer-wise": LAYER_WISE}
 ENDINGS = ("abort", "leave", "discard", "crash_prefill", "crash_decode")
-"""Of a request: decode's or prefill's is aborted, the router gives the transfer up, an engine dies."""
+"""Ends of a request: decode's or prefill's is aborted, the router discards the transfer, an
+engine dies.
+"""
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 
 def quick() -> Iterator[Scenario]:
-    """All sizes; the larger they are, the fewer faults at once. Between 1 and 1 ranks clocks jump at any time."""
+    """All sizes, with fewer simultaneous faults for larger ones.
+
+    Between 1 and 1 ranks clocks jump at any time.
+    """
     for legs in ("plain", "preempted"):
         yield scenario(1, 1, legs, early=NEVER, drop=1, double=1, fail=1)
         yield scenario(1, 1, legs, early=NEVER, integrity=True, drop=1, fail=1)
@@ -54,7 +59,9 @@ def quick() -> Iterator[Scenario]:
 
 
 def thorough() -> Iterator[Scenario]:
-    """Two by two ranks with a drop, a duplicate and an ending each; smaller sizes with clocks that jump early."""
+    """Two by two ranks with a drop, a duplicate and an ending each; smaller sizes with early
+    jumps of clocks.
+    """
     yield scenario(1, 1, "layer-wise", early=NEVER, drop=1, double=1, fail=1)
     yield scenario(1, 1, "layer-wise", early=NEVER, integrity=True, drop=1, fail=1)
     for end in ENDINGS:

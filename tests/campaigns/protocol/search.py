@@ -1,4 +1,4 @@
-"""Every state of a scenario, each once, and from each the way in which everything ends."""
+"""Visits every state of a scenario once, and checks from each that everything ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.campaigns.protocol.world import World
 
 @dataclass(frozen=True)
 class Found:
-    """What an exploration has seen: states, steps between them, states in which nothing more happens."""
+    """Result of an exploration: states, steps between them, final states."""
 
     states: int
     steps: int
@@ -26,11 +26,11 @@ class Found:
 
 
 def explore(scenario: Scenario) -> Found:
-    """Raises Broken with the way to the broken promise.
+    """Explore a scenario. Raises Broken with the path to the broken promise.
 
-    In each state, what is due happens in some order and no further fault comes: the first thing that is due, or where
-    nothing is, the first clock whose jump changes something. That these steps lead to an end from everywhere is
-    checked when all states are known: every wait ends.
+    In each state, the due events happen in some order without a further fault: the first due event
+    or, if there is none, the first clock whose jump changes something. Once all states are known, a
+    check proves that these steps lead to an end from everywhere: every wait ends.
     """
     started_at = time.monotonic()
     world = World(scenario)
@@ -67,7 +67,7 @@ def explore(scenario: Scenario) -> Found:
 
 
 def successors(world: World, state: State) -> Iterator[tuple[Step, State, bool]]:
-    """(what happens, the state after it, whether it happens without a fault)"""
+    """Yield (event, the state after it, whether it happens without a fault)."""
     before = world.unpack(state)
     alone = world.alone(before)
     orderly = alone or list(world.orderly(before))
@@ -95,7 +95,7 @@ def described(step: Step) -> str:
 
 
 def first_endless(then: array[int]) -> int | None:
-    """A state from which ``then`` leads round in circles."""
+    """Return a state from which ``then`` leads to a cycle, if any."""
     over = bytearray(len(then))
     for start in range(len(then)):
         path, at = [], start
@@ -114,7 +114,7 @@ def first_endless(then: array[int]) -> int | None:
 
 
 def way(world: World, states: list[State], parents: array[int], at: int) -> list[str]:
-    """What has happened from the first state on. Ranks may change names on the way."""
+    """Return the events from the first state on. Ranks may change names on the way."""
     labels: list[str] = []
     while at:
         before, target = parents[at], states[at]

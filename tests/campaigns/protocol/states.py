@@ -1,4 +1,6 @@
-"""States of the world as values, and as rows of small numbers: one row for all that differ in names of ranks only."""
+"""States of the world as values, and as rows of small numbers: one row for equal states up to
+rank names.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,19 @@ from tests.campaigns.protocol.automata import (
 from tests.campaigns.protocol.transfers import Budget, Scenario
 
 DEAD = -1
-"""In place of a machine's number."""
+"""Replaces a machine's number."""
 
 WAITING, STARTED, GOT, FAILED = range(4)
 UNASKED, QUEUED, DUE = range(3)
-"""Of the first consumer rank, which asks for the start of the prompt."""
+"""Transfer id of the first consumer rank, which asks for the start of the prompt."""
 GARBAGE: Tag = ("torn",)
 
 
 class A(NamedTuple):
-    """A producer rank. ``done`` orders of its scheduler are carried out; ``told`` of which consumer ranks' deaths."""
+    """A producer rank.
+
+    ``done``: orders of its scheduler carried out; ``told``: consumer ranks whose deaths it knows.
+    """
 
     machine: int
     done: int = 0
@@ -41,14 +46,12 @@ class A(NamedTuple):
 
 
 class B(NamedTuple):
-    """A consumer rank. ``told`` of which producer ranks' deaths.
+    """A consumer rank.
 
-    ``queue``: whether it has asked for the start of its prompt, and been told.
-
-    ``may`` write: bits of the ranks that were sent an Offer and have not answered since.
-
-    ``memory[p]`` is what producer rank p has written so far, ``verifying`` what is being compared. ``kept``: the
-    request has failed, and its blocks are in quarantine.
+    ``told``: producer ranks whose deaths it knows. ``queue``: whether it has asked for the start of
+    its prompt, and was told. ``may`` write: bits of the ranks with an Offer and without a later
+    answer. ``memory[p]``: what producer rank p has written so far; ``verifying``: what is being
+    compared. ``kept``: the request has failed, and its blocks are in quarantine.
     """
 
     machine: int
@@ -64,14 +67,16 @@ class B(NamedTuple):
 
     @property
     def listens(self) -> bool:
-        """It is alive, and its blocks may still be written to, or will be."""
+        """Return whether it is alive and its blocks may still be written to, now or later."""
         return self.machine != DEAD and (self.phase <= STARTED or self.kept)
 
 
 class InFlight(NamedTuple):
-    """A write: ``torn`` once what it reads has changed; one that ``hangs`` ends when nothing else is due but clocks.
+    """A write.
 
-    One that has ``failed`` was reported as such to its producer, and may reach the consumer while the producer lives.
+    ``torn`` once its source has changed. One that ``hangs`` ends when only clocks are due. One that
+    has ``failed`` was reported as failed to its producer, and may reach the consumer while the
+    producer lives.
     """
 
     rank: int
@@ -105,7 +110,10 @@ class Table:
 
 @dataclass(slots=True)
 class Draft:
-    """A state being changed. ``refuses``: the transport refuses the next message of a decode rank in this step."""
+    """A state being changed.
+
+    ``refuses``: the transport refuses the next message of a decode rank in this step.
+    """
 
     a: list[A]
     b: list[B]
@@ -120,7 +128,7 @@ Step = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class States:
-    """All states of one scenario that have been met."""
+    """All known states of one scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -169,9 +177,11 @@ class States:
         )
 
     def least(self, state: State) -> State:
-        """One state for all that differ in the names of ranks only: no machine knows its own rank.
+        """Return one state for all that differ in the names of ranks only: no machine depends on
+        its rank.
 
-        Where requests are queued, the first ranks of either engine are those that speak of it.
+        If requests are queued, the first ranks of either engine are the ones that exchange messages
+        about it.
         """
         if self.scenario.queued:
             return state

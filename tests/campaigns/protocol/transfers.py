@@ -1,4 +1,4 @@
-"""The small transfers that are explored: what the schedulers order, and which faults may happen."""
+"""The small transfers of the exploration: orders of the schedulers, and possible faults."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SHAPES = (UnitShape(2, 1, 1), UnitShape(2, 1, 1))
 PROMPT_TOKENS = 4
 FOR_EVER = 1e9
 TARGETS = {(0, 0): 50, (0, 1): 51, (1, 1): 60}
-"""(group, position) -> the consumer's block. Of the window only the second block is wanted."""
+"""(group, position) -> the consumer's block. Only the second block of the window is needed."""
 
 EXPECT = ("expect", "r", "t", PROMPT_TOKENS, "prompt")
 HELD = ("finished", "r", True, "")
 
 
 def sources(attempt: int) -> dict[tuple[int, int], int]:
-    """(group, position) -> the producer's block; a preempted request gets others."""
+    """(group, position) -> the producer's block; a preempted request gets other blocks."""
     return {key: 1 + 4 * attempt + number for number, key in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)])}
 
 
@@ -48,7 +48,7 @@ def new_ids(attempt: int, position: int) -> tuple[tuple[int, ...], ...]:
 
 
 def filled(attempt: int, chunks: int, layers: int = LAYERS) -> dict[Cell, Tag]:
-    """A rank's memory after so many chunks, the last one of them as far as ``layers``."""
+    """Return a rank's memory after this number of chunks, the last one up to ``layers``."""
     return {
         (block, layer): ("prompt", group, position)
         for (group, position), block in sources(attempt).items()
@@ -91,7 +91,7 @@ LAYER_WISE: Legs = (
 
 
 def limits(**deadlines: float) -> TransferLimits:
-    """Every deadline is one jump of a clock long, unless it says otherwise."""
+    """Every deadline is one jump of a clock long, unless stated otherwise."""
     one = {"handshake_s": 1, "progress_s": 1, "cancel_s": 1, "lease_s": 1, "alive_s": 0.5, "forget_s": FOR_EVER}
     return TransferLimits(**(one | deadlines))
 
@@ -100,11 +100,13 @@ NEVER = -1
 
 
 class Budget(NamedTuple):
-    """Faults that may still happen; ``early`` jumps of clocks, NEVER for any number of them.
+    """Faults that may still happen.
 
-    ``fail``: a write is reported as failed, and may land later. ``unposted``: a write is reported as failed, and
-    nothing of it was posted. ``unsent``: the transport refuses a message of a decode rank, and says so. ``cut``: the
-    prefill request was aborted after so many orders.
+    ``early``     jumps of clocks, NEVER for any number of them
+    ``fail``      a write is reported as failed, and may arrive later
+    ``unposted``  a write is reported as failed, and nothing of it was posted
+    ``unsent``    the transport refuses a message of a decode rank, and reports it
+    ``cut``       the prefill request was aborted after this number of orders
     """
 
     drop: int = 0
@@ -126,9 +128,10 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One exploration. ``budget`` are the faults that may happen, ``legs`` the prefill scheduler's orders.
+    """One exploration.
 
-    ``queued``: decode's request takes its blocks when the prompt is about to start.
+    ``budget`` has the possible faults, ``legs`` the prefill scheduler's orders. ``queued``:
+    decode's request allocates its blocks when the prompt is about to start.
     """
 
     name: str
@@ -148,7 +151,7 @@ class Scenario:
 
     @property
     def memories(self) -> list[dict[Cell, Tag]]:
-        """A rank's memory after 0, 1, ... orders."""
+        """Return a rank's memory after 0, 1, ... orders."""
         return [{}, *(memory for _, memory in self.legs)]
 
     @property
@@ -181,7 +184,9 @@ class Scenario:
         return _HashableOrder("d", "t", ENGINE, PROMPT_TOKENS, "prompt", tuple(blocks))
 
     def producer(self) -> ExplorableProducer:
-        """Writes hang only where they are meant to: elsewhere no deadline tells a slow one from another."""
+        """Writes hang only in these scenarios: elsewhere no deadline distinguishes a slow one
+        from another.
+        """
         hang = {} if self.budget.hang else {"progress_s": FOR_EVER}
         machine = ExplorableProducer(GROUPS, limits(**(self.deadlines | hang)))
         ranks = frozenset(range(self.consumer_tp))
@@ -197,7 +202,7 @@ class Scenario:
 
 
 class _HashableOrder(Order):
-    """Orders are arguments of events, and those are looked up."""
+    """Orders are arguments of events, which need a hash."""
 
     __slots__ = ()
 

@@ -1,22 +1,24 @@
-"""The world between the machines: a network, writes in flight, two schedulers, faults. States are values.
+"""The world between the machines: network, writes in flight, schedulers, faults. States are values.
 
-One request of 4 tokens in 2 chunks, one full-attention and one sliding-window group of 2-token blocks, 2 layers. What
-can happen in a state, in any order:
+One request of 4 tokens in 2 chunks, one full-attention and one sliding-window group of 2-token
+blocks, 2 layers. Possible events in a state, in any order:
 
-    a message arrives, arrives twice or is lost, or cannot be sent; the network keeps no order
-    a write ends, fails, or never ends; one that has failed may land until its producer rank dies
-    a rank carries out its scheduler's next order, each in its own time
-    a rank's clock jumps; bytes are found to be what was sent, or not
-    ranks die, the rest of their engine after them; decode is told of each that is dead, prefill once all are
+- a message arrives, arrives twice, is lost, or cannot be sent; the network keeps no order
+- a write ends, fails, or never ends; a failed one may arrive until its producer rank dies
+- a rank carries out its scheduler's next order, at its own time
+- a rank's clock jumps; a digest is found equal, or not
+- ranks die, the rest of their engine after them; decode learns of each death, prefill once all
+  are dead
 
-A promise that is broken raises Broken at once:
+A broken promise raises Broken at once:
 
-    a write is posted to, or under way to, blocks that a consumer rank has given up (it could land at this moment)
-    a rank is answered while a write for it is under way
-    a request's blocks are freed while a write reads them, or a rank is Sent or Received twice
-    Received(ok) without all content of this prompt from all ranks
-    Received without quarantine, or Freed, while a rank that has been sent an Offer has neither answered nor is known to
-    be dead
+- a write is posted to, or in flight to, blocks that a consumer rank has released (it could arrive
+  at this moment)
+- a rank is answered while a write for it is in flight
+- a request's blocks are freed while a write reads them, or a rank reports Sent or Received twice
+- Received(ok) without all content of this prompt from all ranks
+- Received without quarantine, or Freed, while a rank with an Offer has neither answered nor is
+  known to be dead
 """
 
 from __future__ import annotations
@@ -59,12 +61,14 @@ from tests.campaigns.protocol.transfers import NEVER
 
 
 class World(States):
-    """What can happen in the states of one scenario, and what must not."""
+    """Possible events in the states of one scenario, and forbidden ones."""
 
     # ---- what can happen ------------------------------------------------------------------------
 
     def orderly(self, d: Draft) -> Iterator[Step]:
-        """What happens sooner or later if no fault is added, the most urgent first; clocks apart."""
+        """Yield the events that happen eventually without a further fault, the most urgent
+        first; without clocks.
+        """
         for letter in d.net:
             yield self.arrives, (letter,)
         for write in d.writes:
@@ -98,11 +102,15 @@ class World(States):
         yield from self.deaths(d)
 
     def last_order(self, d: Draft) -> int:
-        """How many orders a rank can have carried out by now: the ranks of an engine compute each step together."""
+        """Return how many orders a rank can have carried out by now: an engine's ranks compute
+        each step together.
+        """
         return min(self.orders_of(d), 1 + min((a.done for a in d.a if a.machine != DEAD), default=0))
 
     def deaths(self, d: Draft) -> Iterator[Step]:
-        """The rest of an engine that has lost a rank; decode is told of each, prefill once all are dead."""
+        """Yield deaths of the rest of an engine that has lost a rank; decode learns of each,
+        prefill once all are dead.
+        """
         if any(a.machine == DEAD for a in d.a):
             alive = [p for p, a in enumerate(d.a) if a.machine != DEAD]
             for p in alive:
@@ -160,20 +168,23 @@ class World(States):
             yield self.fault, ("discard", self.router_discards)
 
     def alone(self, d: Draft) -> list[Step]:
-        """Steps that need not be interleaved with anything: where there are some, nothing else is tried in this state.
+        """Return steps that need no interleaving: if there are some, nothing else is tried in this
+        state.
 
-        Clocks do not jump before they have happened (they are due; see ``early``), and each of them commutes with all
-        that other machines do and with all that its own machine can still do before it:
+        Clocks do not jump before these steps (they are due; see ``early``), and each commutes with
+        all steps of other machines and with all that its own machine can still do before it:
 
-        - what reaches a decode rank that is giving its blocks up: one rank less that may write, whatever it says, and
-          nothing is sent. Twice is like once, and a rank that dies takes what it has heard with it
-        - a Cancel that reaches a delivery which is closed, for good: it is answered and changes nothing
-        - the end of a write of a delivery that has been given up: its bytes are for nobody. That no answer is sent
-          while the write is under way, the one thing that depends on when it ends, is checked where it is sent
-        - orders of a prefill rank that has closed every delivery and that no letter can reach
+        - a message to a decode rank that is releasing its blocks: one rank less may write, whatever
+          the message, and nothing is sent. Twice is like once, and a dying rank loses what it has
+          received
+        - a Cancel for a closed delivery: it is answered and changes nothing
+        - the end of a write of an abandoned delivery: its bytes are not used. The answer must not
+          be sent while the write is in flight, which is the only thing that depends on its end;
+          this is checked where the answer is sent
+        - orders of a prefill rank that has closed every delivery and that no message can reach
 
-        The last three are answers of a rank that may die first, so they wait until none can. Where a letter may be
-        lost, that is tried as well.
+        The last three are answers of a rank that may die first, so they wait until none can. If a
+        message may be lost, that is tried as well.
         """
         if d.budget.early:
             return []
@@ -204,7 +215,10 @@ class World(States):
         return []
 
     def jumps(self, d: Draft) -> Iterator[Step]:
-        """Clocks of ranks that jump. ``early``, while something else is due, they do so only so often."""
+        """Yield jumps of ranks' clocks.
+
+        ``early``, while something else is due, only a limited number.
+        """
         for p, a in enumerate(d.a):
             if a.machine != DEAD:
                 yield self.prefill_jumps, (p,)
@@ -213,7 +227,7 @@ class World(States):
                 yield self.decode_jumps, (c,)
 
     def at_last(self, d: Draft) -> Iterator[Step]:
-        """Writes that hang end, either way, some time. So does a producer one of whose writes has failed."""
+        """Yield ends of hanging writes, in either way, and of a producer with a failed write."""
         for write in d.writes:
             if write.failed:
                 yield self.prefill_dies, (write.rank,)
@@ -228,7 +242,9 @@ class World(States):
         then(d, *arguments)
 
     def cannot_send(self, d: Draft, then: Callable[..., None], *arguments: Any) -> None:
-        """Something else happens; the first message that a decode rank answers it with cannot be sent."""
+        """Another event happens, and the first message with which a decode rank answers it
+        cannot be sent.
+        """
         d.refuses = True
         then(d, *arguments)
         d.refuses = False
@@ -257,16 +273,17 @@ class World(States):
         self.consumer(d, at, "message", (by, number))
 
     def send(self, d: Draft, letter: Letter) -> None:
-        """A message that is like one under way adds nothing but a second copy, which is one of the faults.
+        """Send a message.
 
-        Nobody hears what is sent to a dead rank, or to a decode rank whose only request is over, nor a second Starting:
-        that is left out.
+        A message equal to one in flight would add only a second copy, which is one of the faults.
+        Messages to a dead rank, to a decode rank whose only request has ended, and a second
+        Starting have no effect. These are omitted.
         """
         to_consumer, at, *_ = letter
         if to_consumer and isinstance(self.letters.messages[letter[3]], Fin | Aborted | Cancelled):
             for write in d.writes:
                 if write.rank == letter[2] and self.posted.values[write.posted].consumer == at:
-                    raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is under way")
+                    raise Broken(f"prefill {letter[2]} answers decode {at} while a write for it is in flight")
         if to_consumer and isinstance(self.letters.messages[letter[3]], Starting) and d.b[at].queue != QUEUED:
             return
         if d.b[at].listens if to_consumer else d.a[at].machine != DEAD:
@@ -280,7 +297,9 @@ class World(States):
         self.producer(d, write.rank, "write_done", (self.posted.values[write.posted].wid,))
 
     def write_fails(self, d: Draft, write: InFlight) -> None:
-        """The transport says so; parts of the write are on their way, and land at any time while its producer lives."""
+        """The transport reports a failure; parts of the write are in flight, and arrive at any
+        time while its producer lives.
+        """
         d.writes.remove(write)
         d.writes.add(write._replace(torn=True, hangs=False, failed=True))
         self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
@@ -312,7 +331,9 @@ class World(States):
     # ---- the prefill engine ---------------------------------------------------------------------
 
     def orders_of(self, d: Draft) -> int:
-        """How many orders the scheduler gives; after a cut, one more says that the request has ended."""
+        """Number of orders of the scheduler; after a cut, one more reports the end of the
+        request.
+        """
         return len(self.scenario.orders) if d.budget.cut == NEVER else d.budget.cut + 1
 
     def memory_of(self, d: Draft, p: int) -> int:
@@ -340,7 +361,7 @@ class World(States):
         d.a = [a._replace(discards=a.machine != DEAD) for a in d.a]
 
     def prefill_request_is_aborted(self, d: Draft) -> None:
-        """No rank has been ordered more than the one that is furthest; all are told the same."""
+        """No rank has an order that the furthest one lacks; all get the same orders."""
         d.budget = d.budget._replace(cut=max(a.done for a in d.a))
 
     def producer(self, d: Draft, p: int, method: str, arguments: tuple[Any, ...]) -> None:
@@ -396,7 +417,7 @@ class World(States):
         self.consumer(d, 0, "queue", ("d", "t", ENGINE))
 
     def due(self, d: Draft, ok: bool) -> None:
-        """The scheduler gives the request its blocks, or lets it be computed without them."""
+        """The scheduler allocates the request's blocks, or lets it be computed without them."""
         if d.b[0].queue != QUEUED:
             raise Broken("decode's request is due and was not queued")
         d.b[0] = d.b[0]._replace(queue=DUE)
@@ -413,7 +434,7 @@ class World(States):
         d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
 
     def decode_request_is_aborted(self, d: Draft) -> None:
-        """Ranks that have not started do not any more, where none has."""
+        """Ranks that have not started do so no more if none has."""
         d.b = [b._replace(aborts=b.machine != DEAD) for b in d.b]
 
     def decode_aborts(self, d: Draft, c: int) -> None:
@@ -458,7 +479,8 @@ class World(States):
             elif what == "verify":
                 d.b[c] = d.b[c]._replace(verifying=tuple(sorted((*d.b[c].verifying, tuple(details)))))
             elif what == "connect":
-                # Where the producers know us, a new handshake does what the next jump of the clock does: Cancel again.
+                # For producers that know the consumer, a new handshake does what the clock's next
+                # jump does: another Cancel.
                 if not d.b[c].may:
                     d.b[c] = d.b[c]._replace(connecting=True)
             elif what == "due":
@@ -493,7 +515,7 @@ class World(States):
         if b.may:
             raise Broken(f"decode {c} gives its blocks up while ranks {b.may:b} have not answered")
         if b.verifying or any(self.posted.values[write.posted].consumer == c for write in d.writes):
-            raise Broken(f"decode {c} gives its blocks up while a write or a comparison is under way")
+            raise Broken(f"decode {c} gives its blocks up while a write or a comparison is in progress")
         d.b[c] = b._replace(memory=((),) * self.producer_tp)
         d.net = {letter for letter in d.net if not letter[0] or letter[1] != c}
 
@@ -504,9 +526,9 @@ class World(States):
     # ---- the end --------------------------------------------------------------------------------
 
     def check_end(self, d: Draft) -> None:
-        """Nothing more will happen: every wait has ended, every block is back."""
+        """Nothing more will happen: every wait has ended, and every block is free."""
         if d.net or d.writes:
-            raise Broken(f"at the end {len(d.net)} messages and {len(d.writes)} writes are under way")
+            raise Broken(f"at the end {len(d.net)} messages and {len(d.writes)} writes are in flight")
         whole = all(a.machine != DEAD for a in d.a)
         held = whole and d.budget.cut == NEVER
         for p, a in enumerate(d.a):

@@ -1,4 +1,4 @@
-"""Random schedules for the simulator, each drawn from one seed, and what must be true at their end."""
+"""Random schedules for the simulator, each drawn from one seed, and the conditions at their end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ TP_PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (1, 3), (3, 1)]
 
 @dataclass
 class Prefill:
-    """A prefill request: chunks, perhaps a preemption, and an end that is held or not. ``engine`` is where it runs."""
+    """A prefill request: chunks, perhaps a preemption, and an end with or without hold.
+
+    ``engine`` runs it.
+    """
 
     world: World
     request_id: str
@@ -53,7 +56,9 @@ class Prefill:
     owned: list[int] = field(default_factory=list)
 
     def schedule(self, when: float, rng: random.Random, abort: bool, preempt: bool) -> None:
-        """Engine steps one after the other; within a step, ranks are done at different moments."""
+        """Run engine steps one after the other; within a step, ranks finish at different
+        moments.
+        """
         chunk = rng.randint(2, 12)
         steps = -(-self.prompt_tokens // chunk)
         stop = rng.randint(0, steps) if abort else steps
@@ -93,7 +98,7 @@ class Prefill:
                 self.world.produce(producer, actions)
 
     def begin(self, chunk: int) -> None:
-        """The scheduler frees what the window has left, and allocates blocks for the chunk."""
+        """Free the blocks that the window has left, and allocate blocks for the chunk."""
         if self.dead:
             return
         for group, table in zip(GROUPS, self.tables, strict=True):
@@ -138,7 +143,7 @@ class Prefill:
         self.world.produce(producer, actions)
 
     def fill(self, rank: int, layers: int) -> None:
-        """The first layers of all blocks hold what has been computed."""
+        """The first layers of all blocks have the computed content."""
         for group, table in zip(GROUPS, self.tables, strict=True):
             for position, block in enumerate(table):
                 if block != NULL_BLOCK:
@@ -171,7 +176,7 @@ class Prefill:
 
 @dataclass
 class Schedule:
-    """One seed's world and what was drawn for it."""
+    """One seed's world and its drawn parameters."""
 
     seed: int
     calm: bool
@@ -181,7 +186,7 @@ class Schedule:
 
 
 def draw(seed: int) -> Schedule:
-    """Every fourth schedule is calm: no fault of any kind, so everything must arrive."""
+    """Every fourth schedule is calm: without faults, so all KV must arrive."""
     rng = random.Random(seed)
     calm = seed % 4 == 0
     producer_tp, consumer_tp = rng.choice(TP_PAIRS)
@@ -219,7 +224,9 @@ def draw(seed: int) -> Schedule:
 def add_request(
     world: World, prefills: list[Prefill], rng: random.Random, number: int, calm: bool, after: float = 0.0
 ) -> float:
-    """One transfer, its legs in any order; in bad weather with a leg missing, doubled, aborted or of another prompt."""
+    """Draw one transfer, its legs in any order; with faults, a leg may be missing, doubled,
+    aborted or of another prompt.
+    """
 
     def chance(probability: float) -> bool:
         return not calm and rng.random() < probability
@@ -287,7 +294,7 @@ def add_consumption(
                 partial(world.on_consumer, rank, lambda m: m.abort(name, world.now)),
             )
 
-    # The router may have learnt of the prefill engine a while ago.
+    # The router may have learnt of the prefill engine some time ago.
     world.at(when - rng.choice([0.0, 0.0, 2.0]), lambda: known.append(world.prefill.address))
     world.at(when, start)
     if abort:
@@ -295,9 +302,12 @@ def add_consumption(
 
 
 def add_death(world: World, rng: random.Random, side: str) -> float:
-    """One rank dies, the others a little later; mostly the engine starts again. When has all of it happened?
+    """One rank dies, the others a little later; usually the engine starts again.
 
-    The survivors' side is told when the whole engine is gone: a consumer always, a producer perhaps.
+    Return the end of all this.
+
+    The survivors' side is told once the whole engine is gone: a consumer always, a producer
+    perhaps.
     """
     dies, first = rng.uniform(0, 8), rng.random()
     gone = dies + rng.uniform(0.01, 1.0)
@@ -318,7 +328,7 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
         ranks[int(first * len(ranks))].alive = False
         world.at(gone, lambda: fall(ranks))
         if side == "prefill":
-            # Each worker's death is established for itself.
+            # Each worker's death is detected separately.
             world.at(dies + (told - gone), lambda: tell([ranks[int(first * len(ranks))].peer]))
         world.at(told, lambda: tell([rank.peer for rank in ranks]))
         if again:
@@ -340,14 +350,16 @@ def add_death(world: World, rng: random.Random, side: str) -> float:
 
 
 def bound_s(world: World) -> float:
-    """How long after the last thing that happened from outside a request may still take, however long writes hang."""
+    """Return the longest time that a request may take after the last external event, with
+    hanging writes.
+    """
     weather = world.weather
     waits = LIMITS.handshake_s + LIMITS.progress_s + LIMITS.cancel_s
     return waits + 4 * weather.delay_s + 2 * weather.write_s + VERIFY_S + 4 * TICK_S
 
 
 def run(seed: int) -> Schedule:
-    """Play one schedule to its end. Raises Violation, which names what was broken."""
+    """Run one schedule to its end. Raises Violation, which names the broken promise."""
     schedule = draw(seed)
     world = schedule.world
     world.run(schedule.last_event + 2 * bound_s(world) + LIMITS.lease_s)
@@ -359,7 +371,9 @@ def run(seed: int) -> Schedule:
 
 
 def end_quarantine(world: World) -> None:
-    """Blocks that are in quarantine by now are there for a failed write, and come back when its producer has died."""
+    """Check that blocks in quarantine have a failed write, and are freed at its producer's
+    death.
+    """
     for consumer in world.consumers:
         for request in world.consumptions.values():
             if request.engine.alive and consumer.peer.rank in request.quarantine:
@@ -380,7 +394,7 @@ def end_quarantine(world: World) -> None:
 
 
 def check_requests(schedule: Schedule) -> None:
-    """Every request has ended within the bound; in calm weather it has its KV."""
+    """Check that every request has ended within the bound; in a calm schedule it has its KV."""
     world = schedule.world
     for queued in world.queued.values():
         if queued.engine.alive:
@@ -406,7 +420,9 @@ def delivered(request: Consumption) -> bool:
 
 
 def check_nothing_remains(schedule: Schedule) -> None:
-    """After the leases: empty machines that know nobody, full pools, one Sent a rank for every held request."""
+    """Check after the leases: empty machines without peers, full pools, one Sent per rank for
+    every held request.
+    """
     world = schedule.world
     for producer in world.producers:
         if producer.alive and (any(producer.machine.counts().values()) or producer.plans):

@@ -1,8 +1,9 @@
-"""``make schedules``: random schedules of larger transfers, and random steps of vLLM's real scheduler; counts printed.
+"""``make schedules``: random schedules of larger transfers, and random steps of vLLM's scheduler.
 
-    python -m tests.campaigns.schedules.schedules [--schedules 100000] [--seed 0] [--steps 10000] [--processes 1]
+    python -m tests.campaigns.schedules.schedules [--schedules 100000] [--seed 0]
+        [--steps 10000] [--processes 1]
 
-Ends with an error if a promise breaks; ``--replay SEED`` plays one schedule again.
+Prints counts; fails if a promise breaks. ``--replay SEED`` runs one schedule again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BATCH = 500
 
 
 def play(seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
-    """(what has happened over these schedules, what was broken in which)"""
+    """Return (counts of events in these schedules, broken promises by schedule)."""
     totals: Counter[str] = Counter()
     broken: list[str] = []
     for seed in seeds:

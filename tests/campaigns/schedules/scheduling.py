@@ -1,11 +1,12 @@
-"""vLLM's own scheduler object with the connector's scheduler half, driven at random; honest workers stand behind it.
+"""vLLM's own scheduler with the connector's scheduler side, driven at random, with modelled
+workers.
 
-Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool, its aggregation of the
-ranks' reports. The workers are a model of what workers say: tokens for the requests that a step has brought to their
-end, ``finished_sending`` once for a production that is held, ``finished_recving`` once for a reception, sometimes
-failed, and sometimes with a foreign rank that may write to its blocks for a while after that, and ``Due`` once for a
-queued request, sometimes failed, from the first rank. What the orders must be,
-step for step, is checked as the workers receive them.
+Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool, its
+aggregation of the ranks' reports. The workers are a model of real workers' reports: tokens for the
+requests that a step completes; ``finished_sending`` once for a held production;
+``finished_recving`` once for a reception, sometimes failed, and sometimes with a foreign rank that
+may write to its blocks for a while after that; and ``Due`` once for a queued request, sometimes
+failed, from the first rank. The workers check each step's orders as they receive them.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ STOP_TOKEN = 7
 ENDS_WITHIN_STEPS = 600
 
 KINDS = [(blocks, prefixes, ahead) for blocks in (32, 60) for prefixes in (True, False) for ahead in (True, False)]
-"""Of engines: blocks in the pool, prefix caching, asynchronous scheduling."""
+"""Engines: blocks in the pool, prefix caching, asynchronous scheduling."""
 
 
 @dataclass
 class Rank:
-    """What one rank owes the scheduler: step at which it reports each request.
+    """Pending reports of one rank: the step at which it reports each request.
 
-    ``fills``: transfer id and blocks of a reception; ``quarantine``: step of their end, and blocks that may be written;
-    ``late``: failed receptions that the next step reports. ``queued``: step at which a transfer's prompt starts.
+    ``fills``: transfer id and blocks of a reception; ``quarantine``: step of their end, and blocks
+    that may be written; ``late``: failed receptions for the next step's report. ``queued``: step at
+    which a transfer's prompt starts.
     """
 
     sends: dict[str, int] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Engine:
     # ---- requests -------------------------------------------------------------------------------
 
     def add(self, number: int) -> None:
-        """A request of some kind; a prompt that may share its beginning with others."""
+        """Add a request of some kind; its prompt may share a prefix with others."""
         rng = self.rng
         shared = rng.choice([0, 0, 40, 120])
         length = rng.choice([1, 2, rng.randint(3, 40), rng.randint(3, 40), rng.randint(40, MAX_PROMPT_TOKENS)])
@@ -158,7 +160,7 @@ class Engine:
         return rng.choice(kinds)
 
     def abort(self) -> None:
-        """A client leaves, whatever its request is doing; those that have ended and wait for their sending too."""
+        """Abort a client's request in any state, including ended ones that wait to be sent."""
         if self.scheduler.requests:
             self.counts["aborted"] += 1
             ours = self.connector.scheduler.snapshot()
@@ -171,7 +173,9 @@ class Engine:
             self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def preempt_all(self) -> None:
-        """vLLM's reset of its prefix cache preempts whatever runs, before it finds that held blocks are in its way."""
+        """Reset the prefix cache: vLLM preempts all running requests before it finds blocks
+        held.
+        """
         self.counts["resets"] += 1
         with contextlib.suppress(RuntimeError):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -179,7 +183,7 @@ class Engine:
     # ---- the engine's loop ----------------------------------------------------------------------
 
     def step(self) -> None:
-        """As EngineCore does it: fill the queue of batches, else take the oldest one's output."""
+        """Run like EngineCore: fill the queue of batches, else take the oldest one's output."""
         self.steps += 1
         if len(self.batches) < self.depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
@@ -201,7 +205,7 @@ class Engine:
                 self.scheduler.update_draft_token_ids(DraftTokenIds(result.req_ids, proposed))
 
     def check_tables(self, output: SchedulerOutput) -> None:
-        """Chunk by chunk, the workers are told the tables that the scheduler has at this moment."""
+        """Check, chunk by chunk, that the workers receive the scheduler's current block tables."""
         orders = output.kv_connector_metadata
         assert isinstance(orders, Orders)
         for chunk in orders.chunks:
@@ -221,7 +225,9 @@ class Engine:
                 assert not any(self.scheduler.kv_cache_manager.get_block_ids(request_id)), f"{request_id} has blocks"
 
     def check_quarantine(self) -> None:
-        """What a foreign rank may still write to is not free, and in no table but its request's until that goes on."""
+        """Blocks that a foreign rank may write to are not free, and in no table but their
+        request's until it resumes.
+        """
         kept = {block for rank in self.ranks for _, blocks in rank.quarantine.values() for block in blocks}
         theirs = {each.request_id for rank in self.ranks for each in rank.quarantine}
         for request in self.scheduler.requests.values():
@@ -245,7 +251,9 @@ class Engine:
         return together
 
     def sample(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """A token, and accepted drafts, for each request of which this step has computed all that there is."""
+        """Return a token, and accepted drafts, for each request whose tokens this step
+        completes.
+        """
         cached = output.scheduled_cached_reqs
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -274,7 +282,7 @@ class Engine:
         return tokens
 
     def rank_step(self, rank: Rank, orders: Any) -> KVConnectorOutput:
-        """Carry orders out as a worker does, and report what has come to its end by this step."""
+        """Carry out orders like a worker, and report what has ended by this step."""
         assert isinstance(orders, Orders)
         for expect in orders.expects:
             assert expect.request_id not in rank.produces, "expected twice"
@@ -335,7 +343,8 @@ class Engine:
                 report.begun.append(kept)
                 rank.quarantine[kept] = self.later(300), blocks
                 if self.rng.random() < 0.3:
-                    # It has begun after this step's results were taken: the request's own end is the next one's.
+                    # It has begun after this step's results were taken: its own end is in the next
+                    # step.
                     received.remove(request_id)
                     failed.remove(request_id)
                     rank.late.add(request_id)
@@ -358,7 +367,9 @@ class Engine:
     # ---- a whole run ----------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
-        """So many random steps, then no more requests until all have ended, and nothing is left of them."""
+        """Run this number of random steps, then until all requests have ended; check that
+        nothing is left.
+        """
         number = 0
         for _ in range(steps):
             while len(self.scheduler.requests) < 30 and self.rng.random() < 0.3:
@@ -432,7 +443,7 @@ def kv_cache(blocks: int) -> KVCacheConfig:
 
 
 def main() -> None:
-    """``make schedules``: so many steps over engines of every kind."""
+    """``make schedules``: run this number of steps over engines of every kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)

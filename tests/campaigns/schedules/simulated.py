@@ -1,4 +1,6 @@
-"""What the simulated world is made of: its shapes and deadlines, weather, block pools, ranks, engines, requests."""
+"""Parts of the simulated world: shapes and deadlines, faults, block pools, ranks, engines,
+requests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ GROUPS = (
 SHAPES = tuple(UnitShape(group.block_tokens, 1, 1) for group in GROUPS)
 LAYERS = 2
 HEAD_BYTES = (16, 8, 4)
-"""Of one head of one block, all layers together."""
+"""Units of one head of one block, all layers together."""
 LIMITS = TransferLimits(handshake_s=2, progress_s=3, cancel_s=1, lease_s=5, alive_s=1, fence_s=0.5, forget_s=9)
 TICK_S = 0.5
 POOL = 400
@@ -32,9 +34,9 @@ STRANGER = ("somebody else's",)
 DAMAGED = ("damaged",)
 VERIFY_S = 0.3
 LATE_S = 3 * LIMITS.lease_s
-"""How long after a write was reported as failed parts of it may land."""
+"""Time after the report of a failed write in which parts of it may arrive."""
 HANG_S = 3 * LIMITS.hang_s
-"""A write that hangs ends after this at most: its peer has died, or goes on."""
+"""A hanging write ends after this time at most: its peer has died, or continues."""
 
 Tag = tuple[object, ...]
 
@@ -45,7 +47,9 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Weather:
-    """What the network and the transport do, until ``clears_at``; then messages only take their time."""
+    """Faults of the network and the transport until ``clears_at``; then messages are only
+    delayed.
+    """
 
     drop: float = 0.0
     double: float = 0.0
@@ -63,7 +67,7 @@ class Weather:
 
 @dataclass
 class Pool:
-    """Block ids of one engine; the last one given back is the first one taken."""
+    """Block ids of one engine; the last one freed is allocated first."""
 
     free: list[int] = field(default_factory=lambda: list(range(POOL - 1, 0, -1)))
 
@@ -76,7 +80,7 @@ class Pool:
 
 @dataclass
 class ProducerRank:
-    """``plans``: what its owner keeps of consumer workers."""
+    """``plans``: the owner's record of consumer workers."""
 
     peer: Peer
     machine: Producer
@@ -98,7 +102,10 @@ class ConsumerRank:
 
 @dataclass
 class PrefillEngine:
-    """One start of the prefill engine. ``held``: blocks of requests that have finished and not been sent by all."""
+    """One start of the prefill engine.
+
+    ``held``: blocks of finished requests that not all ranks have sent.
+    """
 
     address: EngineAddress
     ranks: list[ProducerRank]
@@ -125,10 +132,10 @@ class DecodeEngine:
 
 @dataclass
 class Consumption:
-    """A decode request: what it wants, and what each rank has said.
+    """A decode request: its needs, and each rank's reports.
 
-    ``quarantine`` are ranks whose blocks may still be written to, ``failed_writes`` those that a write to them has
-    failed on; ``freed_at`` is when the pool had all blocks again.
+    ``quarantine``: ranks whose blocks may still be written to; ``failed_writes``: ranks with a
+    failed write to them; ``freed_at``: time at which the pool had all blocks again.
     """
 
     request_id: str

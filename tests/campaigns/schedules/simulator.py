@@ -1,16 +1,19 @@
-"""A world in which producer and consumer machines are pumped at each other: deterministic, in simulated time.
+"""Runs producer and consumer machines against each other, deterministically, in simulated time.
 
-Blocks carry a tag per rank instead of bytes. A write copies one block after the other at moments of its own, so it can
-be torn; blocks that are given back are overwritten with a stranger's tag at once. A write may also damage what it
-carries, where digests are compared. Messages pass through the wire format, and a network that can lose, double, delay
-and reorder them. What must hold is checked when it happens:
+Blocks have a tag per rank instead of bytes. A write copies one block after the other at separate
+moments, so it can be torn; freed blocks are overwritten with another tag at once. A write may also
+be damaged if digests are compared. Messages pass through the wire format, and through a network
+that can lose, double, delay and reorder them. Each condition is checked when its event happens:
 
-    a write lands only in blocks whose request has not been told ``Received`` on that rank, or whose quarantine lasts
-    at ``Received(ok)`` every wanted block holds this prompt's content, from every rank that has a share
-    ``Received`` and ``Sent`` come once a rank, and ``Freed`` once after a ``Received`` with quarantine
-    a machine speaks to no peer that it has told its owner to forget
+- a write arrives only in blocks whose request has not received ``Received`` on that rank, or whose
+  quarantine lasts
+- at ``Received(ok)`` every requested block has this prompt's content, from every rank with a share
+- ``Received`` and ``Sent`` occur once per rank, and ``Freed`` once after a ``Received`` with
+  quarantine
+- a machine sends to no peer that its owner was told to remove
 
-Either engine can die, and start again at the same address as a new incarnation: new machines, empty pools.
+Either engine can die, and start again at the same address as a new incarnation: new machines, empty
+pools.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ from tests.campaigns.schedules.tally import Tally
 
 
 def owners(target: ConsumerRank, write: Write) -> set[str]:
-    """Requests that own the blocks which a write fills."""
+    """Requests that own the blocks of a write."""
     return {target.owner[block] for move in write.moves for block in move.dst_ids.tolist() if block in target.owner}
 
 
@@ -104,7 +107,7 @@ class World:
     # ---- engines start --------------------------------------------------------------------------
 
     def start_prefill(self) -> PrefillEngine:
-        """The prefill engine starts: a new incarnation, at the address where any other has been."""
+        """Start the prefill engine: a new incarnation, at the same address."""
         self.starts += 1
         name = f"prefill-{self.starts}"
         ranks = [ProducerRank(Peer(name, rank), Producer(GROUPS, LIMITS)) for rank in range(self.producer_tp)]
@@ -156,7 +159,7 @@ class World:
                     self.drop_peer(consumer)
 
     def drop_peer(self, consumer: ConsumerRank) -> None:
-        """The owner has no place for a peer with which nothing is under way, and tells the machine."""
+        """The owner evicts an idle peer, and tells the machine."""
         idle = [peer for peer in consumer.plans if not consumer.machine.awaits(peer)]
         if idle:
             peer = self.rng.choice(sorted(idle, key=lambda one: (one.incarnation, one.rank)))
@@ -181,7 +184,7 @@ class World:
             self.after(self.rng.uniform(0.001, self.weather.delay_s), lambda: self.deliver(receiver, frame))
 
     def deliver(self, receiver: Peer, frame: bytes) -> None:
-        """What is meant for another start, or for a rank that is dead, is not heard."""
+        """Drop messages for another start, or for a dead rank."""
         envelope = decode(frame)
         for producer in self.producers:
             if producer.peer == receiver and producer.alive and producer.machine.knows(envelope.sender):
@@ -214,7 +217,8 @@ class World:
                     if engine.sent[request_id][producer.peer.rank] > 1:
                         raise Violation(f"{request_id} was sent twice on {producer.peer}")
                     if request_id in engine.held and len(engine.sent[request_id]) == len(engine.ranks):
-                        # The scheduler frees a held request's blocks when all its workers have sent them.
+                        # The scheduler frees a held request's blocks when all its workers have sent
+                        # them.
                         self.give_back(engine, engine.held.pop(request_id))
 
     def on_producer(self, rank: int, call: Callable[[Producer], list[ProducerAction]]) -> None:
@@ -224,7 +228,7 @@ class World:
             self.produce(producer, call(producer.machine))
 
     def give_back(self, engine: PrefillEngine, ids: list[int]) -> None:
-        """The allocator has the blocks again, and somebody else uses them at once."""
+        """The allocator has the blocks again, and another request uses them at once."""
         engine.pool.give(ids)
         for producer in engine.ranks:
             for block in ids:
@@ -259,7 +263,7 @@ class World:
             pairs = zip(move.src_ids.tolist(), move.dst_ids.tolist(), strict=True)
             for (src, dst), layer in itertools.product(pairs, layers_of(move)):
                 if target is not None and not (fails and self.rng.random() < 0.5):
-                    # Of a write that fails, parts land after the transport has said so.
+                    # Parts of a failed write arrive after the transport has reported it.
                     when = self.rng.uniform(0, lasts + LATE_S if fails else lasts)
                     self.after(
                         when,
@@ -274,7 +278,9 @@ class World:
     def land(
         self, producer: ProducerRank, consumer: ConsumerRank, write: Write, src: int, dst: int, layer: int
     ) -> None:
-        """One block and layer of a write reaches the consumer's memory, with what the producer's holds now."""
+        """One block and layer of a write reaches the consumer's memory, with the producer's
+        current content.
+        """
         if not producer.alive or not consumer.alive:
             return
         owner = self.consumptions.get(consumer.owner.get(dst, ""))
@@ -299,7 +305,10 @@ class World:
     # ---- the decode engine ----------------------------------------------------------------------
 
     def queue(self, queued: Queued) -> None:
-        """A decode request has come; it takes its blocks when its prompt is about to start. One rank asks."""
+        """A decode request arrives; it allocates its blocks when its prompt is about to start.
+
+        One rank asks.
+        """
         self.counts["queued"] += 1
         self.queued[queued.request_id] = queued
         machine = queued.engine.ranks[0].machine
@@ -307,7 +316,9 @@ class World:
         self.consume(queued.engine.ranks[0], actions)
 
     def due(self, request_id: str, failure: str | None) -> None:
-        """The scheduler hears of it: the request takes its blocks, or is computed by this engine alone."""
+        """The scheduler gets the report: the request allocates its blocks, or is computed by
+        this engine alone.
+        """
         queued = self.queued[request_id]
         if queued.due:
             raise Violation(f"{request_id} was due twice")
@@ -325,7 +336,7 @@ class World:
                 queued.bind()
 
     def leave_queue(self, request_id: str) -> bool:
-        """The request is aborted. False where it has blocks already."""
+        """Abort the request. Return False if it already has blocks."""
         queued = self.queued.pop(request_id, None)
         if queued is None:
             return False
@@ -337,7 +348,7 @@ class World:
     def start(
         self, request_id: str, transfer_id: str, prompt: str, prompt_tokens: int, start_token: int, at: EngineAddress
     ) -> None:
-        """A decode request has its blocks; every worker is told in its own time."""
+        """A decode request has its blocks; every worker gets the order at its own time."""
         end, engine = prompt_tokens - 1, self.decode
         tables = [engine.pool.take(-(-prompt_tokens // group.block_tokens)) for group in GROUPS]
         wanted = tuple(wanted_blocks(g, table, start_token, end) for g, table in zip(GROUPS, tables, strict=True))
@@ -392,7 +403,7 @@ class World:
             self.on(consumer, lambda m: m.verified(verify.transfer_id, verify.peer, problem, self.now))
 
     def connect(self, consumer: ConsumerRank, engine: EngineAddress) -> None:
-        """The handshake, which either works or says why not within handshake_s."""
+        """Run the handshake, which succeeds or fails with a reason within handshake_s."""
         if engine.incarnation in consumer.connecting:
             return
         self.counts["handshakes"] += 1
@@ -424,7 +435,10 @@ class World:
     def digests(
         self, producer: ProducerRank, consumer: ConsumerRank
     ) -> tuple[Callable[[], Tally], Callable[[], Tally]]:
-        """What makes the digests of a pair of ranks, on either end. A pair without a share moves nothing."""
+        """Return the digest factory of a pair of ranks, for either end.
+
+        A pair without a share moves nothing.
+        """
         p = producer.peer.rank
         if not self.heads[p, consumer.peer.rank]:
             return (lambda: Tally(lambda *_: None)), (lambda: Tally(lambda *_: None))
@@ -466,7 +480,7 @@ class World:
             del consumer.owner[block]
 
     def give_back_if_free(self, request: Consumption) -> None:
-        """The scheduler has a word of every rank, and no rank's blocks are in quarantine."""
+        """Return whether every rank has reported, and no rank's blocks are in quarantine."""
         if len(request.results) == len(request.engine.ranks) and not request.quarantine:
             request.freed_at = self.now
             request.engine.pool.give(request.blocks)

@@ -1,4 +1,4 @@
-"""A digest over whatever a test keeps in place of bytes."""
+"""A digest over the tags that tests keep instead of bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from connectors.planning.blocks import Ints
 
 
 class Tally:
-    """Digests ``content(block id, layer)`` of every unit, layer by layer, as ``TransferDigest`` does with bytes."""
+    """Digests ``content(block id, layer)`` of every unit, layer by layer, as ``TransferDigest``
+    does with bytes.
+    """
 
     def __init__(self, content: Callable[[int, int], object] = lambda block, layer: block, layers: int = 1) -> None:
         self._content = content

@@ -1,11 +1,11 @@
-"""Clients that people have, against the whole service: `make clients`.
+"""Common clients against the whole service: `make clients`.
 
     python -m tests.campaigns.service.clients [--langchain PYTHON] [--anthropic PYTHON] [--url URL]
 
-The `openai` SDK and `vllm bench serve` come with the environment; LangChain and Anthropic's SDK are none of Tandem's
-dependencies: PYTHON is an interpreter of an environment with `langchain-openai` or `anthropic` (`make clients` makes
-one in build/). Every step asks for
-facts that the answer must restate; a step that fails is reported, and the exit status says so.
+The `openai` SDK and `vllm bench serve` come with the environment. LangChain and Anthropic's SDK are
+not dependencies of Tandem: PYTHON is an interpreter of an environment with `langchain-openai` or
+`anthropic` (`make clients` makes one in build/). Every step asks for facts that the answer must
+restate. A failed step is reported, and the exit status shows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOOL: Any = {"type": "function", "function": {"name": "forecast", "parameters": 
 
 
 class Forecast(BaseModel):
-    """What structured answers are parsed into."""
+    """Structured answers are parsed into this."""
 
     days: Literal[1, 2, 3]
     sunny: bool
@@ -58,8 +58,11 @@ def asked(name: str) -> dict[str, Any]:
 
 @cache
 def short_json() -> dict[str, int]:
-    """A bias, by token id, against what the demo model writes for ever where it may: white space in JSON, and one call
-    of a tool after the other, each in tags. The tags of a call that is required come all the same: nothing else may."""
+    """Biases, by token id, against tokens that the demo model would repeat forever: white space in
+    JSON, and calls of a tool, each in tags.
+
+    A required call still has its tags, because no other token is allowed.
+    """
     from transformers import AutoTokenizer
 
     endless = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR).encode(" \n\t\r<", add_special_tokens=False)
@@ -198,7 +201,7 @@ def _checked(arguments: str) -> str:
 
 
 def curl(url: str) -> str:
-    """Whole and streamed; the status and the events as they come over the line."""
+    """Whole and streamed; the status and the events as received."""
     body = {"model": DEMO_SERVED_NAME, "prompt": facts("curl").text, "temperature": 0, "max_tokens": 8}
     command = ["curl", "-sS", "-N", "-H", "Content-Type: application/json", f"{url}/v1/completions", "-d"]
     reply = subprocess.run([*command, json.dumps(body)], capture_output=True, text=True, check=True, timeout=60)
@@ -210,7 +213,7 @@ def curl(url: str) -> str:
 
 
 def bench(url: str, backend: str, endpoint: str) -> str:
-    """`vllm bench serve` by its module: the CPU build has no working command."""
+    """Run `vllm bench serve` by its module: the CPU build has no working command."""
     imports = (
         "from vllm.benchmarks import serve; from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser"
     )
@@ -237,7 +240,7 @@ def bench(url: str, backend: str, endpoint: str) -> str:
 
 
 def langchain(url: str, python: str) -> str:
-    """Its own process and environment: it knows nothing of Tandem."""
+    """Its own process and environment, without Tandem."""
     prompt = facts("langchain")
     script = Path(__file__).with_name("langchain_client.py")
     reply = subprocess.run(
@@ -299,7 +302,7 @@ def steps(url: str, python: str | None, anthropic_python: str | None) -> dict[st
 
 
 def play(url: str, python: str | None, anthropic_python: str | None) -> int:
-    """Run every step; how many failed."""
+    """Run every step; return the number of failures."""
     failed = 0
     for name, step in steps(url, python, anthropic_python).items():
         try:

@@ -1,9 +1,10 @@
-"""Kill real decode engines in the middle of streams.
+"""Kills real decode engines in the middle of streams.
 
     python -m tests.campaigns.service.decode_deaths --first 1 --last 40
 
-One prefill and two decode replicas. Each kill waits until both are there, opens a stream, and ends the engine that
-serves it, by SIGKILL of its core or of its actor, when the client has the given number of tokens.
+One prefill and two decode replicas. Each kill waits until both are running, opens a stream, and
+ends the engine that serves it, by SIGKILL of its core or of its actor, when the client has the
+given number of tokens.
 """
 
 from __future__ import annotations
@@ -40,16 +41,21 @@ SETTLED_EVENTS = 50
 """Events after which other work of the engines, such as a handshake, is over."""
 
 CLEAR_S, MAX_LOOKS, LOOK_EVERY_S = 0.03, 20, 0.01
-"""Processor time that tells the serving engine from the idle one; the kernel counts it in ticks of 10 ms."""
+"""Processor time that distinguishes the serving engine from the idle one; the kernel counts
+ticks of 10 ms.
+"""
 
 LAST_EVENTS = 2
-"""Usage and the end mark, with which nothing is left to be resumed."""
+"""Usage and the end mark, after which there is nothing to resume."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """One kill and what became of it. `exact`: the client cannot tell the stream from the uninterrupted one;
-    `gone`: neither the engine's actor nor its core is left."""
+    """One kill and its outcome.
+
+    `exact`: the client cannot distinguish the stream from the uninterrupted one; `gone`: neither
+    the engine's actor nor its core is left.
+    """
 
     kind: str
     at_event: int
@@ -79,7 +85,7 @@ class Decodes:
         self._http = http
 
     def both(self) -> tuple[DecodeEngine, DecodeEngine]:
-        """Two engines that answer; waits for one that is being replaced."""
+        """Return two engines that answer; wait for one that is being replaced."""
         give_up_at = time.monotonic() + BOTH_TIMEOUT_S
         while True:
             found = list(self._found())
@@ -121,14 +127,14 @@ def service_with_two_decodes(folder: Path) -> Iterator[tuple[ServiceProcess, htt
 
 @dataclass(frozen=True)
 class Whole:
-    """An uninterrupted stream: what it says, and in how many events."""
+    """An uninterrupted stream: its content, and its number of events."""
 
     said: dict[str, Any]
     events: int
 
 
 def whole_stream(http: httpx.Client, kind: str, tokens: int = TOKENS) -> Whole:
-    """Return the uninterrupted stream of a kind, the reference for those that are cut."""
+    """Return the uninterrupted stream of a kind, the reference for interrupted ones."""
     endpoint, body = KINDS[kind]
     reply = http.post(endpoint, json=body | {"max_tokens": tokens}, headers={"x-request-id": "the-same"})
     assert reply.status_code == 200, reply.text
@@ -171,9 +177,11 @@ def stream_with_a_death(
 
 
 def _serving(engines: Sequence[DecodeEngine], busy_s: Sequence[float]) -> DecodeEngine:
-    """Return the engine that computes: its core's processor time has grown most since `busy_s` was read.
+    """Return the engine that computes: its core's processor time has grown most since `busy_s` was
+    read.
 
-    A client that read many events at once reads both times within one tick of the kernel's clock, so this looks again.
+    A client that read many events at once reads both times within one tick of the kernel's clock,
+    so this repeats.
     """
     for _ in range(MAX_LOOKS):
         grown = [engine.busy_s - before for engine, before in zip(engines, busy_s, strict=True)]
@@ -184,7 +192,7 @@ def _serving(engines: Sequence[DecodeEngine], busy_s: Sequence[float]) -> Decode
 
 
 def _resumed(http: httpx.Client) -> float:
-    time.sleep(OPEN_AGE_S)  # no answer that was made before
+    time.sleep(OPEN_AGE_S)  # no cached response
     lines = http.get("/metrics").text.splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1])
@@ -194,7 +202,9 @@ def _resumed(http: httpx.Client) -> float:
 
 
 def main() -> int:
-    """Kill at each token of a range; 1 when a stream was not exact, or was not cut where it should have been."""
+    """Kill at each token of a range; return 1 if a stream was not exact, or was not interrupted
+    as intended.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--last", type=int, default=40)
@@ -211,7 +221,7 @@ def main() -> int:
         whole = {kind: whole_stream(http, kind) for kind in KINDS}
         kinds = cycle(KINDS)
         for at_event in range(options.first, options.last + 1):
-            # Of the kinds that have tokens after this one: arguments of tools come several to an event.
+            # Of the kinds with tokens after this one: arguments of tools arrive several per event.
             kind = next(kind for kind in kinds if whole[kind].events > at_event + LAST_EVENTS)
             death = stream_with_a_death(http, decodes, kind, at_event, next(victims), whole[kind])
             deaths.append(death)

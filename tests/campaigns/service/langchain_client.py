@@ -1,8 +1,8 @@
-"""LangChain's OpenAI chat model, asked in its own ways; prints what it got as JSON. Needs `langchain-openai` alone.
+"""Calls LangChain's OpenAI chat model in its own ways; prints the results as JSON.
 
-python langchain_client.py BASE_URL MODEL PROMPT BIAS
+    python langchain_client.py BASE_URL MODEL PROMPT BIAS
 
-BIAS is a `logit_bias` for answers in JSON.
+Needs `langchain-openai` only. BIAS is a `logit_bias` for answers in JSON.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""`make latency-breakdown`: delay a service with real engines, and compare the parts of its latency breakdown.
+"""`make latency-breakdown`: delays a service with real engines, and compares the breakdown's parts.
 
-An engine is stopped (SIGSTOP) for a while at a known moment of a request: then it neither computes nor moves KV. Prints
-the medians of every part with and without the delay. Also takes the pictures of the status page, under load, where a
-Chromium is installed.
+An engine is stopped (SIGSTOP) for a while at a known moment of a request: then it neither computes
+nor moves KV. Prints the medians of every part with and without the delay. Also takes the pictures
+of the status page, under load, if a Chromium is installed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ SHORT_FACTS = 30
 
 @dataclass(frozen=True)
 class Delay:
-    """`role`'s engine core stands still for `stop_s`, from `after_s` after the request is sent; or its worker does.
+    """Stop `role`'s engine core for `stop_s`, from `after_s` after the request is sent; or its
+    worker.
 
-    vLLM's CPU engines have a worker process, which goes on receiving KV while the core, the scheduler, stands still.
+    vLLM's CPU engines have a worker process, which continues to receive KV while the core, the
+    scheduler, is stopped.
     """
 
     name: str
@@ -52,7 +54,8 @@ class Delay:
 
 DELAYS = (
     Delay("prefill's engine stands still when the request comes", "prefill_queue", "Prefill", -0.05, 0.6, SHORT_FACTS),
-    # Not in the last chunk: its worker would go on without it, and decode answer before prefill.
+    # Not in the last chunk: its worker would continue without it, and decode would answer before
+    # prefill.
     Delay("prefill's engine stands still while it computes", "prefill", "Prefill", 0.1, 0.6, LONG_FACTS),
     Delay("decode's engine stands still when the request comes", "decode_queue", "Decode", -0.05, 0.9, SHORT_FACTS),
     Delay("decode's scheduler stands still while KV comes", "decode_queue", "Decode", 0.3, 1.5, LONG_FACTS),
@@ -61,7 +64,7 @@ DELAYS = (
 
 
 def engines(service: ServiceProcess) -> dict[str, psutil.Process]:
-    """Each role's engine core."""
+    """Return each role's engine core."""
     found = {}
     for process in service.processes():
         if "EngineCore" in " ".join(process.cmdline()):
@@ -78,7 +81,7 @@ def _line(process: psutil.Process) -> str:
 
 
 async def one(client: httpx.AsyncClient, seed: int, facts: int, **more: object) -> dict[str, float]:
-    """One request's latency breakdown, in milliseconds."""
+    """Return one request's latency breakdown, in milliseconds."""
     prompt = make_prompt(random.Random(f"latency breakdown {seed}"), facts, distance_facts=facts - 1).text
     body = {"model": "tandem-demo", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True, **more}
     reply = await client.post("/v1/completions", json=body, headers={"x-tandem-explain": "1"})
@@ -87,7 +90,7 @@ async def one(client: httpx.AsyncClient, seed: int, facts: int, **more: object) 
 
 
 async def delayed(client: httpx.AsyncClient, process: psutil.Process, delay: Delay, seed: int) -> dict[str, float]:
-    # The core's parent is the fork server, as is that of its workers.
+    # The core's parent is the fork server, and so is its workers'.
     workers = [child for child in process.parent().children(recursive=True) if "Worker" in _line(child)]
     stopped = (workers or [process]) if delay.worker else [process]
 
@@ -109,7 +112,9 @@ async def delayed(client: httpx.AsyncClient, process: psutil.Process, delay: Del
 
 
 async def measure(service: ServiceProcess) -> list[dict[str, object]]:
-    """For each delay: the medians of every part, with and without, and how well the parts add up."""
+    """Return for each delay the medians of every part, with and without, and the error of the
+    sums.
+    """
     rows: list[dict[str, object]] = []
     processes = engines(service)
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
@@ -148,7 +153,7 @@ def medians(samples: list[dict[str, float]]) -> dict[str, float]:
 
 
 async def under_load(service: ServiceProcess, then: Callable[[], None]) -> None:
-    """Keep both engines busy with requests of all kinds, and call `then` in a thread in the middle of it."""
+    """Keep both engines busy with requests of all kinds, and call `then` in a thread during it."""
     done = asyncio.Event()
 
     async def client(number: int) -> None:
@@ -173,7 +178,7 @@ async def under_load(service: ServiceProcess, then: Callable[[], None]) -> None:
 
 
 def picture(url: str, path: Path, dark: bool, width: int = 1240, height: int = 1900) -> None:
-    """A screenshot by a real browser, five seconds after it has opened the page."""
+    """Take a screenshot with a real browser, five seconds after it has opened the page."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print("tandem: no Chromium is installed, so no pictures")

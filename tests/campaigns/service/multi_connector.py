@@ -1,10 +1,12 @@
-"""Two stock vLLM servers with MultiConnector over TandemConnector and vLLM's ExampleConnector, behind a plain proxy.
+"""Two stock vLLM servers with MultiConnector over TandemConnector and ExampleConnector, and a
+proxy.
 
     python -m tests.campaigns.service.multi_connector [--requests 100]
 
-Each prompt goes through the proxy, and its answer is compared with the fact that the prompt states. Afterwards
-``/metrics`` of both servers must account for every request. ExampleConnector stores a prompt's blocks with its first
-chunk, so prompts are shorter than a chunk. It lacks HMA support, so vLLM turns the hybrid allocator off.
+Each prompt goes through the proxy, and its answer is compared with the fact in the prompt.
+Afterwards ``/metrics`` of both servers must account for every request. ExampleConnector stores a
+prompt's blocks with its first chunk, so prompts are shorter than a chunk. It lacks HMA support, so
+vLLM turns the hybrid allocator off.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ FACTS = (2, 20)
 
 @dataclass(frozen=True)
 class Pair:
-    """Base URLs of the servers and the proxy, and the folder below which ExampleConnector stores KV."""
+    """Base URLs of the servers and the proxy, and the folder below which ExampleConnector stores
+    KV.
+    """
 
     prefill: str
     decode: str
@@ -43,7 +47,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``ask`` has seen: wrong answers, and samples of both servers' ``/metrics`` by name and labels."""
+    """Observations of ``ask``: wrong answers, and samples of both servers' ``/metrics`` by name
+    and labels.
+    """
 
     requests: int
     wrong: int
@@ -52,15 +58,17 @@ class Outcome:
     stored_prompts: int
 
     def problems(self) -> list[str]:
-        """Differences from what this many requests must leave behind; empty when there are none."""
+        """Return differences from the expected state after this number of requests; empty
+        without any.
+        """
         count = float(self.requests)
         expected = {
             "answers that differ from the prompt's fact": (self.wrong, 0),
             "prefill: requests sent": (_requests(self.prefill, "sent"), count),
             "decode: requests received": (_requests(self.decode, "received"), count),
             "decode: requests recomputed": (_requests(self.decode, "recomputed"), 0),
-            "prefill: transfers under way": (_total(self.prefill, "vllm:tandem_kv_transfers"), 0),
-            "decode: transfers under way": (_total(self.decode, "vllm:tandem_kv_transfers"), 0),
+            "prefill: transfers in progress": (_total(self.prefill, "vllm:tandem_kv_transfers"), 0),
+            "decode: transfers in progress": (_total(self.decode, "vllm:tandem_kv_transfers"), 0),
             "prefill: writes that failed": (self.prefill.get("vllm:tandem_kv_writes_total/failed", 0), 0),
         }
         found = [f"{what}: {seen:g}, expected {want:g}" for what, (seen, want) in expected.items() if seen != want]
@@ -81,7 +89,7 @@ def _total(samples: dict[str, float], name: str) -> float:
 
 
 def multi_connector(role: str, stored: Path) -> dict[str, Any]:
-    """``--kv-transfer-config`` of a server."""
+    """Return ``--kv-transfer-config`` of a server."""
     tandem = {
         "kv_connector": "TandemConnector",
         "kv_connector_module_path": "connectors.vllm_hma.connector",
@@ -125,7 +133,9 @@ def servers(folder: Path) -> Iterator[Pair]:
 
 
 def ask(pair: Pair, requests: int, seed: int = 1) -> Outcome:
-    """Send prompts one after the other, then one plain request to each server, whose steps report the last counts."""
+    """Send prompts one after the other, then one plain request to each server, whose steps
+    report the last counts.
+    """
     rng = random.Random(seed)
     wrong = 0
     for _ in range(requests):
@@ -147,7 +157,7 @@ def _complete(url: str, prompt: str, max_tokens: int) -> str:
 
 
 def _samples(url: str) -> dict[str, float]:
-    """The connector's samples by ``name/label``, where the label is the one that vLLM does not set."""
+    """Return the connector's samples by ``name/label``, with the label that vLLM does not set."""
     found: dict[str, float] = {}
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
         match = re.match(r"(vllm:tandem_kv_\w+)\{(.*)\} ([0-9.e+-]+)$", line)
@@ -159,7 +169,7 @@ def _samples(url: str) -> dict[str, float]:
 
 
 def main() -> int:
-    """Return 0 when nothing differs from what is expected."""
+    """Return 0 if there are no differences from the expected values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100)
     arguments = parser.parse_args()

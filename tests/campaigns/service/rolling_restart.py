@@ -1,8 +1,11 @@
-"""Replaces every replica of a busy service: `python -m tests.campaigns.service.rolling_restart`.
+"""Replaces every replica of a busy service.
 
-Two routers, prefill and decode engines each of the demo model, under constant load whose right answers are known:
-completions and chats, streamed and not. Meanwhile an operator deploys a changed configuration (Serve then replaces all
-replicas, old ones draining), takes one replica of each role away, and gives it back. It leaves a JSON report.
+    python -m tests.campaigns.service.rolling_restart
+
+Two routers, prefill and decode engines each of the demo model, under constant load with known
+answers: completions and chats, streamed and not. Meanwhile an operator deploys a changed
+configuration (Serve then replaces all replicas, and old ones drain), removes one replica of each
+role, and adds it again. Writes a JSON report.
 """
 
 from __future__ import annotations
@@ -42,12 +45,14 @@ REQUEST_TIMEOUT_S = 300.0
 PHASE_TIMEOUT_S = 1500.0
 SETTLED_S = 5.0
 PAUSE_S = 0.25
-"""Of a client between two requests: engines start on the same cores, and clients that never pause leave them little."""
+"""Pause of a client between two requests: engines start on the same cores, and clients without a
+pause would slow them down.
+"""
 
 
 @dataclass
 class Load:
-    """What became of the requests of one phase."""
+    """Outcomes of the requests of one phase."""
 
     phase: str
     seconds: float = 0.0
@@ -59,7 +64,10 @@ class Load:
 
 
 class Clients:
-    """Ask all the time, each the next question when it has its answer. `load` is the phase that is counted."""
+    """Send requests continuously, each client the next after its answer.
+
+    `load` is the current phase.
+    """
 
     def __init__(self, url: str, load: Load) -> None:
         self.load = load
@@ -72,7 +80,7 @@ class Clients:
         self._tasks = [asyncio.create_task(self._ask_forever()) for _ in range(CLIENTS)]
 
     async def stop(self) -> None:
-        """Each client ends with the answer that it waits for."""
+        """Each client ends with its current answer."""
         tasks, self._tasks = self._tasks, []
         await asyncio.gather(*tasks)
 
@@ -85,9 +93,10 @@ class Clients:
                 await asyncio.sleep(PAUSE_S)
 
     async def learn(self) -> int:
-        """Find out what the model knows: like any, it errs now and then. Returns how many questions are left out.
+        """Find out which questions the model answers right; return how many are left out.
 
-        Decode alone is asked: no KV is moved for these answers, so what is wrong in them is the model's own error.
+        Decode alone is asked: these answers use no transferred KV, so errors in them are the
+        model's own.
         """
         async with httpx.AsyncClient(base_url=self._url, timeout=REQUEST_TIMEOUT_S) as http:
             for number in range(QUESTIONS):
@@ -119,7 +128,7 @@ class Clients:
 async def _answer(
     http: httpx.AsyncClient, prompt: RecallPrompt, chat: bool, stream: bool, **more: object
 ) -> tuple[str, str]:
-    """The way that the request took, and what was said."""
+    """Return the request's route and its text."""
     asked = {"messages": [{"role": "user", "content": prompt.text}]} if chat else {"prompt": prompt.text}
     body = {"model": MODEL, "temperature": 0, "max_tokens": 12, "stream": stream, **asked, **more}
     reply = await http.post("/v1/chat/completions" if chat else "/v1/completions", json=body)
@@ -147,25 +156,25 @@ class Operator:
         ray.shutdown()
 
     def replicas(self) -> dict[str, set[str]]:
-        """The ids of the replicas that run, by deployment."""
+        """Return the ids of the running replicas, by deployment."""
         deployments = self._client.get_serve_details()["applications"][APPLICATION]["deployments"]
         return {
-            # Serve knows no deployments while it builds the application anew.
+            # Serve knows no deployments while it builds the application again.
             name: {one["replica_id"] for one in deployments.get(name, {"replicas": []})["replicas"] if _runs(one)}
             for name in DEPLOYMENTS
         }
 
     def runs(self) -> bool:
-        """Whether Serve has nothing more to change."""
+        """Return whether Serve has completed all changes."""
         return bool(self._client.get_serve_details()["applications"][APPLICATION]["status"] == "RUNNING")
 
     def change(self, **router: object) -> None:
-        """Deploy other `args`: Serve builds the application anew and replaces every replica."""
+        """Deploy other `args`: Serve builds the application again and replaces every replica."""
         self._application["args"].setdefault("router", {}).update(router)
         self._deploy()
 
     def scale(self, replicas: int) -> None:
-        """Deploy another number of engines of each role; the others go on."""
+        """Deploy another number of engines of each role; the others continue."""
         self._application["deployments"] = [{"name": name, "num_replicas": replicas} for name in ENGINES]
         self._deploy()
 
@@ -180,11 +189,11 @@ class Operator:
         self._client.deploy_apps(ServeDeploySchema.model_validate(self._config))
 
     async def replaced(self, before: dict[str, set[str]]) -> None:
-        """Return when no replica of `before` is left and as many others run."""
+        """Return once no replica of `before` is left and as many others run."""
         await self._until(lambda now: all(not now[name] & before[name] for name in DEPLOYMENTS), before)
 
     async def scaled(self, replicas: int) -> None:
-        """Return when there are so many engines of each role."""
+        """Return once each role has this number of engines."""
         await self._until(lambda now: all(len(now[name]) == replicas for name in ENGINES), None)
 
     async def _until(self, condition: Any, as_many_as: dict[str, set[str]] | None) -> None:
@@ -202,7 +211,7 @@ def _runs(replica: dict[str, Any]) -> bool:
 
 
 def _address(service: ServiceProcess) -> str:
-    """Where the Ray cluster of the service is reached."""
+    """Return the address of the service's Ray cluster."""
     for process in service.processes():
         if found := re.search(r"--gcs-address=(\S+)", " ".join(process.cmdline())):
             return found[1]
@@ -211,10 +220,10 @@ def _address(service: ServiceProcess) -> str:
 
 @contextmanager
 def service_of_two(folder: Path) -> Iterator[ServiceProcess]:
-    """Two replicas of everything; their log is in `folder`."""
+    """Run two replicas of everything; their log is in `folder`."""
     two = {"replicas": 2, "num_cpus": 0.2}
     config = write_config("local.yaml", folder, prefill=two, decode=two, router={"replicas": 2, "num_cpus": 0.05})
-    # Whoever joins the service's Ray cluster must have its token.
+    # A process needs the token of the service's Ray cluster to join it.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     service = ServiceProcess(config, folder)
     service.start()
@@ -225,7 +234,7 @@ def service_of_two(folder: Path) -> Iterator[ServiceProcess]:
 
 
 async def restart_all(service: ServiceProcess, operator: Operator, times: int) -> list[Load]:
-    """The phases' loads: before, each restart, the scaling down, and the scaling up."""
+    """Return the phases' loads: before, each restart, scaling down, and scaling up."""
     loads = [Load("before")]
     clients = Clients(service.url, loads[0])
     began = time.monotonic()
@@ -263,7 +272,7 @@ async def restart_all(service: ServiceProcess, operator: Operator, times: int) -
 
 
 def main() -> int:
-    """1 where a request failed or was answered wrongly."""
+    """Return 1 if a request failed or was answered wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=2, help="how often every replica is replaced")
     parser.add_argument("--folder", type=Path, help="keep the report and the service's log here")

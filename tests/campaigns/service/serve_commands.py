@@ -1,8 +1,7 @@
 """``make serve-commands``: Ray's own commands on a service.
 
-`ray start`, then `serve run`, `status`, `config`, `deploy`, `build` and `shutdown`, as
-docs/operations.md has them: each in a shell of its own, on one Ray instance with one start of the
-engines.
+`ray start`, then `serve run`, `status`, `config`, `deploy`, `build` and `shutdown`, as in
+docs/operations.md: each in its own shell, on one Ray instance with one start of the engines.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Shell:
         return told
 
     def deploy(self, *deployments: dict[str, Any]) -> None:
-        """`serve deploy` of the same `args` with these overrides."""
+        """Run `serve deploy` of the same `args` with these overrides."""
         config = yaml.safe_load(self.config.read_text())
         config["applications"][0]["deployments"] = list(deployments)
         changed = self.folder / "changed.yaml"
@@ -79,12 +78,15 @@ class Shell:
         assert told.returncode == 0, told.stderr
 
     def service(self) -> dict[str, Any]:
-        """The JSON behind the status page."""
+        """Return the JSON behind the status page."""
         told: dict[str, Any] = httpx.get(f"{self.url}/tandem/status").raise_for_status().json()
         return told
 
     def starts_in_order(self) -> bool:
-        """Whether both roles serve. A router that is ready before it can serve would get requests."""
+        """Return whether both roles serve.
+
+        A router that is ready before it can serve would get requests.
+        """
         is_ready = httpx.get(f"{self.url}/tandem/service").status_code == 200
         health = httpx.get(f"{self.url}/health")
         assert health.status_code == 200 or not is_ready
@@ -117,7 +119,9 @@ def wait_until(done: Callable[[], object], log: Path | None = None, within_s: fl
 
 @pytest.fixture(scope="module")
 def shell() -> Iterator[Shell]:
-    """A shell beside `ray start --head`; its home, and so its token, is a folder of this module."""
+    """Run a shell beside `ray start --head`; its home, and so its token, is a folder of this
+    module.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # Ray's sockets need a short path
     dashboard, port = free_port(), free_port()
     environment = os.environ | {
@@ -150,7 +154,7 @@ def shell() -> Iterator[Shell]:
 
 
 def test_a_service_under_rays_own_commands(shell: Shell) -> None:
-    """Started, looked at, changed without a restart, and shut down."""
+    """Started, checked, changed without a restart, and shut down."""
     log = shell.folder / "run.log"
     running = shell.background("run.log", "serve", "run", str(shell.config))
     try:

@@ -1,11 +1,13 @@
-"""Requests over three LoRA adapters and the base model, eight at a time: every answer must be its own adapter's.
+"""Requests over three LoRA adapters and the base model, eight at a time: every answer must be
+its own adapter's.
 
     python -m tests.campaigns.shapes.adapters [--requests 500] [--pairs 1:1,1:2]
 
-(``make adapters``). The same prompts go to every adapter, so KV of another adapter would be taken for one's own if
-keys did not tell them apart. There is one adapter slot more than adapters (``actors/upstream/vllm_cpu_kernels.py``).
-The reference is the decode engine alone. Every tenth request names an adapter that prefill has not: under that
-prefill computes with the base model, or with an adapter of other content.
+(``make adapters``). The same prompts go to every adapter, so KV of another adapter would be taken
+for one's own if keys did not tell them apart. There is one adapter slot more than adapters
+(``actors/upstream/vllm_cpu_kernels.py``). The reference is the decode engine alone. Every tenth
+request names an adapter that prefill has not: under that prefill computes with the base model, or
+with an adapter of other content.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """``moved`` of ``movable`` requests got their KV from prefill; ``recomputed`` of ``strangers`` were refused it.
+    """``moved`` of ``movable`` requests got their KV from prefill; ``recomputed`` of
+    ``strangers`` were refused it.
 
     ``alike``: prompts whose adapters give the base model's answer, which could hide a mistake.
     """

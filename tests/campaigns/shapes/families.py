@@ -1,9 +1,11 @@
 """Identity with one engine for every kind of KV cache, between engines of unequal shape.
 
-    python -m tests.campaigns.shapes.families [--families llama,falcon_h1] [--pairs 1:1,1:2,2:1] [--prompts 24]
+    python -m tests.campaigns.shapes.families [--families llama,falcon_h1]
+        [--pairs 1:1,1:2,2:1] [--prompts 24]
 
-runs the whole campaign (``make families``); ``test_families.py`` runs a cut of it. The reference of each pair is one
-engine of decode's tensor-parallel size that computes everything: decode alone, with its prefix cache off, if it can.
+runs the whole campaign (``make families``); ``test_families.py`` runs a part. The reference of each
+pair is one engine of decode's tensor-parallel size that computes everything: decode alone, with its
+prefix cache off, if it can.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ LONGEST = 700
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model: how to make one, and how engines serve it.
+    """A kind of model: its creation, and its engines.
 
-    ``prefill`` and ``decode`` are engine arguments of one side; ``tolerance`` is that of the first token's logprob,
-    ``pairs`` the tensor-parallel sizes to try. ``alone`` is the engine that gives the reference: decode but where it
-    cannot compute a prompt.
+    ``prefill`` and ``decode`` are engine arguments of one side; ``tolerance`` is that of the first
+    token's logprob, ``pairs`` the tensor-parallel sizes to try. ``alone`` is the engine for the
+    reference: decode, unless it cannot compute a prompt.
     """
 
     build: Callable[[Path], str]
@@ -48,7 +50,7 @@ class Family:
     alone: Literal["prefill", "decode"] = "decode"
 
 
-# A bfloat16 cache that another number of ranks has computed differs by rounding from one's own.
+# A bfloat16 cache computed by another number of ranks differs by rounding from one's own.
 _BFLOAT16: dict[str, Any] = {"engine": {"dtype": "bfloat16"}, "tolerance": 0.3}
 # vLLM's CPU attention stores FP8 on x86 with AVX-512 or AMX, and no INT8.
 _FP8: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
@@ -59,10 +61,12 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(gemma3),
     "gpt_oss": Family(gpt_oss),
     "llama4": Family(llama4),
-    # The kernel that vLLM prefers on a CPU with AMX runs in bfloat16 only, and rounding would hide wrong KV.
+    # The kernel that vLLM prefers on a CPU with AMX runs in bfloat16 only, and rounding would hide
+    # wrong KV.
     "deepseek_v2": Family(deepseek_v2, engine={"attention_backend": "CPU_MLA"}),
     "falcon_h1": Family(falcon_h1),
-    # With prefix caching on, states have blocks of their own and vLLM's kernels for Mamba-2 on CPU die of any prompt.
+    # With prefix caching, states have their own blocks, and vLLM's Mamba-2 kernels crash on the CPU
+    # with any prompt.
     "falcon_h1_align_decode": Family(
         falcon_h1, decode={"enable_prefix_caching": True}, pairs=((1, 1),), alone="prefill"
     ),
@@ -79,9 +83,10 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Result:
-    """``moved`` of ``movable`` prompts got all their KV from the other engine; a prompt of one token has none to get.
+    """Result of one pair.
 
-    ``clean``: both block pools are back at their baseline.
+    ``moved`` of ``movable`` prompts received all their KV from the other engine; a prompt of one
+    token has none. ``clean``: both block pools are at their baseline.
     """
 
     identity: Outcome
@@ -116,7 +121,7 @@ async def run(family: Family, tp: tuple[int, int], model: str, count: int, trace
 
 
 def _received(trace: Path, ranks: int) -> int:
-    """Requests whose KV has arrived whole on every decode rank."""
+    """Return the number of requests whose KV has arrived completely on every decode rank."""
     events = read_trace(trace)
     whole = Counter(e["request"] for e in events if e["event"] == "received" and e["failure"] is None)
     return sum(count == ranks for count in whole.values())

@@ -2,8 +2,9 @@
 
     python -m tests.campaigns.shapes.identity [--prompts 100] [--pairs 1:1,1:2,2:1,2:2]
 
-runs the whole campaign (``make identity``); ``tests/e2e/pair/test_connector.py`` runs a part of it. The references
-come from stock engines of the decode side's tensor-parallel size, without a connector.
+runs the whole campaign (``make identity``); ``tests/e2e/pair/test_connector.py`` runs a part of it.
+The references come from stock engines of the decode side's tensor-parallel size, without a
+connector.
 """
 
 from __future__ import annotations

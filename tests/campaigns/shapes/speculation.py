@@ -1,10 +1,13 @@
-"""Compare speculative decoding after a handover with one engine: tokens, accepted tokens, block pools.
+"""Compare speculative decoding after a handover with one engine: tokens, accepted tokens, block
+pools.
 
-    python -m tests.campaigns.shapes.speculation [--methods ngram,eagle] [--pairs 1:1,1:2] [--prompts 100]
+    python -m tests.campaigns.shapes.speculation [--methods ngram,eagle] [--pairs 1:1,1:2]
+        [--prompts 100]
 
-runs the whole campaign (``make speculation``). The reference of each pair is its decode engine, which computes
-every prompt alone. A request that continues from received KV begins with a step of placeholders, which vLLM counts
-as one draft (``v1/core/sched/scheduler.py``, ``pad_spec_decode``); the report counts it separately.
+runs the whole campaign (``make speculation``). The reference of each pair is its decode engine,
+which computes every prompt alone. A request that continues from received KV begins with a step of
+placeholders, which vLLM counts as one draft (``v1/core/sched/scheduler.py``, ``pad_spec_decode``);
+the report counts it separately.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ _COUNTER = "vllm:spec_decode_num_"
 
 @dataclass(frozen=True)
 class Models:
-    """Path of the target model, and speculative_config of each side; None: the side does not speculate."""
+    """Path of the target model, and speculative_config of each side; None: the side does not
+    speculate.
+    """
 
     target: str
     prefill: dict[str, Any] | None
@@ -45,7 +50,9 @@ class Models:
 
 @dataclass(frozen=True)
 class Method:
-    """How to make the models; ``moves``: whether KV is transferred, rather than refused at first contact."""
+    """How to make the models; ``moves``: whether KV is transferred, rather than refused at first
+    contact.
+    """
 
     build: Callable[[Path], Models]
     moves: bool = True
@@ -80,7 +87,10 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class Counts:
-    """vLLM's counters of one run: draft rounds, drafted and accepted tokens. ``placeholders`` are rounds, too."""
+    """vLLM's counters of one run: draft rounds, drafted and accepted tokens.
+
+    ``placeholders`` are rounds, too.
+    """
 
     rounds: int
     drafted: int
@@ -95,7 +105,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Result:
-    """``moved`` of ``movable`` prompts got all their KV from the other engine; ``clean``: pools at baseline."""
+    """``moved`` of ``movable`` prompts got all their KV from the other engine; ``clean``: pools
+    at baseline.
+    """
 
     checked: int
     wrong: tuple[str, ...]

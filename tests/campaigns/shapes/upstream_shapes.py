@@ -1,11 +1,13 @@
-"""The shapes of ``families.py`` put to Tandem's connector and to vLLM's NixlConnector: what each of them answers.
+"""Sends the shapes of ``families.py`` through Tandem's connector and vLLM's NixlConnector.
 
-    python -m tests.campaigns.shapes.upstream_shapes [--connectors NixlConnector,tandem] [--cases llama] [--again]
+    python -m tests.campaigns.shapes.upstream_shapes [--connectors NixlConnector,tandem]
+        [--cases llama] [--again]
     python -m tests.campaigns.shapes.upstream_shapes --cases none --merge families.log
 
-(``make upstream-shapes``). Every connector, family and pair runs in a process of its own that is killed at
-``LIMIT_S``; every result is written at once to ``benchmarks/results/upstream_shapes.json``, and what is there is not
-measured again. ``docs/upstream-shapes.md`` is made from it, by ``upstream_table.py``.
+(``make upstream-shapes``.) Every connector, family and pair runs in its own process, which is
+killed at ``LIMIT_S``. Every result is written at once to
+``benchmarks/results/upstream_shapes.json``, and existing results are not measured again.
+``upstream_table.py`` makes ``docs/upstream-shapes.md`` from it.
 """
 
 from __future__ import annotations
@@ -47,12 +49,14 @@ from tests.campaigns.shapes.families import FAMILIES, LONGEST, Family
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "upstream_shapes.json"
 LIMIT_S, REQUEST_LIMIT_S = 240, 90
-# Of a first token's logprob where the model is bfloat16: one prompt rounds to 0.26 with either connector.
+# Tolerance of a first token's logprob for bfloat16 models: one prompt rounds to 0.26 with either
+# connector.
 BFLOAT16_TOLERANCE = 0.3
 _HALF, _WHOLE = {"block_size": 32}, {"block_size": 64}
 _FEWER = ((2, 1), (1, 2), (4, 2), (2, 4))
 EXTRAS: dict[str, Family] = {
-    # Not in the families: on this build one engine alone gives other logprobs when its prompt is cut otherwise.
+    # Not in the families: on this build one engine alone gives other logprobs with other chunks of
+    # its prompt.
     "lfm2": Family(lfm2, pairs=((1, 1), (2, 2))),
     "llama_1_kv_head": Family(lambda folder: llama(folder, kv_heads=1), pairs=_FEWER),
     "llama_2_kv_heads": Family(lambda folder: llama(folder, kv_heads=2), pairs=_FEWER),
@@ -70,7 +74,9 @@ MERGED = re.compile(
 
 
 def _engines(connector: str, family: Family, tp: tuple[int, int], model: str, trace: Path) -> list[AsyncLLM]:
-    """A prefill and a decode engine; NixlConnector's workers, which pin themselves to one core, get all cores back."""
+    """A prefill and a decode engine; NixlConnector's workers, which pin themselves to one core,
+    get all cores back.
+    """
     started = []
     sides = (("kv_producer", tp[0], family.prefill), ("kv_consumer", tp[1], family.decode))
     for role, size, own in sides:
@@ -87,14 +93,14 @@ def _engines(connector: str, family: Family, tp: tuple[int, int], model: str, tr
 
 
 def _external_tokens() -> float:
-    """``vllm:prompt_tokens_by_source`` of the engine that was started last: decode."""
+    """``vllm:prompt_tokens_by_source`` of the engine that started last: decode."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     name, source = "vllm:prompt_tokens_by_source_total", "external_kv_transfer"
     return sum(sample.value for sample in samples if sample.name == name and sample.labels["source"] == source)
 
 
 def _problem(reference: Answer, answer: Answer, tolerance: float) -> tuple[str, str] | None:
-    """A verdict and its reason, or None where the answer is the reference's."""
+    """Return a verdict and its reason, or None if the answer equals the reference."""
     if len(answer.tokens) < MAX_TOKENS:
         return "refuses", "the decode request ends with an error"
     problem = difference(reference, answer, tolerance)
@@ -102,7 +108,9 @@ def _problem(reference: Answer, answer: Answer, tolerance: float) -> tuple[str, 
 
 
 async def _one(connector: str, name: str, tp: tuple[int, int], folder: Path, report: dict[str, Any]) -> None:
-    """Put one pair through ``TODO`` and fill ``report``; what ends it early is in ``verdict`` and ``reason``."""
+    """Put one pair through ``TODO`` and fill ``report``; an early end sets ``verdict`` and
+    ``reason``.
+    """
     family = CASES[name]
     tolerance = BFLOAT16_TOLERANCE if family.engine.get("dtype") == "bfloat16" else family.tolerance
     trace = folder / "trace.jsonl"
@@ -114,7 +122,9 @@ async def _one(connector: str, name: str, tp: tuple[int, int], folder: Path, rep
         return
 
     def moved() -> tuple[float, float]:
-        """Bytes that the connector says it has moved, and prompt tokens that the decode engine did not compute."""
+        """Return the connector's count of moved bytes, and the prompt tokens that the decode
+        engine did not compute.
+        """
         return (written_bytes(read_trace(trace)) if connector == "tandem" else nixl_bytes()), _external_tokens()
 
     async def in_turn(prompt: list[int]) -> Answer:
@@ -153,7 +163,10 @@ async def _one(connector: str, name: str, tp: tuple[int, int], folder: Path, rep
 
 
 def _inner(connector: str, name: str, tp: tuple[int, int], log: Path, folder: Path) -> None:
-    """The process of one case: its report goes to ``folder``. The parent ends the engines with the process group."""
+    """Process of one case: writes its report to ``folder``.
+
+    The parent ends the engines with the process group.
+    """
     os.setsid()
     with log.open("w") as sink:
         os.dup2(sink.fileno(), 1)
@@ -163,12 +176,13 @@ def _inner(connector: str, name: str, tp: tuple[int, int], log: Path, folder: Pa
     asyncio.run(_one(connector, name, tp, folder, report))
     (folder / "partial.json").write_text(json.dumps(report))
     (folder / "partial.json").rename(folder / "report.json")
-    # Engines may hang when they are shut down: the parent has its report and kills the group, this process included.
+    # Engines may hang during shutdown: the parent has its report and kills the group, this process
+    # included.
     time.sleep(LIMIT_S)
 
 
 def _quote(log: str) -> str:
-    """The first error that a process has logged, and where it was raised."""
+    """Return the first error that a process has logged, and where it was raised."""
     place, code = "", ""
     for raw in log.splitlines():
         line = re.sub(r"^(\(.*?pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[\S+\] ?)?", "", raw)
@@ -209,7 +223,7 @@ def measure(connector: str, name: str, tp: tuple[int, int], logs: Path) -> dict[
 
 
 def merged(log: Path) -> list[tuple[str, tuple[int, int], dict[str, Any]]]:
-    """What a log of ``make families`` says, as reports."""
+    """Parse a log of ``make families`` as reports."""
     found = []
     for match in filter(None, map(MERGED.match, log.read_text().splitlines())):
         name, prefill, decode, equal, checked, worst, moved, movable, pools = match.groups()
@@ -234,7 +248,8 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, help="a log of make families, for Tandem's side of its pairs")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "upstream-shapes")
     arguments = parser.parse_args()
-    # Dozens of engines start here: forked, they share what this process has imported. CPU's platform asks to spawn.
+    # Dozens of engines start here: forked ones share this process's imports. vLLM's CPU platform
+    # would spawn.
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True  # noqa: SLF001 - torch has no public name for it

@@ -1,7 +1,10 @@
-"""Faults of the KV store, without engines: `python -m tests.campaigns.store.campaign --seed 1 --faults 10000`.
+"""Faults of the KV store, without engines.
 
-Each round draws a fault and sends requests. Every byte that a request would run on is checked. At the end nothing may
-be left: no staging memory, no unfinished file, no file descriptor, no growth of memory; and the budget must have held.
+    python -m tests.campaigns.store.campaign --seed 1 --faults 10000
+
+Each round draws a fault and sends requests. The campaign checks every byte that a request would
+use. At the end nothing may be left: no staging memory, no unfinished file, no file descriptor, no
+growth of memory; and the budget must have held.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _CHECK_EVERY = 10
 
 
 def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str] = frozenset()) -> Outcome:
-    """Draw and play ``faults`` faults. ``without`` names kinds to leave out."""
+    """Draw and inject ``faults`` faults. ``without`` names kinds to omit."""
     world = World(root, memory, seed)
     chosen = {fault: weight for fault, weight in FAULTS.items() if fault.__name__ not in without}
     dice = random.Random(f"faults {seed}")
@@ -75,7 +78,7 @@ class _Growth:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return 0 when no answer was wrong, no wait too long, and nothing is left."""
+    """Return 0 if no answer was wrong, no wait too long, and nothing is left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=10_000)

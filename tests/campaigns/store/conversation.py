@@ -1,9 +1,11 @@
-"""Conversations over engines that are killed: `python -m tests.campaigns.store.conversation --only llama`.
+"""Conversations over engines that are killed.
 
-A prefill and a decode engine share a store's path. Each turn sends the whole conversation so far and new text, through
-both engines at once. After some turns ``kill -9`` ends both, and engines of another TP size and block size continue.
-All tokens must be those of one engine without a connector, and prefill must compute at most one chunk beyond the new
-text of each turn.
+    python -m tests.campaigns.store.conversation --only llama
+
+A prefill and a decode engine share a store's path. Each turn sends the whole conversation so far
+and new text, through both engines at once. After some turns ``kill -9`` ends both, and engines of
+another TP size and block size continue. All tokens must equal those of one engine without a
+connector, and prefill may compute at most one chunk beyond the new text of each turn.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ CHUNK = 128
 NEW_TOKENS = 150
 ANSWER_TOKENS = 60
 MOST_DIFFERENCE = 2e-3
-"""Of a logprob: ranks add up in another order."""
+"""Tolerance of a logprob: ranks add in another order."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Shape:
 
 
 class Turn(TypedDict):
-    """An answer, the tokens that prefill and decode did not compute, and the time to it in seconds."""
+    """An answer, the tokens that prefill and decode did not compute, and its time in seconds."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -51,7 +53,7 @@ class Turn(TypedDict):
 
 @dataclass
 class Conversation:
-    """Turns of one conversation. ``prompts[k]`` is what turn k sent."""
+    """Turns of one conversation. ``prompts[k]`` is the prompt of turn k."""
 
     prompts: list[list[int]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -62,7 +64,9 @@ class Conversation:
         return self.prompts[-1]
 
     def reusable(self, turn: int) -> int:
-        """Tokens in whole chunks that an earlier turn has computed: the last token of an answer is not."""
+        """Return the tokens in whole chunks that an earlier turn has computed: all but an
+        answer's last token.
+        """
         if not turn:
             return 0
         return (len(self.prompts[turn - 1]) + len(self.turns[turn - 1]["tokens"]) - 1) // CHUNK * CHUNK
@@ -122,7 +126,7 @@ async def answer(pair: Any, prompt: list[int]) -> Turn:
 
 
 class Engines:
-    """A process with both engines, or with one without a connector where ``path`` is None."""
+    """A process with both engines, or with one without a connector if ``path`` is None."""
 
     def __init__(self, model: str, shape: Shape, path: Path | None, log: Path) -> None:
         command = [sys.executable, "-m", "tests.campaigns.store.conversation", "--serve", "--model", model]
@@ -171,7 +175,7 @@ def converse(model: str, folder: Path, shapes: list[Shape], turns: int, count: i
                 for each in conversations:
                     each.turns.append(engines.ask(each.next_prompt(dice)))
                     assert len(each.turns) == turn + 1
-                # A kill in the middle of a write is the fault campaign's.
+                # The fault campaign covers a kill during a write.
                 time.sleep(1.0)
         finally:
             engines.kill()
@@ -179,7 +183,9 @@ def converse(model: str, folder: Path, shapes: list[Shape], turns: int, count: i
 
 
 def judge(model: str, folder: Path, conversations: list[Conversation]) -> list[str]:
-    """Differences from one engine without a connector, and turns of which prefill computed too much."""
+    """Return differences from one engine without a connector, and turns in which prefill
+    computed too much.
+    """
     found = []
     engine = Engines(model, Shape(1, 32), None, folder / "alone.log")
     try:
@@ -206,7 +212,7 @@ def _difference(right: list[float], got: list[float]) -> float:
 
 
 def check(name: str, make: Callable[[Path], str], turns: int, count: int) -> bool:
-    """Hold conversations with one model; return whether all was right."""
+    """Hold conversations with one model; return whether all were right."""
     shapes = [Shape(1, 32), Shape(2, 64), Shape(1, 128)]
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)

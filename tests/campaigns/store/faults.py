@@ -34,7 +34,7 @@ def truncate(world: World) -> None:
 
 
 def extend(world: World) -> None:
-    # Less than a block: what others add to the folder is not the store's to keep within the budget.
+    # Less than a block: other programs' files in the folder are not part of the budget.
     _rewrite(world, lambda data: data + bytes(world.random.randrange(1, 800)))
 
 
@@ -79,7 +79,7 @@ def no_space(world: World) -> None:
 
 
 def stalled_disk(world: World) -> None:
-    """Some calls do not return until the disk comes back, perhaps long after their requests have ended."""
+    """Make some calls hang until the disk returns, perhaps long after their requests have ended."""
     engine = world.engines[world.random.randrange(2)]
     engine.files.hang(
         *world.random.sample(["head", "read", "create", "write", "publish"], world.random.randrange(1, 3))

@@ -1,8 +1,11 @@
-"""An engine stores what it computes and is killed; another one loads it: `python -m tests.campaigns.store.restart`.
+"""An engine stores KV and is killed; another one loads it.
 
-For each model: an engine answers prompts and is ended by ``kill -9``. Another engine with another TP size and another
-block size, at the same path, answers them again. Its tokens and logprobs must be the first one's, and nearly all prompt
-tokens must come from the store. Engines are processes of their own, so that a kill is a kill.
+    python -m tests.campaigns.store.restart
+
+For each model: an engine answers prompts and is ended by ``kill -9``. Another engine with another
+TP size and another block size, at the same path, answers them again. Tokens and logprobs must be
+equal, and nearly all prompt tokens must come from the store. Engines are separate processes, so
+that a kill is real.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MAX_TOKENS = 8
 CHUNK = 128
 MOST_DIFFERENCE = 2e-3
-"""Of a logprob: ranks add up in another order."""
+"""Tolerance of a logprob: ranks add in another order."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ CASES = (
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Random prompts of one to six chunks and a rest, some of which begin like others."""
+    """Return random prompts of one to six chunks and a rest, some with common prefixes."""
     import random
 
     dice = random.Random(11)
@@ -88,14 +91,14 @@ async def serve(options: argparse.Namespace, asked: list[list[int]]) -> None:
         answer = await generate(engine, prompt, MAX_TOKENS)
         seconds = time.monotonic() - began
         answers.append([answer.tokens, answer.logprobs, answer.cached_tokens, seconds])
-    # What is being written is let to end: a kill in between is the fault campaign's.
+    # Let writes in progress end: the fault campaign covers a kill during a write.
     await asyncio.sleep(1.0)
     print("answers " + json.dumps(answers), flush=True)
     await asyncio.sleep(600)
 
 
 def run_engine(model: str, path: Path, prompt_file: Path, engine: dict[str, Any]) -> list[Any]:
-    """Start an engine, take its answers, and kill it and its workers."""
+    """Start an engine, read its answers, and kill it and its workers."""
     command = [sys.executable, "-m", "tests.campaigns.store.restart", "--serve", "--model", model]
     command += ["--path", str(path), "--prompts", str(prompt_file)]
     for key, value in engine.items():
@@ -119,7 +122,7 @@ def run_engine(model: str, path: Path, prompt_file: Path, engine: dict[str, Any]
 
 
 def compare(first: list[Any], second: list[Any]) -> list[str]:
-    """Differences of tokens, and of logprobs of the tokens that were taken."""
+    """Return differences of tokens, and of logprobs of the sampled tokens."""
     found = []
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         if one[0] != other[0]:
@@ -132,7 +135,7 @@ def compare(first: list[Any], second: list[Any]) -> list[str]:
 
 
 def check(case: Case, make: Callable[[Path], str], count: int) -> bool:
-    """Run one case; whether it is right."""
+    """Run one case; return whether it is right."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model = make(root / "model")
@@ -157,7 +160,7 @@ def check(case: Case, make: Callable[[Path], str], count: int) -> bool:
 
 
 def main() -> int:
-    """Return 0 when all cases are right."""
+    """Return 0 if all cases are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[case.model for case in CASES])
     parser.add_argument("--count", type=int, default=12)

@@ -1,9 +1,12 @@
-"""vLLM's own scheduler with the store, driven at random: `python -m tests.campaigns.store.scheduling --steps 4000`.
+"""vLLM's own scheduler with the store, driven at random.
 
-Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool. Behind it stand ranks with
-real memory, whose "model" writes for each token what follows from all tokens before it, and which first checks that all
-that attention would look at is there. So a block that is loaded wrongly, too late, or stored after it was reused is
-found where it is read. Engines of one run share a path, and are replaced by others with other TP and block sizes.
+    python -m tests.campaigns.store.scheduling --steps 4000
+
+Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, its block pool. Its
+ranks have real memory. Their "model" writes for each token a word that follows from all tokens
+before it, and first checks that all words that attention would read are present. So a block that is
+loaded wrong, too late, or stored after its reuse is detected where it is read. Engines of one run
+share a path, and are replaced by others with other TP and block sizes.
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ KINDS: list[Kind] = [
     for prefixes, states in ((False, False), (True, False), (False, True))
     for ahead in (False, True)
 ]
-"""Of engines: blocks in the pool, tokens of a block, prefix caching, asynchronous scheduling, TP size, and whether the
-last group keeps states instead of a window."""
+"""Engines: blocks in the pool, tokens per block, prefix caching, asynchronous scheduling, TP
+size, and whether the last group keeps states instead of a window.
+"""
 
 Words = npt.NDArray[np.uint64]
 
@@ -76,7 +80,7 @@ class Engine:
         states: bool,
     ) -> None:
         self.rng = random.Random(seed)
-        # Often too little of everything.
+        # Often too few blocks and too little staging.
         store = {"path": str(folder), "disk_gib": 400 / (1 << 18), "chunk_tokens": CHUNK, "staging_mib": 1}
         config = vllm_config.__wrapped__(
             kv_transfer_config=KVTransferConfig(
@@ -152,7 +156,9 @@ class Engine:
     # ---- requests -------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
-        """A prompt that may begin like others, of this engine or of one before it."""
+        """Return a prompt that may share a prefix with others, of this engine or of an earlier
+        one.
+        """
         rng = self.rng
         shared = rng.choice([0, 40, 70, 130, 180])
         topic = rng.randrange(3)
@@ -179,7 +185,7 @@ class Engine:
     # ---- the engine's loop ----------------------------------------------------------------------
 
     def step(self) -> None:
-        """As EngineCore does it: fill the queue of batches, else take the oldest one's output."""
+        """Run like EngineCore: fill the queue of batches, else take the oldest one's output."""
         if len(self.batches) < self.depth and self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.counts["preempted"] += len(output.preempted_req_ids or ())
@@ -215,7 +221,7 @@ class Engine:
         return together
 
     def forward(self, output: SchedulerOutput, tables: dict[str, tuple[list[int], ...]]) -> dict[str, list[int]]:
-        """Check what attention looks at, write what the step computes, and sample."""
+        """Check what attention reads, write the step's KV, and sample."""
         cached = output.scheduled_cached_reqs
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -257,7 +263,7 @@ class Engine:
                 view(rank, group)[blocks, at, rows] = words[start:stop] + np.uint64(head * 8 + group)
 
     def check_state(self, name: str, table: list[int], words: Words, start: int) -> None:
-        """The state after ``start`` tokens, in all rows of the request's block."""
+        """Check the state after ``start`` tokens, in all rows of the request's block."""
         for rank in self.ranks:
             for at, head in enumerate(rank.heads):
                 if start and not (view(rank, 2)[table[0], at] == words[start - 1] + np.uint64(head * 8 + 2)).all():
@@ -275,7 +281,9 @@ class Engine:
     # ---- a whole run ----------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
-        """So many random steps, then no more requests until all have ended, and nothing is left of them."""
+        """Run this number of random steps, then until all requests have ended; check that
+        nothing is left.
+        """
         number = 0
         for _ in range(steps):
             while len(self.scheduler.requests) < 20 and self.rng.random() < 0.3:
@@ -302,13 +310,13 @@ class Engine:
 
 
 def view(rank: Rank, group: int) -> npt.NDArray[np.uint64]:
-    """(blocks, heads, rows) of the group's layer, a word a token."""
+    """Return (blocks, heads, rows) of the group's layer, one word per token."""
     words: npt.NDArray[np.uint64] = rank.views[group][0].view(np.uint64)[..., 0]
     return words
 
 
 def prefix_words(tokens: list[int]) -> Words:
-    """A word for each token that follows from it and all tokens before it."""
+    """Return a word for each token that follows from it and all tokens before it."""
     words, value = np.empty(len(tokens), np.uint64), 1469598103934665603
     for number, token in enumerate(tokens):
         value = (value ^ token) * 1099511628211 & 0xFFFFFFFFFFFFFFFF
@@ -317,7 +325,7 @@ def prefix_words(tokens: list[int]) -> Words:
 
 
 def run(folder: Path, seed: int, steps: int, kinds: list[Kind]) -> Counter[str]:
-    """One engine of each kind after the other, over one path."""
+    """Run one engine of each kind after the other, over one path."""
     totals = Counter[str]()
     for number, kind in enumerate(kinds):
         engine = Engine(seed + number, folder, *kind)

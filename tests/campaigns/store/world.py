@@ -1,7 +1,7 @@
-"""A host with two engines' stores, without engines: prompts, the right content of every object, and the checks.
+"""A host with two engines' stores, without engines: prompts, right content of objects, and checks.
 
-The content of an object follows from its name, so every byte that a request would run on can be checked. Two stores
-share a disk path and a memory path; a third belongs to other weights.
+The content of an object follows from its name, so every byte that a request would use can be
+checked. Two stores share a disk path and a memory path; a third belongs to other weights.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SIZES = {0: 9000, 1: 3000, 2: 700}
 SPACES = (b"the model's own!", b"other weights!!!")
 DISK_BUDGET, MEMORY_BUDGET, STAGING = 120 * 12288, 40 * 12288, 96 * 12288
 LIMITS = StoreLimits(lookup_s=0.02, load_s=0.25, store_s=0.5, queue_objects=64, read_threads=2, write_threads=2)
-# A busy machine wakes a thread late; a wait that nobody ends lasts for ever.
+# A busy machine wakes a thread late; a wait without a deadline would last forever.
 SLACK_S = 2.0
 STEP_TOKENS = CHUNK
 
 
 class FaultyFiles(Files):
-    """System calls that hang, or fail for want of room, while told so."""
+    """System calls that hang, or fail for lack of space, on demand."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -136,7 +136,7 @@ def store_plan() -> StorePlan:
 
 @contextlib.contextmanager
 def held(root: Path) -> Iterator[None]:
-    """Hold the store's lock, so that no file appears or goes meanwhile."""
+    """Hold the store's lock, so that no file appears or disappears meanwhile."""
     fd = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -187,7 +187,7 @@ class World:
             engine.files.heal()
 
     def _prompt(self, space: int) -> Prompt:
-        """Up to eight chunks, of which the first ones are often those of other prompts."""
+        """Return up to eight chunks, often with a common prefix with other prompts."""
         rng = self.random
         tokens = rng.randrange(1, 9) * CHUNK + rng.randrange(1, CHUNK)
         ids: list[int] = []
@@ -204,7 +204,7 @@ class World:
     # ---- requests -------------------------------------------------------------------------------
 
     def ask(self, number: int) -> None:
-        """One request: load what the store has, check every byte, and store the rest."""
+        """One request: load from the store, check every byte, and store the rest."""
         engine = self.engines[number]
         mine = self.prompts[28:] if number == 2 else self.prompts[:28]
         prompt = self.random.choice(mine)
@@ -254,7 +254,7 @@ class World:
     # ---- checks ---------------------------------------------------------------------------------
 
     def object_files(self, root: Path) -> list[Path]:
-        """Objects of one tier, sorted: the order of a folder is not the seed's."""
+        """Objects of one tier, sorted: the order of a folder does not depend on the seed."""
         return sorted(path for path in (root / "objects").glob("*/*") if not path.name.startswith("."))
 
     def check_budget(self) -> None:

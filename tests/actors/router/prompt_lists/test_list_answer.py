@@ -117,7 +117,7 @@ async def test_who_sampled_the_first_token(first_token: str, header: str | None)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refused_prompt_is_the_answer(stream: bool) -> None:
-    """With vLLM's status and body; the other prompts are cancelled."""
+    """The client gets vLLM's status and body; the other prompts are cancelled."""
     router, p, d = fleet([well], [completes(refuses="ccc", waits="a")])
     async with http(router) as client:
         reply = await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": stream})
@@ -158,7 +158,7 @@ async def test_no_engine_for_any() -> None:
 
 
 async def test_a_stream_is_continued_on_another_engine() -> None:
-    """Which a request with several prompts on one engine cannot be."""
+    """A request with several prompts on one engine cannot be resumed."""
     router, p, d = fleet([well, well], [completes(), completes(dies="dddd")])
     async with http(router) as client:
         reply = await client.post("/v1/completions", json={"prompt": [*PROMPTS, "dddd"], "stream": True})
