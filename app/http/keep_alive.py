@@ -10,12 +10,16 @@ from contextlib import asynccontextmanager, suppress
 from starlette.types import Message, Send
 
 from actors.errors import DeadlineError
-from actors.request import KEEP_ALIVE
+from actors.request import KEEP_ALIVE, Endpoint
 from actors.router.client_request import ClientRequest
 from configs.settings import RouterLimits
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 """Headers known before the engine answers; vLLM's streams have the same content type."""
+
+
+STREAMING: frozenset[Endpoint] = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+"""Endpoints whose answer is a stream if the request has `"stream": true`."""
 
 
 class KeepAlive:
@@ -84,4 +88,4 @@ class KeepAlive:
 def _is_stream(request: ClientRequest) -> bool:
     """Return whether an engine that accepts `request` answers with a stream. vLLM also converts
     other values of `stream`, such as `"false"`."""
-    return request.body.get("stream") is True and not request.endpoint.endswith("tokenize")
+    return request.body.get("stream") is True and request.endpoint in STREAMING

@@ -1,4 +1,4 @@
-"""A stream whose first token takes long: headers and comments come first, and errors become events."""
+"""A stream whose first token takes long: headers and comments precede it, and errors are events."""
 
 from __future__ import annotations
 
@@ -131,6 +131,22 @@ async def test_an_error_after_the_headers_is_an_event(
     assert counted(router, "tandem_requests_total", route="refused", reason="", status=str(error["code"])) == 1
     line = json.loads(lines[0])
     assert (line["status"], line["late_status"]) == (200, error["code"])
+
+
+async def test_an_error_of_the_messages_api() -> None:
+    """Anthropic's form, without `[DONE]`."""
+    wanted = replace(request(messages=[{"role": "user", "content": "a"}]), endpoint="/v1/messages")
+    error = {"type": "BadRequestError", "message": "the prompt is too long"}
+    client, _ = await served([], [late(answers(400, {"type": "error", "error": error}))], wanted)
+    kind, data = client.body.replace(COMMENT, b"").decode().split("\n", 1)
+    assert kind == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}
+
+
+async def test_an_endpoint_without_streams() -> None:
+    """`stream` means nothing to it."""
+    client, _ = await served([], [late(answers(400, WRONG))], replace(request(), endpoint="/detokenize"))
+    assert client.status == 400
 
 
 async def test_an_error_of_the_responses_api() -> None:
