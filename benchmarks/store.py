@@ -213,7 +213,7 @@ def bandwidth(folder: Path, rounds: int) -> dict[str, Any]:
             tier = FolderTier(root, 4 << 30, durable=label == "disk", label=label)
             tier.open()
             for name in names:
-                tier.write(name, memoryview(payload), 1, time.monotonic() + 60)
+                tier.write(name, payload.data, 1, time.monotonic() + 60)
             files = sorted((root / "objects").glob("*/*"))
             assert len(files) == OBJECTS
 

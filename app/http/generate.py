@@ -170,7 +170,7 @@ class Generate:
         if entry is not None:
             entry.answered(late_status=int(status))
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORD_S):
+            async with asyncio.timeout(STREAM_END_S):
                 await send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _send_rest(

@@ -180,7 +180,9 @@ class Handle:
         return len(self.replicas) if self._known else 0
 
     def same_replica(self, name: str) -> frozenset[str]:
-        """Names of data-parallel ranks are those that Serve's metadata gives them: `<replica>-dp<rank>`."""
+        """Names of data-parallel ranks are those that Serve's metadata gives them:
+        `<replica>-dp<rank>`.
+        """
         whole = name.partition("-dp")[0]
         return frozenset(one.name for one in self.replicas if one.name.partition("-dp")[0] == whole) | {name}
 

@@ -1,4 +1,6 @@
-"""Two stock vLLM servers, one with two data-parallel ranks: each rank is an engine of its own for the connector."""
+"""Two stock vLLM servers, one with two data-parallel ranks: each rank is an engine of its own
+for the connector.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.engine
 
 @dataclass(frozen=True)
 class Servers:
-    """A prefill server with two ranks, a decode server, and the file in which both trace their transfers."""
+    """A prefill server with two ranks, a decode server, and the file in which both trace their
+    transfers.
+    """
 
     prefill: Server
     decode: Server

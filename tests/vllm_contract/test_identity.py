@@ -172,7 +172,9 @@ def test_an_adapter_that_changed_under_a_running_engine(tmp_path: Path) -> None:
 
 
 def test_a_store_is_refused_on_data_parallel_ranks() -> None:
-    """Rank 1 is told apart by its index: vLLM sets the size back to 1 for models without experts."""
+    """Rank 1 is told apart by its index: vLLM sets the size back to 1 for models without
+    experts.
+    """
     transfer = KVTransferConfig(
         kv_connector="TandemConnector",
         kv_role="kv_both",

@@ -77,7 +77,9 @@ def test_what_the_scheduler_says_counts_while_there_are_requests(llm):
 
 
 def test_data_parallel_ranks_are_one_load(llm):
-    """Requests add up; the KV cache is that of all ranks, of which one may not have run a step yet."""
+    """Requests add up; the KV cache is that of all ranks, of which one may not have run a step
+    yet.
+    """
     config = VllmConfig(parallel_config=ParallelConfig(data_parallel_size=4, data_parallel_size_local=4))
     load = LoadLogger(config)
     manager = PerEngineStatLoggerAdapter(config, [0, 1, 2, 3], lambda *_: load)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ class Host:
         self.settings = StoreSettings(str(path), disk_gib=0.1, chunk_tokens=CHUNK, staging_mib=1, lookup_s=5.0)
         self.schedulers: list[StoreScheduler] = []
 
-    def start(self, **settings: float) -> StoreScheduler:
+    def start(self, **settings: Any) -> StoreScheduler:
         scheduler = StoreScheduler(replace(self.settings, **settings), 4096)
         scheduler.publish([CACHE])
         self.schedulers.append(scheduler)
@@ -172,7 +173,12 @@ def test_a_transfer_that_fails_before_it_begins_loads_as_any_request(host: Host)
     request = new_request(decode)
     until(ready(decode, request, queued=True))
     matched: list[int | None] = []
-    until(lambda: bool(matched.append(decode.matched_tokens(request, 0)) or matched[-1] is not None))
+
+    def answered() -> bool:
+        matched.append(decode.matched_tokens(request, 0))
+        return matched[-1] is not None
+
+    until(answered)
     assert matched[-1] == 64
     decode.after_alloc(request, tables(), 64)
     (load,) = decode.orders(SchedulerOutput.make_empty()).loads

@@ -157,7 +157,8 @@ async def test_prefill_that_dies_after_its_first_token():
 
 async def test_both_legs_draw_with_the_same_seed():
     """The client's, or the router's; at temperature 0 none."""
-    for more, seeds in (({"seed": 5}, {5}), ({"temperature": 0}, {None})):
+    cases: list[tuple[dict[str, Any], set[int | None]]] = [({"seed": 5}, {5}), ({"temperature": 0}, {None})]
+    for more, seeds in cases:
         router, p, d = fleet([samples()], [engine(1, [1])])
         await ask(router, request(**more))
         assert {json.loads(call.body).get("seed") for call in (*p.calls, *d.calls)} == seeds

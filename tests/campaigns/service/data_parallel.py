@@ -1,11 +1,11 @@
 """Send requests to a service whose engines have data-parallel ranks, and kill ranks under them.
 
-    python -m tests.campaigns.service.data_parallel [--requests 100] [--kills 20] [--prefill 2] [--decode 2]
+    python -m tests.campaigns.service.data_parallel --help
 
 ``make data-parallel`` runs it. Every answer is compared with the fact that its prompt states. All
 ranks must serve a fair share of the requests. Each kill ends the engine core of one rank while
-requests run: vLLM then ends the other ranks of the replica, and Serve starts it again. No answer may
-be wrong, and afterwards the block pools must be empty.
+requests run: vLLM then ends the other ranks of the replica, and Serve starts it again. No answer
+may be wrong, and afterwards the block pools must be empty.
 """
 
 from __future__ import annotations

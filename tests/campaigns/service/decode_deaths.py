@@ -107,7 +107,9 @@ class Decodes:
 
 @contextmanager
 def service_with_two_decodes(folder: Path) -> Iterator[tuple[ServiceProcess, httpx.Client]]:
-    """One prefill and two decode replicas of the demo model; their log and trace are in `folder`."""
+    """One prefill and two decode replicas of the demo model; their log and trace are in
+    `folder`.
+    """
     config = write_config(
         "local.yaml",
         folder,

@@ -1,9 +1,10 @@
 """Identity with one engine between engines with data-parallel ranks.
 
-    python -m tests.campaigns.shapes.data_parallel [--models gemma3,llama] [--pairs 2x1:1x1,...] [--prompts 100]
+    python -m tests.campaigns.shapes.data_parallel --help
 
-runs the whole campaign (``make data-parallel``). A pair is ``DPxTP`` of prefill and of decode. Each request is pinned
-to one rank of either engine, so all pairs of ranks exchange KV. The reference is one stock engine without a connector.
+``make data-parallel`` runs the whole campaign. A pair is ``DPxTP`` of prefill and of decode. Each
+request is pinned to one rank of either engine, so all pairs of ranks exchange KV. The reference is
+one stock engine without a connector.
 """
 
 from __future__ import annotations
