@@ -59,7 +59,9 @@ def core(pipe: Connection) -> None:
     from connectors.vllm_hma.config import parse_config
     from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 
-    more: dict[str, Any] = {"step_tokens": 8192} if "step_tokens" in inspect.signature(SchedulerConnector).parameters else {}
+    more: dict[str, Any] = (
+        {"step_tokens": 8192} if "step_tokens" in inspect.signature(SchedulerConnector).parameters else {}
+    )
     half = SchedulerConnector(parse_config({"secret": SECRET}), "prefill", RANKS, (), **more)
     published_at = time.monotonic()
     half.publish(rank_metadata())

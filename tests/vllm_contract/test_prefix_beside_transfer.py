@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
