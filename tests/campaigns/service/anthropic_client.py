@@ -32,7 +32,8 @@ def main(base_url: str, model: str, prompt: str) -> None:
     # The demo model writes no valid call of a tool without a bias, which this API lacks.
     offered = client.messages.create(**asked, tools=[TOOL], tool_choice={"type": "none"})
     refusals = []
-    for wrong in ({"model": "nobody"}, {"extra_body": {"temperature": -1}}, {"messages": []}):
+    changes: list[dict[str, object]] = [{"model": "nobody"}, {"extra_body": {"temperature": -1}}, {"messages": []}]
+    for wrong in changes:
         try:
             client.messages.create(**asked | wrong)
         except anthropic.APIStatusError as error:
