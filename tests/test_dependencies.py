@@ -27,7 +27,11 @@ INDIRECT = {"httptools"}
 """Declared, and imported by another package at our request:
 `uvicorn.protocols.http.httptools_impl`.
 """
-ELSEWHERE = {"langchain_core": "langchain-openai", "langchain_openai": "langchain-openai"}
+ELSEWHERE = {
+    "anthropic": "anthropic",
+    "langchain_core": "langchain-openai",
+    "langchain_openai": "langchain-openai",
+}
 """Modules of environments other than this one, and the distribution to declare for them."""
 
 MISSING_ON_PURPOSE = {

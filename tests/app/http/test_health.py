@@ -23,6 +23,10 @@ class Hung(Handle):
     def ongoing(self) -> dict[str, int]:
         return {replica.name: 0 for replica in self.replicas}
 
+    @property
+    def replica_count(self) -> int:
+        return len(self.replicas)
+
     def broadcast(self, method: str, *arguments: object) -> DeploymentBroadcastResponse:
         return cast(DeploymentBroadcastResponse, NeverAnswered())
 
