@@ -39,7 +39,9 @@ if __name__ == "__main__":
     os.environ |= {"COLOUR": "red", "GONE": "1"}
     multiprocessing.set_forkserver_preload(["preloaded"])
     context = InheritingContext()
-    context.Process(target=print).start()
+    first = context.Process(target=print)
+    first.start()
+    first.join()
     os.environ["COLOUR"] = "green"
     del os.environ["GONE"]
     reader, writer = context.Pipe(duplex=False)

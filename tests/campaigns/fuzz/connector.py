@@ -47,7 +47,7 @@ from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 SECRET = "what the hostile agent does not know"
 ACTIONS = 20
 PEERS = 16
-PATIENT = replace(LIMITS, handshake_s=8.0, progress_s=8.0)
+PATIENT = replace(LIMITS, handshake_s=8.0, progress_s=8.0, lease_s=5.0)
 """Long, so that a busy machine causes no finding."""
 WARM_UP = 0.4
 MAX_GROWTH_MIB = 64
