@@ -210,8 +210,13 @@ identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs
 
 .PHONY: data-parallel
 data-parallel: $(STAMP) ## Data-parallel ranks on either side: 100 prompts per pair, then 20 ranks killed in a service (about an hour)
+	TANDEM_DATA_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_data_parallel.py
 	$(BIN)/python -m tests.campaigns.shapes.data_parallel
 	$(BIN)/python -m tests.campaigns.service.data_parallel
+
+.PHONY: placement
+placement: $(STAMP) ## Where Serve places replicas and the ranks of Ray's executor, on a cluster of four nodes (2 minutes)
+	TANDEM_PLACEMENT=1 $(BIN)/python -m pytest tests/app/test_deployment_options.py
 
 .PHONY: families
 families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
@@ -305,7 +310,7 @@ serve-commands: $(STAMP) ## Ray's own commands on a service: serve run, status, 
 
 .PHONY: streams
 streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
-	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py
+	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py tests/e2e/test_decode_death.py
 	$(BIN)/python -m tests.campaigns.service.decode_deaths
 
 .PHONY: rolling-restart

@@ -10,7 +10,6 @@ import torch._dynamo
 import vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector
 import vllm.model_executor.models.falcon_h1
 import vllm.model_executor.models.gemma3  # noqa: F401
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.entrypoints.launchers.api_server.entry import main as _main
 from vllm.envs import environment_variables
 from vllm.v1.engine import async_llm, core_client  # noqa: F401
@@ -26,11 +25,6 @@ torch._dynamo.config.disable = True  # noqa: SLF001 (torch has no public name fo
 # The CPU platform sets this variable to `spawn` (vllm/platforms/cpu.py).
 environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
 shorten_busy_wait()
-# Ranks that share memory poll for each other (vLLM's csrc/cpu/shm.cpp), so two engines with two
-# ranks on two cores take a multiple of the processor time. With gloo, which vLLM uses between
-# hosts, they block.
-assert hasattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name"), "vLLM chooses another way"
-CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False  # noqa: SLF001
 give_vllm_these_ports()
 
 

@@ -46,7 +46,8 @@ class ClientRequest:
     @property
     def sequences(self) -> int:
         """Number of sequences that an engine computes for the request: prompts times `n`."""
-        return self.prompt.answers
+        items = self.body.get("items")  # of /generative_scoring: vLLM starts all at once
+        return max(self.prompt.answers, len(items) if isinstance(items, list) else 1)
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:

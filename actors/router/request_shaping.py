@@ -115,7 +115,7 @@ def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
     Decode samples the same token again. The router drops decode's events for it, as in a resumed
     stream; if decode samples another token, the stream resumes with prefill's.
     """
-    if not body.get("stream"):
+    if body.get("stream") is not True:  # vLLM converts other values
         return "not streamed"
     if endpoint == "/v1/messages":
         return "no seed"  # Anthropic's API has no field for one, so the legs may draw other tokens

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from actors.request import KEEP_ALIVE
 from actors.telemetry.recent_requests import MAX_ID_CHARACTERS
 
-UNLOGGED_PATHS = frozenset({"/", "/health", "/metrics", "/tandem/status", "/tandem/service"})
+UNLOGGED_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics", "/tandem/status", "/tandem/service"})
 """Paths of probes, scrapers and the status page."""
 
 MAX_PATH_CHARACTERS = 200

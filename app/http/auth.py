@@ -91,7 +91,8 @@ class Authenticated:
             with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):
                 await self._app(scope, receive, send)
         except OverloadedError as error:
-            await self._refuse(error_response(error, self._router.limits.retry_after_s))(scope, receive, send)
+            response = error_response(error, self._router.limits.retry_after_s, scope["path"])
+            await self._refuse(response)(scope, receive, send)
 
     def requests_by_key(self) -> dict[Hashable, int]:
         """Return the number of ongoing requests by digest of the key."""

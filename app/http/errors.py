@@ -79,7 +79,7 @@ def message_of(error: Exception) -> str:
     return str(error)
 
 
-def error_response(error: Exception, retry_after_s: int, endpoint: Endpoint = "/v1/completions") -> JSONResponse:
+def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
     """Return the response for `error`, with Retry-After for status 429 and 503."""
     status = status_of(error)
     headers = {}

@@ -63,6 +63,8 @@ class KeepAlive:
         if self._comments is not None:
             self._comments.cancel()
             await asyncio.wait({self._comments})
+            if not self._comments.cancelled():
+                self._comments.exception()  # else asyncio logs that nobody has read it
 
     def _start(self) -> None:
         self.started = True

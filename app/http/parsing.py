@@ -57,7 +57,10 @@ async def read_request(
 def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:
     """Return the headers of both legs, with a new X-Request-Id if the client sent none."""
     passed = FORWARDED_HEADERS | {PRIORITY_HEADER} if client_priority else FORWARDED_HEADERS
-    given = {name: value for name, value in request.headers.raw if name in passed}
+    given: dict[bytes, bytes] = {}
+    for name, value in request.headers.raw:
+        if name in passed:
+            given.setdefault(name, value)  # the first, which Starlette reads
     given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
     return tuple(given.items())
 
@@ -127,7 +130,10 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
     """
     chats = body.get("messages")
     several = isinstance(chats, list) and bool(chats) and isinstance(chats[0], list)
-    prompts = max(_several(body.get("prompt")), _several(body.get("prompt_embeds")), len(chats or ()) if several else 1)
+    prompts = max(
+        *(_several(body.get(field)) for field in ("prompt", "prompt_embeds", "items")),
+        len(chats or ()) if several else 1,
+    )
     copies = body.get("n")
     copies = copies if type(copies) is int and copies > 1 else 1
     if prompts * copies > most:

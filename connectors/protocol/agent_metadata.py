@@ -22,6 +22,7 @@ PROTOCOL_VERSION = 6
 _MOST = 4096
 MAX_METADATA_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20
+_MOST_BLOCK_TOKENS = 2**24
 _MOST_INTERLEAVED = 2**16
 
 _AXES = ("pp_rank", "pp_size", "pcp_rank", "pcp_size", "dcp_size", "interleave_tokens")
@@ -188,7 +189,7 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
             Group(
                 index=_whole(group["index"]),
                 kind=GroupKind(group["kind"]),
-                block_tokens=_whole(group["block_tokens"]),
+                block_tokens=_block_tokens(group["block_tokens"]),
                 window_tokens=None if group["window_tokens"] is None else _whole(group["window_tokens"]),
                 layers=tuple(_pages(pages) for pages in group["layers"]),
                 shard=_checked(Shard, group["shard"]),
@@ -219,6 +220,12 @@ def _whole(value: object, key: str = "a number") -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise WireError(f"{key} must be a whole number of at most 63 bits, not {value!r}")
     return value
+
+
+def _block_tokens(value: object) -> int:
+    if _whole(value) > _MOST_BLOCK_TOKENS:
+        raise WireError(f"a block of {value!r} tokens; the limit is {_MOST_BLOCK_TOKENS}")
+    return _whole(value)
 
 
 def _flag(value: object) -> bool:

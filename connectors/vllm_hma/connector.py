@@ -192,7 +192,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             return store.matched_tokens(request, num_computed_tokens), False
         tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
         if store is not None and tokens != 0:
-            end_token = request.num_prompt_tokens - 1
+            end_token = self.scheduler.end_token(request)
             if not store.prefix_ready(request, num_computed_tokens, end_token, queued=tokens is None):
                 return None, False
         return tokens, bool(tokens)
@@ -203,7 +203,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables, store, loaded_token = blocks.get_block_ids(), self._store_scheduler, 0
         if store is not None and num_external_tokens and self.scheduler.consumes(request.request_id):
-            end_token = request.num_prompt_tokens - 1
+            end_token = self.scheduler.end_token(request)
             loaded_token = store.load_prefix(request, tables, end_token - num_external_tokens, end_token)
         received = self.scheduler.after_alloc(request, tables, num_external_tokens, loaded_token)
         if store is not None and received is None:

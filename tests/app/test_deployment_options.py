@@ -3,6 +3,7 @@ each.
 """
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from configs.settings import RoleName, ServiceSettings, SettingsError, parse_set
 GPUS = 4
 NODES = ("a", "b", "c")
 OBJECT_STORE_BYTES = 80 * 2**20
+
+MORE = pytest.mark.skipif("TANDEM_PLACEMENT" not in os.environ, reason="takes more than a minute: `make placement`")
 
 
 def settings(role: RoleName = "prefill", **role_settings: Any) -> ServiceSettings:
@@ -159,6 +162,7 @@ def delete_all() -> None:
 TWO = {"tensor_parallel_size": 2, "num_gpus": 2, "replicas": 2}
 
 
+@MORE
 def test_packed_where_serve_is_told_to(cluster: Cluster) -> None:
     """Half a node each: prefill and decode share one, and the next two engines another; one
     stays free.
@@ -180,6 +184,7 @@ def test_spread_unless_told_otherwise(usual: Start) -> None:
     delete_all()
 
 
+@MORE
 def test_ranks_of_the_ray_executor(usual: Start) -> None:
     """Four ranks share a node with room; six need one and a half. Labels apply to every rank."""
     (ranks,) = usual("prefill", "ranks", executor="ray", tensor_parallel_size=4, num_gpus=4)

@@ -66,6 +66,7 @@ STEPS = (
     Step("gpu-check", "gpu-check", lines=20, computes=True),
     Step("explore", "explore", lines=3, computes=True),
     Step("identity", "identity", lines=4),
+    Step("placement", "placement", lines=2),
     Step("data-parallel", "data-parallel", lines=30),
     Step("fuzz", "fuzz", lines=6),
     Step("differential", "differential", lines=2),

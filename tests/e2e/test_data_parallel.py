@@ -4,6 +4,7 @@ for the connector.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from testing.sequential_proxy import PRODUCE
 from testing.servers import Server
 from tests.e2e.test_drop_in import tandem
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif("TANDEM_DATA_PARALLEL" not in os.environ, reason="takes a minute: `make data-parallel`"),
+]
 
 
 @dataclass(frozen=True)

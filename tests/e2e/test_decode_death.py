@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.campaigns.service.decode_deaths import Decodes, service_with_two_decodes, stream_with_a_death, whole_stream
 
-pytestmark = pytest.mark.engine(killed=True)
+pytestmark = [
+    pytest.mark.engine(killed=True),
+    pytest.mark.skipif("TANDEM_STREAMS" not in os.environ, reason="takes a minute: `make streams`"),
+]
 
 TOKENS, AT_EVENT = 1000, 120
 """A short stream could end before a busy client has read the event at which it kills the engine."""

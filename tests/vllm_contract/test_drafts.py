@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
@@ -100,6 +100,15 @@ def test_the_prompts_last_token_is_the_one_sampled() -> None:
     short = Request("s", [5], shared, None)
     sample_last_token(short)
     assert short.sampling_params is shared
+
+
+def test_a_grammar_rejects_the_prompts_token() -> None:
+    """So a request with structured output samples freely."""
+    params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(json="{}"))
+    request = Request("r", [5, 6, 7], params, None)
+    sample_last_token(request)
+    assert request.sampling_params is params
+    assert params.allowed_token_ids is None
 
 
 def connector(made: VllmConfig, **extra: Any) -> TandemConnector:

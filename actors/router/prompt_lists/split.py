@@ -24,6 +24,8 @@ def split(request: ClientRequest) -> list[ClientRequest]:
         return []
     if why_local(request.endpoint, {**request.body, "prompt": "any"}) is not None:
         return []
+    if not isinstance(request.body.get("stream"), bool | None) or not parent_id(request).isprintable():
+        return []  # vLLM converts the former; the latter becomes a header here
     fields = request.fields
     written = fields["prompt"]
     each: list[Any] = (

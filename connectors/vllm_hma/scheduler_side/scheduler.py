@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from connectors.errors import WireError
-from connectors.planning.layout import Group, GroupKind
+from connectors.planning.layout import WINDOWED, Group, GroupKind
 from connectors.protocol.actions import Due
 from connectors.protocol.agent_metadata import decode_agent_metadata, engine_metadata
 from connectors.protocol.params import (
@@ -271,6 +271,10 @@ class SchedulerConnector:
         tokens = max(0, _end_token(request, params) - computed_tokens)
         return None if tokens and request.request_id in self._queued else tokens
 
+    def end_token(self, request: Request) -> int:
+        """Return the first prompt token that a request with a transfer computes itself."""
+        return _end_token(request, self._consumptions[request.request_id])
+
     def due(self, reported: Iterable[Due]) -> None:
         """Let queued requests allocate blocks, or compute their prompts if the transfer failed."""
         for due in reported:
@@ -427,6 +431,17 @@ class SchedulerConnector:
             if production is not None and computed_before < production.prompt_tokens:
                 self._start(request_id, orders)
                 orders.chunks.append(self._chunk(request_id, production, computed_before, output))
+            elif (
+                production is not None
+                and production.request is not None
+                and computed_before > production.prompt_tokens
+                and any(group.kind in WINDOWED for group in self._groups)
+            ):
+                # vLLM has divided the step for the last tokens (by budget, encoder or priority), so
+                # this one frees blocks of the window that is sent.
+                del self._productions[request_id]
+                reason = "the step for the first token was divided, which frees blocks of the window"
+                orders.finished.append(Finished(request_id, False, reason))
         self._start_next(orders)
         return orders
 

@@ -60,6 +60,9 @@ def sample_last_token(request: Request) -> None:
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.sampling_params is None:
         return
+    if request.use_structured_output:
+        # The grammar would reject the prompt's token, and vLLM would end the request with an error.
+        return
     # A copy: the caller may share the parameters.
     request.sampling_params = request.sampling_params.clone()
     request.sampling_params.allowed_token_ids = [request.prompt_token_ids[-1]]

@@ -186,7 +186,7 @@ async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
     """Its slot returns long before the stream ends, after the first token: the return wakes
     another process.
     """
-    engines = Engines(**delays, streaming=DELAY_S)
+    engines = Engines(**delays, streaming=8 * DELAY_S)
     async with engines.router.answer(request()) as answer:
         body = answer.body()
         await anext(body)

@@ -9,8 +9,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from actors.router.client_request import ClientRequest
 from app.http.errors import BadRequestError, error_response
-from app.http.parsing import forwarded_headers, parse_body, read_request
+from app.http.parsing import check_prompts, forwarded_headers, parse_body, read_request
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,16 @@ def test_a_body_that_is_refused(raw, message, param):
     with pytest.raises(BadRequestError, match=message) as raised:
         parse_body(raw)
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize("field", ["prompt", "items"])
+def test_lists_count_against_the_limit_of_prompts(field):
+    """`items` is the list of /generative_scoring."""
+    body = {"query": "q", field: ["a"] * 5}
+    check_prompts(body, 5)
+    with pytest.raises(BadRequestError, match="5 prompts: one request may ask for at most 4 answers"):
+        check_prompts(body, 4)
+    assert ClientRequest("/generative_scoring", (), b"", body).sequences == 5
 
 
 @pytest.fixture

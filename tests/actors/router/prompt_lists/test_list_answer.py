@@ -18,9 +18,10 @@ from tests.actors.behaviours import EVENTS, JSON, ask, fleet, hangs, request, we
 from tests.actors.fleet import Handle, at_rest
 
 PROMPTS = ["a", "bb", "ccc", "dddd"]
+REFUSAL = b'{"error": {"message": "no", "code": 400}}'
 
 
-def completes(refuses: str = "", dies: str = "", waits: str = "") -> Any:
+def completes(refuses: str = "", dies: str = "", waits: str = "", refusal: bytes = REFUSAL) -> Any:
     """A decode engine that repeats the prompt, a letter at a time, and counts its letters."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -32,7 +33,7 @@ def completes(refuses: str = "", dies: str = "", waits: str = "") -> Any:
             await asyncio.sleep(60)
         if prompt == refuses:
             yield ResponseStart(400, (*JSON, (b"content-length", b"7")))
-            yield b'{"error": {"message": "no", "code": 400}}'
+            yield refusal
         elif not body.get("stream"):
             yield ResponseStart(200, (*JSON, (b"content-length", b"7")))
             yield json.dumps({**head, "choices": [{"index": 0, "text": prompt}], "usage": counts}).encode()
@@ -135,6 +136,18 @@ async def test_a_prompt_refused_after_the_stream_began(monkeypatch: pytest.Monke
     found, other, ended = texts(reply.text)
     assert (reply.status_code, found, ended) == (200, {0: "a", 1: "bb", 2: "ccc"}, True)
     assert other == [{"error": {"message": "no", "code": 400}}]
+    await at_rest(p, d)
+
+
+async def test_a_late_refusal_that_is_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream ends with an error event instead of waiting for the prompt."""
+    router, p, d = fleet([well], [completes(refuses="dddd", refusal=b"Internal Server Error")])
+    few_at_once(d, 1, monkeypatch)
+    async with http(router) as client:
+        sent = client.post("/v1/completions", json={"prompt": PROMPTS, "stream": True})
+        reply = await asyncio.wait_for(sent, 20)
+    _, (error,), ended = texts(reply.text)
+    assert (error["error"]["code"], ended) == (500, True)
     await at_rest(p, d)
 
 

@@ -35,6 +35,7 @@ def request(body: object, endpoint: Endpoint = "/v1/completions", **headers: str
         ({"prompt": ["a", "b"], "prompt_logprobs": 0}, []),
         ({"prompt": ["a", "b"], "use_beam_search": True}, []),
         ({"prompt": ["a", "b"], "prompt_embeds": "AAAA"}, []),
+        ({"prompt": ["a", "b"], "stream": "false"}, []),
         ({}, []),
     ],
 )
