@@ -177,13 +177,13 @@ class ListAnswer:
             if not started.done():
                 started.set_exception(error)
                 started.exception()  # nobody may await it
-            piece: tuple[int, bytes] | Exception = error
+            last: tuple[int, bytes] | Exception = error
             if isinstance(error, RefusedPromptError):
                 try:
-                    piece = index, error_event(self._heads[index])
+                    last = index, error_event(self._heads[index])
                 except ValueError as unreadable:  # of a middleware: vLLM's errors are JSON
-                    piece = unreadable
-            await self._pieces.put(piece)
+                    last = unreadable
+            await self._pieces.put(last)
 
 
 def _sum(counts: list[int | None]) -> int | None:
