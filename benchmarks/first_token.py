@@ -138,7 +138,7 @@ def main() -> None:
         model = wide_llama(Path(folder) / "model")
         document = asyncio.run(measure(model, place, arguments.requests, lengths, arguments.rate))
     show(document)
-    print("\nwritten:", write("first_token", document))
+    print("\nwritten:", write(f"first_token_{arguments.rate}", document))
 
 
 if __name__ == "__main__":
