@@ -45,6 +45,11 @@ ONLY ?=
 DAMAGE ?=
 SCHEDULES ?= 100000
 PART ?= 1/1
+PROMPTS ?=
+KILLS ?=
+TIMES ?=
+STEPS ?=
+WHOLE ?=
 # An environment of another kind will do: torch and NIXL are enough.
 GPU_PYTHON ?= $(firstword $(wildcard .venv-gpu/bin/python .venv/bin/python) python3)
 STAMP := $(VENV)/.installed
@@ -97,8 +102,8 @@ else
 endif
 
 .PHONY: test-all
-test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (hours; resumable): ONLY="identity fuzz"
-	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY))
+test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (2 hours, WHOLE=1 a night; resumable): ONLY="identity fuzz"
+	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY)) $(if $(WHOLE),--whole)
 
 CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 
@@ -205,27 +210,27 @@ scaling: $(STAMP) ## Replay loads in a simulation under our autoscaling policy a
 	$(BIN)/python -m benchmarks.scaling.plot
 
 .PHONY: identity
-identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes
-	$(BIN)/python -m tests.campaigns.shapes.identity
+identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes: PROMPTS=25
+	$(BIN)/python -m tests.campaigns.shapes.identity $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: data-parallel
-data-parallel: $(STAMP) ## Data-parallel ranks on either side: 100 prompts per pair, then 20 ranks killed in a service (about an hour)
+data-parallel: $(STAMP) ## Data-parallel ranks on either side: 100 prompts per pair, then 20 ranks killed in a service (about an hour): PROMPTS=10 KILLS=2
 	TANDEM_DATA_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_data_parallel.py
-	$(BIN)/python -m tests.campaigns.shapes.data_parallel
-	$(BIN)/python -m tests.campaigns.service.data_parallel
+	$(BIN)/python -m tests.campaigns.shapes.data_parallel $(if $(PROMPTS),--prompts $(PROMPTS))
+	$(BIN)/python -m tests.campaigns.service.data_parallel $(if $(KILLS),--kills $(KILLS))
 
 .PHONY: placement
 placement: $(STAMP) ## Where Serve places replicas and the ranks of Ray's executor, on a cluster of four nodes (2 minutes)
 	TANDEM_PLACEMENT=1 $(BIN)/python -m pytest tests/app/test_deployment_options.py
 
 .PHONY: families
-families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour)
-	$(BIN)/python -m tests.campaigns.shapes.families
+families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour): PROMPTS=5
+	$(BIN)/python -m tests.campaigns.shapes.families $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: speculation
-speculation: $(STAMP) ## Compare speculative decoding after a handover with one engine: tokens, acceptance, pools (15 minutes)
+speculation: $(STAMP) ## Compare speculative decoding after a handover with one engine: tokens, acceptance, pools (15 minutes): PROMPTS=10
 	$(BIN)/python -m tests.campaigns.schedules.scheduling --steps 10000 --drafts 3
-	$(BIN)/python -m tests.campaigns.shapes.speculation
+	$(BIN)/python -m tests.campaigns.shapes.speculation $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: adapters
 adapters: $(STAMP) ## 500 requests over three LoRA adapters and the base model, eight at a time, at two pairs of TP sizes
@@ -244,12 +249,12 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
 .PHONY: store-faults
-store-faults: $(STAMP) ## 10,000 faults of the KV store, without engines (5 minutes): SEED=1
-	$(BIN)/python -m tests.campaigns.store.campaign --seed $(SEED) --faults 10000
+store-faults: $(STAMP) ## 10,000 faults of the KV store, without engines (5 minutes): SEED=1 FAULTS=2000
+	$(BIN)/python -m tests.campaigns.store.campaign --seed $(SEED) --faults $(if $(filter file,$(origin FAULTS)),10000,$(FAULTS))
 
 .PHONY: store-schedules
-store-schedules: $(STAMP) ## Random steps of vLLM's own scheduler with the KV store, each token checked (5 minutes): SEED=1
-	$(BIN)/python -m tests.campaigns.store.scheduling --steps 48000 --seed $(SEED)
+store-schedules: $(STAMP) ## Random steps of vLLM's own scheduler with the KV store, each token checked (5 minutes): SEED=1 STEPS=12000
+	$(BIN)/python -m tests.campaigns.store.scheduling --steps $(or $(STEPS),48000) --seed $(SEED)
 
 .PHONY: store-conversations
 store-conversations: $(STAMP) ## Conversations over pairs of engines that are killed between turns: ONLY="llama gemma3"
@@ -309,22 +314,26 @@ serve-commands: $(STAMP) ## Ray's own commands on a service: serve run, status, 
 	$(BIN)/python -m pytest tests/campaigns/service/serve_commands.py
 
 .PHONY: streams
-streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour)
+streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decode engines under streams (about an hour): KILLS=10
 	TANDEM_STREAMS=1 $(BIN)/python -m pytest tests/e2e/test_streams.py tests/e2e/test_decode_death.py
-	$(BIN)/python -m tests.campaigns.service.decode_deaths
+	$(BIN)/python -m tests.campaigns.service.decode_deaths $(if $(KILLS),--last $(KILLS))
 
 .PHONY: rolling-restart
-rolling-restart: $(STAMP) ## Replace every replica of a busy service, and scale it down and up (about 10 minutes)
-	$(BIN)/python -m tests.campaigns.service.rolling_restart
+rolling-restart: $(STAMP) ## Replace every replica of a busy service, and scale it down and up (about 10 minutes): TIMES=1
+	$(BIN)/python -m tests.campaigns.service.rolling_restart $(if $(TIMES),--times $(TIMES))
 
 .PHONY: explore
-explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour)
-	$(BIN)/python -m tests.campaigns.protocol.explore
+explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour): PART=1/6
+	$(BIN)/python -m tests.campaigns.protocol.explore --part $(PART)
 
 .PHONY: schedules
 schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLLM's scheduler: SCHEDULES=100000 SEED=1
 	$(BIN)/python -m tests.campaigns.schedules.schedules --schedules $(SCHEDULES) --seed $(SEED)
 	$(BIN)/python -m tests.campaigns.schedules.scheduling --steps 12000 --seed $(SEED)
+
+.PHONY: plans
+plans: $(STAMP) ## Compare plans with an independent oracle: all TP sizes, head counts and pairs of block sizes (2 minutes)
+	TANDEM_PLANS=1 $(BIN)/python -m pytest tests/planning/test_oracle.py
 
 .PHONY: grids
 grids: $(STAMP) ## Prove plans and move bytes between every pair of PP x PCP x TP x DCP grids (13 minutes): PART=1/4

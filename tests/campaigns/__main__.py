@@ -1,10 +1,11 @@
 """Runs the release campaigns one after the other and writes one report: ``make test-all``.
 
-    python -m tests.campaigns [--only identity families] [--again]
+    python -m tests.campaigns [--only identity families] [--whole] [--again]
 
 The report is ``build/test-all/<commit>/report.md``. A step that has passed on this commit is not
 run again, so an interrupted run continues. Each step is a target of the Makefile. Steps without
-engines run one after the other at niceness 19, beside the steps that start engines.
+engines run one after the other at niceness 19, beside the steps that start engines. Long campaigns
+have two sizes: one that fits into two hours, and, with ``--whole``, the size of the target itself.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ SILENT = os.environ | {"MAKEFLAGS": "--no-print-directory"}
 class Step:
     """A target of the Makefile, its variables, and the number of its last lines in the report.
 
-    ``{folder}`` in a variable is the folder of this commit's report. ``computes``: the step starts
-    no engines, so it runs beside the steps that do.
+    ``{folder}`` in a variable is the folder of this commit's report. ``size`` are variables that
+    make the step shorter; ``--whole`` leaves them out. ``computes``: the step starts no engines, so
+    it runs beside the steps that do.
     """
 
     name: str
     target: str
     variables: tuple[str, ...] = ()
+    size: tuple[str, ...] = ()
     lines: int = 6
     needs_root: bool = False
     computes: bool = False
@@ -58,32 +61,40 @@ class Outcome:
 STEPS = (
     Step("test", "test", ("BUDGET_S=600",), lines=4),
     Step("manifests", "manifests", computes=True),
-    Step("schedules", "schedules", ("SCHEDULES=20000",), lines=8, computes=True),
-    Step("grids", "grids", lines=5, computes=True),
+    Step("plans", "plans", lines=1, computes=True),
+    Step("schedules", "schedules", size=("SCHEDULES=20000",), lines=8, computes=True),
+    Step("grids", "grids", size=("PART=1/8",), lines=5, computes=True),
     Step("corruption", "corruption", lines=2, computes=True),
     Step("store-faults", "store-faults", lines=3, computes=True),
-    Step("store-schedules", "store-schedules", lines=3, computes=True),
+    Step("store-schedules", "store-schedules", size=("STEPS=24000",), lines=3, computes=True),
     Step("gpu-check", "gpu-check", lines=20, computes=True),
-    Step("explore", "explore", lines=3, computes=True),
-    Step("identity", "identity", lines=4),
+    Step("explore", "explore", size=("PART=1/6",), lines=3, computes=True),
+    Step("identity", "identity", size=("PROMPTS=50",), lines=4),
     Step("placement", "placement", lines=2),
-    Step("data-parallel", "data-parallel", lines=30),
+    Step("data-parallel", "data-parallel", size=("PROMPTS=10", "KILLS=2"), lines=30),
     Step("fuzz", "fuzz", lines=6),
     Step("differential", "differential", lines=2),
     Step("clients", "clients", lines=20),
     Step("multi-connector", "multi-connector", lines=3),
     Step("store-restart", "store-restart", lines=3),
     Step("serve-commands", "serve-commands", lines=2),
-    Step("rolling-restart", "rolling-restart", lines=4),
+    Step("rolling-restart", "rolling-restart", size=("TIMES=1",), lines=4),
     Step("overlay-serves", "overlay-serves", lines=4),
     Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
-    Step("faults-1-1", "faults", ("FAULTS=200", "TP=1:1", "LANES=2", "OUT={folder}/faults-1-1"), lines=2),
-    Step("faults-1-2", "faults", ("FAULTS=200", "TP=1:2", "LANES=2", "OUT={folder}/faults-1-2"), lines=2),
-    Step("fault-pairs", "fault-pairs", ("PAIRS_OUT={folder}/fault-pairs",), lines=2, needs_root=True),
-    Step("stopped-rank", "stopped-rank", ("COUNT=50",), lines=2),
-    Step("streams", "streams", lines=3),
-    Step("families", "families", lines=40),
-    Step("speculation", "speculation", lines=10),
+    Step("faults-1-1", "faults", ("TP=1:1", "LANES=2", "OUT={folder}/faults-1-1"), ("FAULTS=50",), lines=2),
+    Step("faults-1-2", "faults", ("TP=1:2", "LANES=2", "OUT={folder}/faults-1-2"), ("FAULTS=50",), lines=2),
+    Step(
+        "fault-pairs",
+        "fault-pairs",
+        ("LANES=2", "PAIRS_OUT={folder}/fault-pairs"),
+        ("FAULTS=20",),
+        lines=2,
+        needs_root=True,
+    ),
+    Step("stopped-rank", "stopped-rank", ("COUNT=50",), ("COUNT=10",), lines=2),
+    Step("streams", "streams", size=("KILLS=5",), lines=3),
+    Step("families", "families", size=("PROMPTS=4",), lines=40),
+    Step("speculation", "speculation", size=("PROMPTS=10",), lines=10),
     Step("adapters", "adapters", lines=2),
 )
 
@@ -93,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [step.name for step in STEPS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names))
+    parser.add_argument("--whole", action="store_true", help="run long campaigns in full (a night)")
     parser.add_argument("--again", action="store_true", help="run also what has passed on this commit")
     options = parser.parse_args(argv)
     commit = _git("rev-parse", "--short=10", "HEAD")
@@ -102,11 +114,11 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     todo = [step for step in STEPS if step.name in options.only]
     if not options.again:
-        todo = [step for step in todo if (earlier := _load(folder, step)) is None or earlier.status != 0]
+        todo = [step for step in todo if not _has_passed(_load(folder, step), _command(step, folder, options.whole))]
     if os.geteuid() != 0:
         print("".join(f"{step.name}: skipped, needs root\n" for step in todo if step.needs_root), end="", flush=True)
         todo = [step for step in todo if not step.needs_root]
-    campaigns = Campaigns(folder, commit)
+    campaigns = Campaigns(folder, commit, options.whole)
     suite = [step for step in todo if step.target == "test"]  # has a time budget, so it runs alone
     engines = [step for step in todo if not step.computes and step not in suite]
     with ThreadPoolExecutor(2) as threads:
@@ -129,9 +141,14 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _command(step: Step, folder: Path) -> list[str]:
-    variables = [variable.format(folder=folder.relative_to(ROOT)) for variable in step.variables]
-    return ["make", step.target, *variables]
+def _command(step: Step, folder: Path, whole: bool) -> list[str]:
+    """Return the command of a step; a variable of its size comes last and overrides."""
+    variables = (*step.variables, *(() if whole else step.size))
+    return ["make", step.target, *(variable.format(folder=folder.relative_to(ROOT)) for variable in variables)]
+
+
+def _has_passed(outcome: Outcome | None, command: list[str]) -> bool:
+    return outcome is not None and outcome.status == 0 and outcome.command == " ".join(command)
 
 
 def _log(folder: Path, step: Step) -> Path:
@@ -141,9 +158,10 @@ def _log(folder: Path, step: Step) -> Path:
 class Campaigns:
     """Runs steps, each in its own process group. Two threads may run two lists of steps."""
 
-    def __init__(self, folder: Path, commit: str) -> None:
+    def __init__(self, folder: Path, commit: str, whole: bool) -> None:
         self._folder = folder
         self._commit = commit
+        self._whole = whole
         self._lock = threading.Lock()
         self._running: set[int] = set()
         self._interrupted = False
@@ -151,7 +169,7 @@ class Campaigns:
     def run(self, steps: Iterable[Step]) -> None:
         """Run steps one after the other, and rewrite the report after each."""
         for step in steps:
-            command = " ".join(_command(step, self._folder))
+            command = " ".join(_command(step, self._folder, self._whole))
             print(f"{step.name}: {command}; output in {_log(self._folder, step).relative_to(ROOT)}", flush=True)
             outcome = self._run_step(step)
             if outcome is None:
@@ -172,7 +190,7 @@ class Campaigns:
         """Return the outcome; None for a step that was interrupted or not started."""
         date = datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds")
         began = time.monotonic()
-        command = _command(step, self._folder)
+        command = _command(step, self._folder, self._whole)
         started = ["nice", "-n", "19", *command] if step.computes else command
         with _log(self._folder, step).open("wb") as log:
             with self._lock:
@@ -208,7 +226,7 @@ def _write_report(folder: Path, commit: str) -> Path:
     for step in STEPS:
         outcome = outcomes[step.name]
         if outcome is None:
-            lines.append(f"| {step.name} | `{' '.join(_command(step, folder))}` | | | not run |")
+            lines.append(f"| {step.name} | | | | not run |")
             continue
         result = "passed" if outcome.status == 0 else f"FAILED ({outcome.status})"
         lines.append(f"| {step.name} | `{outcome.command}` | {outcome.date} | {outcome.seconds:.0f} | {result} |")

@@ -4,9 +4,11 @@ Each case has five groups of two layers, one of each kind of cache: full attenti
 chunked local attention, one replicated latent (MLA), and a state of four parts with different head
 counts. The case's number determines the storage of either side (order of dimensions, packed rows,
 kernel blocks, padding, shared tensors), the prompt, its chunks and the block tables, so a case is
-the same in every run.
+the same in every run. ``make test`` checks a third of the pairs of block sizes for each pair of TP
+sizes and each head count, ``make plans`` all of them.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -21,14 +23,17 @@ from tests.planning.oracle_cases import KINDS, Case, Sizes, make_case
 TP_SIZES = range(1, 9)
 KV_HEADS = (1, 2, 3, 4, 8, 12)
 BLOCK_SIZES = [(producer, consumer) for producer in (16, 32, 64) for consumer in (16, 32, 64)]
+WHOLE = "TANDEM_PLANS" in os.environ
 
 
-def grid(producer_tp: int, kv_heads: int) -> Iterator[Case]:
-    """All consumer TP sizes and pairs of block sizes valid for every kind of group; a third of
-    them thoroughly.
+def grid(producer_tp: int, kv_heads: int, whole: bool = WHOLE) -> Iterator[Case]:
+    """All consumer TP sizes and pairs of block sizes, or a third of the latter, valid for every
+    kind of group; a third of them thoroughly.
     """
     for consumer_tp in TP_SIZES:
         for number in range(len(BLOCK_SIZES)):
+            if not whole and (number - producer_tp + consumer_tp + kv_heads) % 3:
+                continue
             random = Random(f"{producer_tp}/{consumer_tp}/{kv_heads}/{number}")
             kinds = random.sample(KINDS, len(KINDS))
             sizes = [BLOCK_SIZES[(number + KINDS.index(kind)) % len(BLOCK_SIZES)] for kind in kinds]
@@ -49,7 +54,7 @@ def test_every_wanted_byte_is_written_once(producer_tp: int, kv_heads: int) -> N
         except Exception as error:
             error.add_note(f"in {case}")
             raise
-    assert words > 50_000
+    assert words > (50_000 if WHOLE else 15_000)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,7 +73,9 @@ def test_the_grid_has_all_that_may_differ() -> None:
     frequent.
     """
     seen: Counter[object] = Counter()
-    cases = [case for producer_tp in (1, 3, 8) for kv_heads in (2, 8) for case in grid(producer_tp, kv_heads)]
+    cases = [
+        case for producer_tp in (1, 3, 8) for kv_heads in (2, 8) for case in grid(producer_tp, kv_heads, whole=True)
+    ]
     for case in cases:
         for group, kind in enumerate(case.kinds):
             ours, theirs = case.producer.groups[group], case.consumer.groups[group]

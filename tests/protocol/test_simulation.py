@@ -1,4 +1,4 @@
-"""Both machines in thousands of random schedules; ``make schedules`` runs any number.
+"""Both machines in a thousand random schedules; ``make schedules`` runs any number.
 
 To replay one: ``python -m tests.campaigns.schedules.schedules --replay SEED``.
 """
@@ -9,7 +9,7 @@ import pytest
 
 from tests.campaigns.schedules.schedules import play
 
-SCHEDULES = 3000
+SCHEDULES = 1000
 BATCHES = 10
 
 
