@@ -34,6 +34,9 @@ such engines on two cores take twice the processor time. These tests run one aft
 WAITING = ("tests/actors/router/test_router.py", "tests/app/test_deployment_options.py")
 """Tests that wait more than they compute, so they run beside those that start engines."""
 
+LONG = ("tests/vllm_contract/test_stopped_rank.py", "tests/app/http/test_http_server.py", "tests/fuzz/")
+"""Tests without engines that would otherwise be the last to end, beside an idle process."""
+
 OVER_BUDGET = 1.5
 """A run may take this multiple of its budget."""
 
@@ -70,14 +73,14 @@ def _rank(item: pytest.Item) -> int:
     """Return the sort key of a test.
 
     In this order: the service, waiting tests, engines with two ranks, other engines, engines that
-    are killed, everything else.
+    are killed, long tests without engines, everything else.
     The service has two ranks, so the other tests with two start when it is about to stop.
     """
     marker = item.get_closest_marker("engine")
     if item.nodeid.startswith(WAITING):
         return 1
     if marker is None:
-        return 5
+        return 5 if item.nodeid.startswith(LONG) else 6
     if marker.kwargs.get("first"):
         return 0
     return 2 if item.nodeid.startswith(TWO_RANKS) else 4 if marker.kwargs.get("killed") else 3

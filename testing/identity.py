@@ -57,14 +57,20 @@ class Outcome:
 
 
 async def compare(
-    pair: Pair, cases: Sequence[tuple[list[int], Answer]], tolerance: float = LOGPROB_TOLERANCE
+    pair: Pair,
+    cases: Sequence[tuple[list[int], Answer]],
+    tolerance: float = LOGPROB_TOLERANCE,
+    tokens: int = MAX_TOKENS,
 ) -> Outcome:
-    """Send every prompt through the pair, alternately with both legs at once and in sequence."""
+    """Send every prompt through the pair, alternately with both legs at once and in sequence.
+
+    References and answers have ``tokens`` tokens.
+    """
     wrong: list[str] = []
     worst = 0.0
     for index, (prompt, reference) in enumerate(cases):
         send = pair.in_turn if index % 4 == 3 else pair.together
-        answer = await send(prompt, MAX_TOKENS)
+        answer = await send(prompt, tokens)
         worst = max(worst, abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1]))
         problem = difference(reference, answer, tolerance)
         if problem:

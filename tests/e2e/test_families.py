@@ -1,5 +1,5 @@
-"""Every kind of KV cache between real engines: a part of ``make families``, which runs all
-sizes.
+"""Every kind of KV cache between real engines: a part of ``make families``, which runs all sizes
+and longer answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 def test_identity(name: str, tp: tuple[int, int], tmp_path: Path) -> None:
     """Tokens and logprobs equal one engine's, all KV is moved, and nothing leaks."""
     family = FAMILIES[name]
-    result = asyncio.run(run(family, tp, family.build(tmp_path / name), 24, tmp_path / "trace.jsonl"))
+    result = asyncio.run(run(family, tp, family.build(tmp_path / name), 24, tmp_path / "trace.jsonl", tokens=3))
     assert result.identity.wrong == ()
     assert result.moved == result.movable
     assert result.clean

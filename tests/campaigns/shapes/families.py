@@ -99,8 +99,10 @@ class Result:
         return not self.identity.wrong and self.moved == self.movable and self.clean
 
 
-async def run(family: Family, tp: tuple[int, int], model: str, count: int, trace: Path) -> Result:
-    """Start a pair and send ``count`` prompts through it, each once."""
+async def run(
+    family: Family, tp: tuple[int, int], model: str, count: int, trace: Path, tokens: int = MAX_TOKENS
+) -> Result:
+    """Start a pair and send ``count`` prompts through it, each once, for ``tokens`` tokens."""
     transfer = {"trace_path": str(trace)}
     sides = (("kv_producer", tp[0], family.prefill), ("kv_consumer", tp[1], family.decode))
     started = []
@@ -111,8 +113,8 @@ async def run(family: Family, tp: tuple[int, int], model: str, count: int, trace
         pair = Pair(prefill, decode, await describe(prefill))
         todo = prompts(count, LONGEST, seed=7)
         reference = decode if family.alone == "decode" else prefill
-        cases = [(prompt, await generate(reference, prompt, MAX_TOKENS)) for prompt in todo]
-        outcome = await compare(pair, cases, family.tolerance)
+        cases = [(prompt, await generate(reference, prompt, tokens)) for prompt in todo]
+        outcome = await compare(pair, cases, family.tolerance, tokens)
         clean = await _idle(started)
         return Result(outcome, _received(trace, tp[1]), sum(len(prompt) > 1 for prompt in todo), clean)
     finally:

@@ -51,9 +51,9 @@ class Engines:
             await asyncio.sleep(0.1)
 
 
-async def alone(pair: Pair, prompt: list[int]) -> Answer:
+async def alone(pair: Pair, prompt: list[int], tokens: int = MAX_TOKENS) -> Answer:
     """Return the decode engine's own answer, the reference, and empty its prefix cache."""
-    answer = await generate(pair.decode, prompt, MAX_TOKENS)
+    answer = await generate(pair.decode, prompt, tokens)
     assert await pair.decode.reset_prefix_cache()
     return answer
 

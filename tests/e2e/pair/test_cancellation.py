@@ -23,7 +23,7 @@ from tests.e2e.pair.conftest import Engines
 
 pytestmark = pytest.mark.engine
 
-PROMPT_TOKENS, ANSWER_TOKENS = 1300, 40
+PROMPT_TOKENS, ANSWER_TOKENS = 1300, 16
 BOUND_S = 60.0
 
 STATES = ("asked", "receive", "offer", "chunk", "write", "written", "received")

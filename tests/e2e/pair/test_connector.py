@@ -15,6 +15,9 @@ from tests.e2e.pair.conftest import Engines, alone
 
 pytestmark = pytest.mark.engine
 
+ANSWER_TOKENS = 3
+"""Tokens after a prompt of each length; ``make identity`` compares longer answers."""
+
 
 @pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])
 def test_identity(engines: Engines, direction: str) -> None:
@@ -23,8 +26,8 @@ def test_identity(engines: Engines, direction: str) -> None:
 
     async def run() -> None:
         todo = prompts(27, 700, seed=1)
-        cases = [(prompt, await alone(pair, prompt)) for prompt in todo]
-        outcome = await compare(pair, cases)
+        cases = [(prompt, await alone(pair, prompt, ANSWER_TOKENS)) for prompt in todo]
+        outcome = await compare(pair, cases, tokens=ANSWER_TOKENS)
         assert outcome.wrong == ()
         assert await engines.idle()
 
