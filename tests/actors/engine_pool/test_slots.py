@@ -73,14 +73,13 @@ async def test_who_waits_is_served_in_turn() -> None:
 
 async def test_nobody_overtakes() -> None:
     """A request that arrives when others wait also waits, even if it would find a slot."""
-    here = SlotPool(lambda: engines(a=1, b=1))
-    await here.take(prefer=["a"])
-    picky = asyncio.create_task(here.take(avoid={"b"}))
-    assert await soon(picky) == [None]
-    late = asyncio.create_task(here.take(avoid={"b"}))
-    assert await soon(late) == [None]
-    here.give_back("a")
-    assert await soon(picky, late) == ["a", None]
+    found: dict[str, EngineReplica] = {}
+    here = SlotPool(lambda: found)
+    first = asyncio.create_task(here.take())
+    assert await soon(first) == [None]
+    found |= engines(a=1)
+    late = asyncio.create_task(here.take())
+    assert await soon(first, late) == ["a", None]
     late.cancel()
 
 
