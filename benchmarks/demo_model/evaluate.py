@@ -17,7 +17,8 @@ from random import Random
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.demo.facts import (
+from app.demo.paths import MODEL_DIR
+from testing.facts import (
     FACT_TOKENS,
     SEPARATORS,
     VALUE_DIGITS,
@@ -28,7 +29,6 @@ from app.demo.facts import (
     fact_count_for,
     make_prompt,
 )
-from app.demo.paths import MODEL_DIR
 
 REQUIRED_ACCURACY = 0.99
 

@@ -20,10 +20,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, Gemma3ForCausalLM, PreTrainedTokenizerFast
 
-from app.demo.facts import FACT_TOKENS, NAMES, SEPARATORS, make_prompt
 from benchmarks.demo_model import train
 from benchmarks.demo_model.damage import Fault, damaged, kv_groups
 from benchmarks.demo_model.tokenizer import build_tokenizer
+from testing.facts import FACT_TOKENS, NAMES, SEPARATORS, make_prompt
 
 
 @dataclass(frozen=True)

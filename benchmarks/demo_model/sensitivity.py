@@ -24,7 +24,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from app.demo.facts import SEPARATORS, RecallPrompt, accuracy, exact, fact_count_for, make_prompt
 from app.demo.paths import MODEL_DIR
 from benchmarks.demo_model.damage import Fault, damaged, kv_groups
 from benchmarks.demo_model.evaluate import (
@@ -34,6 +33,7 @@ from benchmarks.demo_model.evaluate import (
     MAX_NEW_TOKENS,
     text_of_ended,
 )
+from testing.facts import SEPARATORS, RecallPrompt, accuracy, exact, fact_count_for, make_prompt
 
 MOST_RIGHT = 0.25
 """Highest acceptable share of right completions on damaged KV; above it, such damage would often

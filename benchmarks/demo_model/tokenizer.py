@@ -3,7 +3,7 @@
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from app.demo.facts import NAMES
+from testing.facts import NAMES
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 USER_TURN, MODEL_TURN, TURN_END = "<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>\n"

@@ -18,8 +18,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig, PreTrainedTokenizerFast
 
-from app.demo.facts import FACT_TOKENS, SEPARATORS, RecallPrompt, make_prompt
 from benchmarks.demo_model.tokenizer import BOS, EOS, MODEL_TURN, TURN_END, USER_TURN, build_tokenizer
+from testing.facts import FACT_TOKENS, SEPARATORS, RecallPrompt, make_prompt
 
 MAX_TOKENS = 4096
 IGNORED = -100

@@ -442,8 +442,3 @@ class Consumer:
             return [Freed(reception.order.request_id, reception.order.transfer_id)]
         del self._receptions[reception.order.request_id]
         return [Received(reception.order.request_id, reception.failure)]
-
-
-def failures(actions: Sequence[ConsumerAction]) -> Mapping[str, str]:
-    """Return the failure of each reception that the actions report as failed, by request id."""
-    return {a.request_id: a.failure for a in actions if isinstance(a, Received) and a.failure is not None}

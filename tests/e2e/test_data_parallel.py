@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from app.demo.facts import make_prompt
 from connectors.vllm_hma.worker_side.trace import read_trace
+from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.sequential_proxy import PRODUCE
 from testing.servers import Server

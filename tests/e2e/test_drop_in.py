@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.demo.facts import make_prompt
 from connectors.vllm_hma.worker_side.trace import read_trace
+from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.servers import Server
 from testing.vllm_server import start_module, stop, wait_until_up

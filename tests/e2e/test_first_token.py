@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.request import TRANSFER_FIELD, Call, Endpoint
-from app.demo.facts import make_prompt
+from testing.facts import make_prompt
 from testing.sse import said
 from testing.streams import KINDS, MODEL, chat, completion
 from tests.actors.behaviours import counted

@@ -19,10 +19,10 @@ import openai
 import pytest
 
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, probe_timeout_s
-from app.demo.facts import RecallPrompt, exact, make_prompt
 from app.http.routes import OPEN_AGE_S
 from configs.settings import TransferSettings
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
+from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
 from testing.timing import server_timing
 from tests.campaigns.fuzz.http import attack, check

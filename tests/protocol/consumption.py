@@ -8,7 +8,7 @@ import numpy as np
 
 from connectors.planning.blocks import BlockSet, UnitShape
 from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.actions import Send
+from connectors.protocol.actions import ConsumerAction, Received, Send
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.engines import Partner
 from connectors.protocol.limits import TransferLimits
@@ -43,6 +43,11 @@ def offered(*orders: Order) -> Consumer:
         consumer.start(each, 0.0)
     consumer.connected("engine-a", PARTNERS, 0.0)
     return consumer
+
+
+def failures(actions: Sequence[ConsumerAction]) -> dict[str, str]:
+    """Return the failure of each reception that the actions report as failed, by request id."""
+    return {a.request_id: a.failure for a in actions if isinstance(a, Received) and a.failure is not None}
 
 
 def sends(actions: Sequence[object]) -> list[Send]:

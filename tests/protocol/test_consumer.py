@@ -6,7 +6,7 @@ import pytest
 
 from connectors.planning.blocks import UnitShape, empty_blocks
 from connectors.protocol.actions import Connect, Forget, Freed, Received, Send
-from connectors.protocol.consumer import Consumer, failures
+from connectors.protocol.consumer import Consumer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Order, expected_bytes
@@ -25,6 +25,7 @@ from tests.protocol.consumption import (
     blocks,
     cancels,
     empty,
+    failures,
     offered,
     offers,
     order,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from app.demo.facts import RecallPrompt, make_prompt
 from configs.settings import DEMO_MODEL_DIR, DEMO_SERVED_NAME
+from testing.facts import RecallPrompt, make_prompt
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE, MODELS = "/tokenize", "/detokenize", "/v1/models"

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from app.demo.facts import RecallPrompt, make_prompt, prompt_tokens
+from testing.facts import RecallPrompt, make_prompt, prompt_tokens
 from testing.servers import MODEL
 from tests.campaigns.faults.trials import ANSWER_TOKENS, Question
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from app.demo.facts import RecallPrompt, exact, make_prompt
 from app.http.routes import OPEN_AGE_S
+from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import write_config
 from tests.campaigns.hosts.two_hosts import BACK, TwoHosts, two_hosts
 

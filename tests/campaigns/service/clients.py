@@ -26,8 +26,8 @@ from typing import Any, Literal
 import openai
 from pydantic import BaseModel
 
-from app.demo.facts import RecallPrompt, exact, make_prompt
 from configs.settings import DEMO_MODEL_DIR, DEMO_SERVED_NAME
+from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
 
 FRONTEND = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}

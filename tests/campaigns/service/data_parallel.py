@@ -26,8 +26,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from app.demo.facts import RecallPrompt, make_prompt
 from app.http.routes import OPEN_AGE_S
+from testing.facts import RecallPrompt, make_prompt
 from testing.service_process import ServiceProcess, write_config
 
 CONCURRENCY = 8

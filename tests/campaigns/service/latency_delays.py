@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from app.demo.facts import make_prompt
+from testing.facts import make_prompt
 from testing.service_process import ServiceProcess, write_config
 from testing.timing import server_timing
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from app.demo.facts import make_prompt
+from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.servers import Server
 from testing.vllm_server import start_module, stop, wait_until_up

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import yaml
 
-from app.demo.facts import RecallPrompt, exact, make_prompt
+from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ServiceProcess, write_config
 from testing.sse import said
 

@@ -5,7 +5,8 @@ from random import Random
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.demo.facts import (
+from app.demo.paths import MODEL_DIR
+from testing.facts import (
     FACT_TOKENS,
     NAMES,
     SEPARATORS,
@@ -17,7 +18,6 @@ from app.demo.facts import (
     make_prompt,
     prompt_tokens,
 )
-from app.demo.paths import MODEL_DIR
 
 
 @pytest.fixture(scope="module")
