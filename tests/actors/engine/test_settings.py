@@ -262,7 +262,7 @@ def test_replicas_go_where_the_settings_say():
         }
     )
     router = deployment_of(build(settings))
-    prefill, decode = map(deployment_of, router.init_args[1:3])
+    prefill, decode = map(deployment_of, router.init_args[1][0][:2])
     placed = [
         (one.ray_actor_options["label_selector"], replica_config_of(one).max_replicas_per_node)
         for one in (router, prefill, decode)
