@@ -140,7 +140,7 @@ async def test_the_list_has_the_models_of_all_engines(service: Service) -> None:
 
 
 async def test_health_is_that_of_all_models(service: Service) -> None:
-    """Not before each model had a decode engine; later, one model does not take the other with it."""
+    """Not before each model had a decode engine; later, no model takes the others with it."""
     replicas, service.b[1].replicas = service.b[1].replicas, []
     assert (await service.http.get("/health")).status_code == 503
     service.b[1].replicas = replicas

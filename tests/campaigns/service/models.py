@@ -384,7 +384,7 @@ def service_of_two_models(folder: Path, world: World) -> Iterator[ServiceProcess
     for one, name in zip(args["models"], (LLAMA, GEMMA), strict=True):
         one["model"] = world.paths[name]
         one["served_model_name"] = [LLAMA, ALIAS] if name == LLAMA else name
-        one["engine"] = {"max_model_len": 1024, "block_size": 16, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+        one["engine"] = {"max_model_len": 1024, "block_size": 32, "max_num_batched_tokens": 128, "max_num_seqs": 8}
         one["allow_runtime_lora_updating"] = name == LLAMA
     args["models"][0]["engine"] |= lora
     path = folder / "config.yaml"
