@@ -86,6 +86,7 @@ class Observer:
         """
         if over and self.entry is not None and answer.start.status < HTTPStatus.BAD_REQUEST:
             self.entry.answered(
+                **({"model": self.model.names[0]} if self.model.names else {}),
                 route=answer.route,
                 reason=answer.local_reason,
                 **asdict(answer.pair),
