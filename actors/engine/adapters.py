@@ -127,7 +127,7 @@ class EngineAdapters:
         request = LoadLoRAAdapterRequest(lora_name=name, lora_path=path, is_3d_lora_weight=is_3d)
         reply = await self._models.load_lora_adapter(request)
         if not isinstance(reply, str):
-            return reply.model_dump()
+            return reply.model_dump(mode="json")
         self._states[name] = AdapterState(version, path, is_3d)
         self._files[name, path] = files
         return None
@@ -137,7 +137,7 @@ class EngineAdapters:
 
         reply = await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
         if not isinstance(reply, str):
-            return reply.model_dump()
+            return reply.model_dump(mode="json")
         self._states[name] = AdapterState(version, None)
         return None
 

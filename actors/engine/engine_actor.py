@@ -52,6 +52,7 @@ class EngineActor:
         secret in this process's environment takes precedence over `fallback_secret`.
         """
         settings = settings.with_secret(fallback_secret)
+        self._changes_adapters = settings.allow_runtime_lora_updating
         self.replica = serve.get_replica_context().replica_id.unique_id
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
         self._node_ip = ray.util.get_node_ip_address()
@@ -59,7 +60,7 @@ class EngineActor:
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
             await self._open_rpc_servers(settings.role(self.role))
             await self._prepare(settings)
-            if settings.allow_runtime_lora_updating:
+            if self._changes_adapters:
                 await self._follow_peers()
 
     async def _prepare(self, settings: ServiceSettings) -> None:
@@ -100,11 +101,12 @@ class EngineActor:
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the methods available to routers on the RPC server of `rank`, by name."""
-        return {"ping": self.ping, "metrics": self.metrics, "status": self.status, "adapters": self.adapters} | {
-            "load_adapter": self.engine.adapters.load,
-            "unload_adapter": self.engine.adapters.unload,
-            "revert_adapter": self.engine.adapters.revert,
-        }
+        methods = {"ping": self.ping, "metrics": self.metrics, "status": self.status, "adapters": self.adapters}
+        if not self._changes_adapters:
+            return methods
+        adapters = self.engine.adapters
+        changes = {"load_adapter": adapters.load, "unload_adapter": adapters.unload, "revert_adapter": adapters.revert}
+        return methods | changes
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
