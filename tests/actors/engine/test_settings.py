@@ -190,6 +190,7 @@ def test_a_roles_engine_arguments_win():
         ({"decode": {"engine": {"logprobs_mode": "raw_logits"}}}, "prefill.engine.logprobs_mode differs"),
         ({"decode": {"engine": {"speculative_config": {"method": "ngram"}}}}, "speculative decoding"),
         ({"store": {"memory_gib": 1}}, "KV store"),
+        ({"allow_runtime_lora_updating": True}, "different adapters"),
     ],
 )
 def test_which_engines_sample_first_tokens(args, reason):
