@@ -101,12 +101,19 @@ class EngineActor:
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the methods available to routers on the RPC server of `rank`, by name."""
-        methods = {"ping": self.ping, "metrics": self.metrics, "status": self.status, "adapters": self.adapters}
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "ping": self.ping,
+            "metrics": self.metrics,
+            "status": self.status,
+            "adapters": self.adapters,
+        }
         if not self._changes_adapters:
             return methods
         adapters = self.engine.adapters
-        changes = {"load_adapter": adapters.load, "unload_adapter": adapters.unload, "revert_adapter": adapters.revert}
-        return methods | changes
+        methods["load_adapter"] = adapters.load
+        methods["unload_adapter"] = adapters.unload
+        methods["revert_adapter"] = adapters.revert
+        return methods
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""

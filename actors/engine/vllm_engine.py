@@ -66,7 +66,7 @@ class VllmEngine:
         load: "LoadLogger | None",
         supervisor: str,
         ranks: int = 1,
-        cpu_slots: int | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self._llm = llm
         self._load = load
@@ -78,8 +78,13 @@ class VllmEngine:
         """The data-parallel ranks."""
         self._heartbeats = [HeartbeatMonitor(partial(llm.ping_rank, rank)) for rank in self.ranks]
         self._supervisor = supervisor
-        self.adapters = EngineAdapters(app.state.openai_serving_models, llm, cpu_slots)
+        self._adapters = adapters
+
+    @property
+    def adapters(self) -> EngineAdapters:
         """The LoRA adapters, which peers share."""
+        assert self._adapters is not None, "`start` sets it"
+        return self._adapters
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
@@ -136,7 +141,8 @@ class VllmEngine:
         ranks = config.parallel_config.data_parallel_size
         on_cpu = config.lora_config is not None and not settings.role(role).num_gpus
         cpu_slots = config.lora_config.max_loras if on_cpu else None
-        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, cpu_slots)
+        adapters = EngineAdapters(app.state.openai_serving_models, llm, cpu_slots)
+        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, adapters)
 
     async def serve(
         self, call: Call, rank: int = 0

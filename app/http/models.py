@@ -45,8 +45,8 @@ class ModelList:
             except TandemError as error:
                 logger.warning("cannot list the models of %s: %s", model.names[0], error)
         if not answered:
-            error = UnavailableError("no decode engine runs; retry later")
-            return error_response(error, self._router.limits.retry_after_s)
+            nobody = UnavailableError("no decode engine runs; retry later")
+            return error_response(nobody, self._router.limits.retry_after_s)
         return JSONResponse({"object": "list", "data": cards})
 
 

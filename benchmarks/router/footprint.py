@@ -127,7 +127,8 @@ async def measure() -> Footprint:
     limits = RouterLimits(routing=RoutingSettings(policy="always_remote"))
     async with AsyncExitStack() as stack:
         engines = [Engine("prefill"), Engine("decode")]
-        router = RouterReplica(limits, ModelEngines(*[await engine.pool(stack) for engine in engines]))
+        prefill, decode = [await engine.pool(stack) for engine in engines]
+        router = RouterReplica(limits, ModelEngines(prefill, decode))
         port = free_port()
         server = HttpServer(build_http(router), "127.0.0.1", port, 0.0, "footprint")
         await server.open()

@@ -40,9 +40,10 @@ class Engine:
     """One engine with adapters; `slots` is `max_loras` on a CPU."""
 
     def __init__(self, slots: int | None = None) -> None:
-        self.core: Any = Core()
-        self.models = OpenAIServingModels(self.core, [BaseModelPath(name="base", model_path="/base")])
-        self.adapters = EngineAdapters(self.models, self.core, slots)
+        core: Any = Core()
+        self.core = core
+        self.models = OpenAIServingModels(core, [BaseModelPath(name="base", model_path="/base")])
+        self.adapters = EngineAdapters(self.models, core, slots)
 
     @property
     def paths(self) -> dict[str, str]:

@@ -81,7 +81,8 @@ class Service:
 
     def router(self, stack: AsyncExitStack, limits: RouterLimits = SHORT) -> Router:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]
-        router = Router(limits, ModelEngines(*map(EnginePool, handles)))
+        prefill, decode = map(EnginePool, handles)
+        router = Router(limits, ModelEngines(prefill, decode))
         stack.push_async_callback(router.close)
         return router
 

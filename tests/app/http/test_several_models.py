@@ -77,7 +77,8 @@ class Service:
     def __init__(self) -> None:
         self.a = (Engines("pa", model="a", adapters=("a-lora",)), Engines("da", "da2", model="a", adapters=("a-lora",)))
         self.b = (Engines("pb", model="b"), Engines("db", model="b"))
-        models: Any = [ModelEngines(*cast(Any, self.a), ("a", "a2"), True), ModelEngines(*cast(Any, self.b), ("b",))]
+        a, b = cast(Any, self.a), cast(Any, self.b)
+        models = (ModelEngines(a[0], a[1], ("a", "a2"), True), ModelEngines(b[0], b[1], ("b",)))
         self.router = RouterReplica(LIMITS, *models)
         transport = httpx.ASGITransport(cast(Any, build_http(self.router)))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
