@@ -236,6 +236,10 @@ speculation: $(STAMP) ## Compare speculative decoding after a handover with one 
 adapters: $(STAMP) ## 500 requests over three LoRA adapters and the base model, eight at a time, at two pairs of TP sizes
 	$(BIN)/python -m tests.campaigns.shapes.adapters
 
+.PHONY: models
+models: $(STAMP) ## Two models at one endpoint, adapters loaded and unloaded under load, a decode engine killed (10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.models
+
 .PHONY: upstream-shapes
 upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (about an hour): docs/upstream-shapes.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.shapes.upstream_shapes

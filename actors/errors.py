@@ -11,6 +11,14 @@ class UnavailableError(TandemError):
     """No replica of a role can answer: none is running, or the replica has died."""
 
 
+class UnknownModelError(TandemError):
+    """No model or adapter of the service has the name in a request."""
+
+
+class NoModelNamedError(TandemError):
+    """A request to a service with several models names none."""
+
+
 class HandoverError(UnavailableError):
     """Decode did not take over after prefill's first token, for a reason other than its death.
 

@@ -6,12 +6,12 @@ applications:
     args: {model: demo}
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from pydantic import SecretStr
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from actors.autoscaling.policy import ROLE_POLICY
@@ -20,6 +20,7 @@ from actors.engine.decode import Decode
 from actors.engine.prefill import Prefill
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.serve_discovery import DiscoveryRouter
+from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, own_replica_id
 from actors.telemetry.access_log import open_access_log
 from actors.upstream.ray_private import log_directory
@@ -55,6 +56,20 @@ default of 2 s would only delay each stop.
 """
 
 
+class DeployedModel(NamedTuple):
+    """The engines of one model, for the router's constructor.
+
+    ``prefill``, ``decode``  deployments, of which Serve makes handles
+    ``names``                name and aliases; empty for the only model of a service
+    ``allows_adapters``      whether clients may load and unload adapters
+    """
+
+    prefill: Any
+    decode: Any
+    names: tuple[str, ...] = ()
+    allows_adapters: bool = False
+
+
 @serve.ingress()
 class HttpRouter(RouterReplica):
     """The router with its HTTP interface: the ingress of the application."""
@@ -63,8 +78,7 @@ class HttpRouter(RouterReplica):
     async def __init__(  # type: ignore[misc]
         self,
         limits: RouterLimits,
-        prefill: DeploymentHandle,
-        decode: DeploymentHandle,
+        models: Sequence[DeployedModel],
         key_digests: tuple[bytes, ...] = (),
         otlp_traces_endpoint: str | None = None,
         listen: tuple[str, int, float] | None = None,
@@ -74,7 +88,13 @@ class HttpRouter(RouterReplica):
 
         `listen` is the host, port and `leave_s` of the router's own HTTP server, or None.
         """
-        super().__init__(limits, EnginePool(prefill), EnginePool(decode))
+        super().__init__(
+            limits,
+            *(
+                ModelEngines(EnginePool(one.prefill), EnginePool(one.decode), one.names, one.allows_adapters)
+                for one in models
+            ),
+        )
         # Serve may build the application on a node whose environment has no keys, so read them here
         # again.
         traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
@@ -102,13 +122,20 @@ def build(args: ServiceSettings) -> serve.Application:
     """Return the application for `args`. Raises SettingsError with the name of each bad setting."""
     check_arguments(args)
     secret = fallback_secret(args)
-    prefill = deploy_engine(Prefill, "prefill", args, secret)
-    decode = deploy_engine(Decode, "decode", args, secret)
+    models = [
+        DeployedModel(
+            deploy_engine(Prefill, "prefill", one, secret, suffix),
+            deploy_engine(Decode, "decode", one, secret, suffix),
+            one.model_names if args.models else (),
+            one.allow_runtime_lora_updating,
+        )
+        for suffix, one in args.each_model().items()
+    ]
     keys = digests(args.auth.operators_keys())
     own = args.router
     listen = None if own.http_port is None else (own.http_host, own.http_port, own.leave_s)
     return router_deployment(args.router).bind(
-        args.router.limits(), prefill, decode, keys, args.router.otlp_traces_endpoint, listen, args.router.access_log
+        args.router.limits(), models, keys, args.router.otlp_traces_endpoint, listen, args.router.access_log
     )
 
 
@@ -131,8 +158,13 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
     )
 
 
-def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr) -> serve.Application:
-    """Return the deployment of `role` with class `actor`, bound to `settings` and `secret`."""
+def deploy_engine(
+    actor: type, role: RoleName, settings: ServiceSettings, secret: SecretStr, suffix: str = ""
+) -> serve.Application:
+    """Return the deployment of `role` with class `actor`, bound to `settings` and `secret`.
+
+    ``suffix``  end of its name, which tells the models of a service apart
+    """
     own = settings.role(role)
     scaling: dict[str, Any] = (
         {"num_replicas": own.replicas}
@@ -141,7 +173,7 @@ def deploy_engine(actor: type, role: RoleName, settings: ServiceSettings, secret
     )
     deployment = serve.deployment(
         actor,
-        name=role.capitalize(),
+        name=role.capitalize() + suffix,
         max_ongoing_requests=SERVE_CALLS,
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         graceful_shutdown_timeout_s=own.drain_s,

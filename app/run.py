@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:
         print(f"{options.config}: {error}", file=sys.stderr)
         return 2
-    screen.stage(f"model: {settings.model_name} ({options.config})")
+    screen.stage(f"model: {', '.join(one.model_name for one in settings.each_model().values())} ({options.config})")
     host, _, port = address_of(config, settings).rpartition(":")
     if options.address is None and (taken := port_taken(host, int(port))):
         print(f"tandem: {taken}; stop the program there, or choose another port (make run PORT=...)", file=sys.stderr)
@@ -160,7 +160,8 @@ def _release(distribution: str) -> str | None:
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
     """Read the config file, check its model path, and replace its port with `port`."""
     config, settings = read(path)
-    check_model(settings)
+    for one in settings.each_model().values():
+        check_model(one)
     if port is not None and settings.router.http_port is not None:
         _ours(config).setdefault("args", {}).setdefault("router", {})["http_port"] = port
         settings = parse_settings(_ours(config)["args"])
@@ -249,6 +250,8 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
         return
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     fixed = [name for name in roles if not settings.role(name).scaled]
+    if settings.models:
+        raise SettingsError(f"autoscaling_policy: {POLICY} scales one model; scale each role of `models` by itself")
     if fixed:
         lines = [f"{name}.replicas: must be an autoscaling_config: {POLICY} scales both roles" for name in fixed]
         raise SettingsError("\n".join(lines))
@@ -398,7 +401,7 @@ class Watcher:
         self.failure: StartFailure | None = None
         self.is_ready = False
         self._address = address
-        self._model = settings.model_name
+        self._model = next(iter(settings.each_model().values())).model_name
         self._header = KEY_HEADER if settings.auth.operators_keys() else ""
         self._logs = logs
         self._screen = screen

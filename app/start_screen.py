@@ -44,7 +44,8 @@ def stage_line(text: str, elapsed_s: float) -> str:
 def replicas_at_start(settings: ServiceSettings) -> dict[RoleName, int]:
     """Return the number of replicas of each role that Serve starts first."""
     roles: tuple[RoleName, ...] = ("prefill", "decode")
-    return {role: _initial(settings.role(role).replicas) for role in roles}
+    models = settings.each_model().values()
+    return {role: sum(_initial(one.role(role).replicas) for one in models) for role in roles}
 
 
 def _initial(replicas: int | Mapping[str, object]) -> int:

@@ -90,6 +90,38 @@ applications:
 Once changes have been tried, the next planned restart is the time to move them into `args`.
 """
 
+_SEVERAL = """## Several models
+
+`models` is a list of models behind one endpoint. Each has the keys `model` to `decode` of the table
+above, and engines, slots, routing state and adapters of its own. All other keys are shared.
+`configs/two-models.yaml` is a complete example:
+
+```yaml
+args:
+  models:
+    - model: /models/qwen3-8b
+      served_model_name: [qwen3, qwen3-latest]   # the name and an alias
+      engine: {max_model_len: 8192}
+      decode: {replicas: 2, num_gpus: 1}
+      prefill: {num_gpus: 1}
+    - model: /models/gemma-3-4b
+      served_model_name: gemma
+      prefill: {num_gpus: 1}
+      decode: {num_gpus: 1}
+  router: {http_port: 8000}
+```
+
+- A request's `model` selects the engines: a name, an alias, or the name of an adapter. It must name
+  one; an unknown name gets vLLM's 404 ([HTTP API](http-api.md#several-models)).
+- The deployments are named after the first name of each model, `Prefill-qwen3` and `Decode-qwen3`;
+  characters other than letters, digits and `._-` become `-`. Use these names under `deployments`.
+- Each role is scaled by itself, with an autoscaling_config as `replicas`. `ScaleTogether` scales
+  the roles of one model only and is refused here.
+- The limits of `router` hold for all models together.
+- A change of `args`, such as another model in the list, restarts all replicas. A second application
+  with its own port does not.
+"""
+
 SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
     ("The service", ServiceSettings, ("",)),
     ("`prefill` and `decode`", RoleSettings, ("prefill", "decode")),
@@ -106,8 +138,9 @@ SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
 _TEXTS = {
     "The service": (
         "`args:`. Speculative decoding is `engine.speculative_config` with a draft model, or that of `decode` alone "
-        "with n-gram drafts. LoRA adapters need `engine.enable_lora` and `frontend.lora_modules` of both roles, and "
-        "without a GPU an `engine.max_loras` greater than their number ([what is supported](supported.md))."
+        "with n-gram drafts. LoRA adapters need `engine.enable_lora` and `frontend.lora_modules` or "
+        "`allow_runtime_lora_updating`, and without a GPU an `engine.max_loras` greater than their number "
+        "([what is supported](supported.md))."
     ),
     "`prefill` and `decode`": "One set of keys per role. `engine` here overrides `engine` of the service.",
     "`transfer`": (
@@ -134,7 +167,7 @@ _TEXTS = {
 
 def reference() -> str:
     """The page, as Markdown."""
-    parts = [_INTRODUCTION, _CHANGES]
+    parts = [_INTRODUCTION, _CHANGES, _SEVERAL]
     for title, model, sections in SECTIONS:
         wrapped = textwrap.fill(_TEXTS[title], 100, break_on_hyphens=False)
         parts.append(f"## {title}\n\n{wrapped}\n\n| key | default | change | meaning |\n|---|---|---|---|")

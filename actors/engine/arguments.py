@@ -144,23 +144,38 @@ def fields_in_source(source: str, name: str) -> set[str] | None:
 
 def check_arguments(settings: ServiceSettings) -> None:
     """Raise SettingsError with all settings that vLLM, Ray or Serve would refuse or ignore."""
+    problems = _bad_selector("router", settings.router)
+    for i, one in enumerate(settings.each_model().values()):
+        where = f"models.{i}." if settings.models else ""
+        problems += [where + problem for problem in _model_problems(one)]
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def _model_problems(settings: ServiceSettings) -> list[str]:
     engine, frontend = engine_argument_names(), frontend_argument_names()
-    problems = [
+    return [
         *_unknown("engine", settings.engine, engine),
         *_unknown("prefill.engine", settings.prefill.engine, engine),
         *_unknown("decode.engine", settings.decode.engine, engine),
         *_unknown("frontend", settings.frontend, frontend),
         *_useless_frontend(settings),
+        *_no_adapters(settings),
         *_engine_keys("prefill", settings.prefill),
         *_engine_keys("decode", settings.decode),
         *_bad_selector("prefill", settings.prefill),
         *_bad_selector("decode", settings.decode),
-        *_bad_selector("router", settings.router),
         *_bad_autoscaling("prefill", settings.prefill),
         *_bad_autoscaling("decode", settings.decode),
     ]
-    if problems:
-        raise SettingsError("\n".join(problems))
+
+
+def _no_adapters(settings: ServiceSettings) -> list[str]:
+    """Return an error if adapters may be loaded, but an engine has no place for them."""
+    lora = all(engine_arguments(settings, role).get("enable_lora") for role in ROLES)
+    if settings.allow_runtime_lora_updating and not lora:
+        return ["allow_runtime_lora_updating: needs `enable_lora: true` in the engine arguments of both roles"]
+    return []
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -241,7 +256,7 @@ def engine_arguments(settings: ServiceSettings, role: RoleName) -> dict[str, Any
         **own.engine,
         **executor,
         "model": settings.model_path,
-        "served_model_name": [settings.model_name],
+        "served_model_name": list(settings.model_names),
         "tensor_parallel_size": own.tensor_parallel_size,
         **({"data_parallel_size": own.data_parallel_size} if own.data_parallel_size > 1 else {}),
     }
@@ -268,6 +283,8 @@ def why_no_first_token(settings: ServiceSettings) -> str | None:
     for name in SAMPLING_ARGUMENTS:
         if prefill.get(name) != decode.get(name):
             return f"prefill.engine.{name} differs from decode.engine.{name}"
+    if settings.allow_runtime_lora_updating:
+        return "the two engines may have different adapters of one name for a moment"
     if settings.store.enabled:
         return "it has not been tested with the KV store"
     return None

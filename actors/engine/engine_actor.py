@@ -6,12 +6,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import ray
 from pydantic import SecretStr
 from ray import serve
 
+from actors.engine.adapters import SYNC_INTERVAL_S, AdapterStates
+from actors.engine.pair_warmup import PeerReplicas, every
 from actors.engine.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
@@ -25,6 +27,9 @@ from configs.settings import RoleName, RoleSettings, ServiceSettings
 logger = logging.getLogger(__name__)
 
 CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
+
+PEERS_S = 5.0
+"""Timeout for the adapters of the other engines."""
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
 """Timeout of an engine's first request, during which vLLM may compile kernels."""
@@ -47,6 +52,7 @@ class EngineActor:
         secret in this process's environment takes precedence over `fallback_secret`.
         """
         settings = settings.with_secret(fallback_secret)
+        self._changes_adapters = settings.allow_runtime_lora_updating
         self.replica = serve.get_replica_context().replica_id.unique_id
         logger.info("starting the %s engine of replica %s", self.role, self.replica)
         self._node_ip = ray.util.get_node_ip_address()
@@ -54,9 +60,27 @@ class EngineActor:
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
             await self._open_rpc_servers(settings.role(self.role))
             await self._prepare(settings)
+            if self._changes_adapters:
+                await self._follow_peers()
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
+
+    async def _follow_peers(self) -> None:
+        """Take the adapters of the other engines of this model, now and repeatedly."""
+        roles: tuple[RoleName, ...] = get_args(RoleName)
+        peers = [PeerReplicas(role, PEERS_S) for role in roles]
+
+        async def sync() -> None:
+            for each in peers:
+                await self.engine.adapters.merge(await each.ask("adapters"))
+
+        await sync()
+        self._syncing = asyncio.create_task(every(SYNC_INTERVAL_S, sync), name="follows-adapters-of-peers")
+
+    async def adapters(self) -> AdapterStates:
+        """Return the last change of each adapter."""
+        return self.engine.adapters.states()
 
     async def _open_rpc_servers(self, settings: RoleSettings) -> None:
         slots = settings.max_ongoing_sequences or self.engine.slots
@@ -77,7 +101,19 @@ class EngineActor:
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the methods available to routers on the RPC server of `rank`, by name."""
-        return {"ping": self.ping, "metrics": self.metrics, "status": self.status}
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "ping": self.ping,
+            "metrics": self.metrics,
+            "status": self.status,
+            "adapters": self.adapters,
+        }
+        if not self._changes_adapters:
+            return methods
+        adapters = self.engine.adapters
+        methods["load_adapter"] = adapters.load
+        methods["unload_adapter"] = adapters.unload
+        methods["revert_adapter"] = adapters.revert
+        return methods
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
@@ -144,6 +180,8 @@ class EngineActor:
     async def __del__(self) -> None:
         """Drain the calls and end the engine; Serve awaits this hook."""
         await self._drain()
+        if hasattr(self, "_syncing"):
+            self._syncing.cancel()
         await asyncio.gather(*(server.close() for server in getattr(self, "_rpc_servers", ())))
         if hasattr(self, "engine"):
             await self.engine.close()

@@ -39,8 +39,14 @@ def probe_timeout_s(transfer: TransferSettings) -> float:
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
+def peer_deployment(role: RoleName) -> str:
+    """Return the deployment of `role` for the model of this process's replica."""
+    own = serve.get_replica_context().deployment
+    return role.capitalize() + own.removeprefix("Prefill").removeprefix("Decode")
+
+
 class PeerReplicas:
-    """Calls all replicas of the other role at once, each with a timeout of `probe_timeout_s`."""
+    """Calls all replicas of a role of this model at once; each has `probe_timeout_s` to answer."""
 
     def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
         """Use `handle` for the role, or get it from Serve at the first call."""
@@ -52,7 +58,7 @@ class PeerReplicas:
         """Return the results of the replicas that reply in time; empty without replicas."""
         try:
             if self._handle is None:
-                self._handle = serve.get_deployment_handle(self.role.capitalize(), _check_exists=False)
+                self._handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
             return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.timeout_s)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.debug("no replica to warm up with: %r", error)

@@ -16,6 +16,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from actors.engine.adapters import EngineAdapters
 from actors.engine.arguments import engine_arguments
 from actors.engine.asgi_call import AsgiApp, call_asgi
 from actors.engine.heartbeat import HeartbeatMonitor
@@ -65,6 +66,7 @@ class VllmEngine:
         load: "LoadLogger | None",
         supervisor: str,
         ranks: int = 1,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self._llm = llm
         self._load = load
@@ -76,6 +78,13 @@ class VllmEngine:
         """The data-parallel ranks."""
         self._heartbeats = [HeartbeatMonitor(partial(llm.ping_rank, rank)) for rank in self.ranks]
         self._supervisor = supervisor
+        self._adapters = adapters
+
+    @property
+    def adapters(self) -> EngineAdapters:
+        """The LoRA adapters, which peers share."""
+        assert self._adapters is not None, "`start` sets it"
+        return self._adapters
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
@@ -130,7 +139,10 @@ class VllmEngine:
             await stack.aclose()
             raise
         ranks = config.parallel_config.data_parallel_size
-        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks)
+        on_cpu = config.lora_config is not None and not settings.role(role).num_gpus
+        cpu_slots = config.lora_config.max_loras if on_cpu else None
+        adapters = EngineAdapters(app.state.openai_serving_models, llm, cpu_slots)
+        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, adapters)
 
     async def serve(
         self, call: Call, rank: int = 0

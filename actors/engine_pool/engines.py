@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.engine_pool.discovery import replicas_of, subscribe
 from actors.engine_pool.slots import SlotPool
-from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
+from actors.errors import CannotResumeError, DeadlineError, EngineDownError, EngineError, RefusedError
 from actors.request import Accepted, Call, Heartbeat, Item
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channel, Channels, ChannelsSnapshot
@@ -228,23 +228,34 @@ class EnginePool:
         return await self._channels.to(slot.address).ask(method, *arguments)
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
-        """Return the results of a method of all replicas, without those that fail or time out.
+        """Return the results of a method of all replicas, without those that fail or time out."""
+        replies = await self.tell_all(method, timeout_s)
+        for name, reply in replies.items():
+            if isinstance(reply, Exception):
+                logger.warning("%s of replica %s failed: %r", method, name, reply)
+        return [reply for reply in replies.values() if not isinstance(reply, Exception)]
+
+    async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
+        """Return the result or the exception of a method of each replica, by replica id.
 
         Asks the first data-parallel rank of a replica, which answers for all.
         """
         engines = replicas_of(self._handle.deployment_id) or {}
         replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
-        asked = [asyncio.create_task(self._channels.to(one.address).ask(method)) for one in replicas.values()]
+        asked = [
+            asyncio.create_task(self._channels.to(one.address).ask(method, *arguments)) for one in replicas.values()
+        ]
         if not asked:
-            return []
+            return {}
         done, late = await asyncio.wait(asked, timeout=timeout_s)
         for task in late:
             task.cancel()
-        for name, task in zip(replicas, asked, strict=True):
-            if task in late or task.exception() is not None:
-                problem = f"no answer within {timeout_s:g} s" if task in late else repr(task.exception())
-                logger.warning("%s of replica %s failed: %s", method, name, problem)
-        return [task.result() for task in asked if task in done and task.exception() is None]
+        return {
+            name: DeadlineError(f"no answer within {timeout_s:g} s")
+            if task not in done
+            else task.exception() or task.result()
+            for name, task in zip(replicas, asked, strict=True)
+        }
 
     def snapshot(self) -> ChannelsSnapshot:
         """Return the numbers of open and idle connections."""

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import generate_latest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -35,7 +35,9 @@ class RouterReplica(Router):
 
     async def own_metrics(self) -> RouterMetricsText:
         """Return this replica's exposition."""
-        return own_replica_id(), generate_latest(self.metrics.registry).decode()
+        # Without names, the only model uses the router's metrics.
+        own = [self.metrics, *(model.metrics for model in self.models if model.names)]
+        return own_replica_id(), "".join(metrics.exposition() for metrics in own)
 
     async def own_status(self) -> dict[str, Any]:
         """Return this replica's part of the status."""
@@ -45,9 +47,17 @@ class RouterReplica(Router):
             "slots_taken": self.slots_taken,
             "limit": self.max_sequences,
             "rejected_config": self.rejected_config,
-            "counts": self.metrics.counts(),
+            "counts": self._counts(),
             "recent": self.recent.newest(RECENT_SHOWN),
         }
+
+    def _counts(self) -> dict[str, int]:
+        """Return the counts of this replica since its start, of all models."""
+        counts = Counter(self.metrics.counts())
+        for model in self.models:
+            if model.names:
+                counts.update(model.metrics.counts())
+        return dict(counts)
 
     async def router_metrics(self) -> list[RouterMetricsText]:
         """Return the expositions of this replica and its peers, without peers that time out."""

@@ -1,4 +1,4 @@
-"""The router: sends both legs of a request to two engines at once and relays decode's answer."""
+"""The router: admits requests and passes each to the `ModelRouter` of its model."""
 
 import asyncio
 import logging
@@ -7,46 +7,42 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import OverloadedError, UnavailableError
-from actors.request import Call, ResponseStart, StreamChunk
-from actors.router.answer import Answer
-from actors.router.client_request import ClientRequest, RequestTimer
-from actors.router.dispatch import Dispatcher, Fleet
-from actors.router.leg import Leg, choose, deadline
-from actors.router.prompt_lists.list_answer import ListAnswer
-from actors.router.prompt_lists.split import parent_id, split
-from actors.router.routing_feedback import RoutingFeedback
+from actors.errors import NoModelNamedError, OverloadedError, UnavailableError, UnknownModelError
+from actors.request import Call, ResponseStart
+from actors.router.client_request import ClientRequest
+from actors.router.models.adapters import AdapterNames
+from actors.router.models.model_router import AnyAnswer, ModelEngines, ModelRouter
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings import MIN_ONGOING_SEQUENCES, RoleName, RouterLimits, changed_limits
 
 logger = logging.getLogger(__name__)
 
-DISCARD_S = 5.0
-"""Timeout of a `discard` call to a prefill replica."""
-
 SEQUENCES_PER_SLOT = 4
 """Default number of sequences that a router admits for each slot of the decode engines."""
 
 
-AnyAnswer = Answer | ListAnswer
-
-
 class Router:
-    """Serves requests with the engines of both roles."""
+    """Serves requests with the engines of one model or of several."""
 
-    def __init__(self, limits: RouterLimits, prefill: EnginePool, decode: EnginePool) -> None:
+    def __init__(self, limits: RouterLimits, *engines: ModelEngines) -> None:
+        """Create the router of the models of `engines`; several models must have names."""
         self.limits = self._built_limits = limits
         self.rejected_config: str | None = None
         """Error of the last `user_config`; None if it was applied."""
         self.metrics = RouterMetrics()
-        self._roles: dict[RoleName, EnginePool] = {"prefill": prefill, "decode": decode}
-        self._decode = decode
-        self._feedback = RoutingFeedback(limits.routing, self.metrics, prefill.ongoing, decode.ongoing)
-        self._fleet = Fleet(prefill, decode, self.metrics, self._feedback, self._discard)
-        self._ongoing = self._sequences = 0
+        """Metrics of requests without a model, and of all requests to the only model."""
         self.recent = RecentRequests()
+        self.models = [
+            ModelRouter(
+                one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent
+            )
+            for one in engines
+        ]
+        self._by_name = {name: model for model in self.models for name in model.names}
+        self._adapters = AdapterNames(self.models)
+        self._were_ready: set[ModelRouter] = set()
+        self._ongoing = self._sequences = 0
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply new deadlines, limits and routing to later requests; Serve's hook.
@@ -56,7 +52,8 @@ class Router:
         """
         try:
             limits = changed_limits(self._built_limits, user_config)
-            self._feedback.reconfigure(limits.routing)
+            for model in self.models:
+                model.feedback.reconfigure(limits.routing)
         except Exception as error:
             self.rejected_config = str(error)
             self.metrics.user_config_rejected.set(1)
@@ -80,7 +77,7 @@ class Router:
         """Number of ongoing sequences at which the router admits no more requests."""
         if self.limits.max_ongoing_sequences is not None:
             return self.limits.max_ongoing_sequences
-        return max(SEQUENCES_PER_SLOT * self._decode.slots, MIN_ONGOING_SEQUENCES)
+        return max(SEQUENCES_PER_SLOT * sum(model.slots for model in self.models), MIN_ONGOING_SEQUENCES)
 
     @contextmanager
     def admitted(self) -> Iterator[Callable[[int], None]]:
@@ -115,119 +112,103 @@ class Router:
             return self.limits.max_ongoing_requests_per_key
         return None if keys == 1 else max(self.max_sequences // 2, 1)
 
+    async def model_of(self, name: Any) -> ModelRouter:
+        """Return the model that serves requests for `name`: its own name, an alias or an adapter.
+
+        The only model of a service gets every request: its engines check the name. Raises
+        UnknownModelError, or NoModelNamedError if the request must name a model.
+        """
+        if not self._by_name:
+            return self.models[0]
+        if not name:
+            raise NoModelNamedError(f"name one of the models {', '.join(self._by_name)} in `model`")
+        if not isinstance(name, str):
+            return self.models[0]  # its engines refuse a name of another type
+        found = self._by_name.get(name) or await self._adapters.model_of(name)
+        if found is None:
+            raise UnknownModelError(f"The model `{name}` does not exist. Valid aliases: {', '.join(self._by_name)}.")
+        return found
+
+    async def model_of_adapter(self, name: str) -> ModelRouter | None:
+        """Return the model that has the adapter `name`, or None."""
+        return await self._adapters.model_of(name)
+
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
-        """Serve `request`. Leaving the context cancels its running calls on both engines.
-
-        Each prompt of a list is served on its own pair of engines, if a pair can serve it. Raises
-        OverloadedError, UnavailableError or DeadlineError when decode does not answer.
-        """
-        prompts = split(request)
-        if not prompts:
-            async with self._answer(request) as one:
-                yield one
-            return
-        several = ListAnswer(prompts, parent_id(request), self._answer, max(self._decode.slots, 1))
-        try:
-            await several.open()
-            yield several
-        finally:
-            await several.close()
-
-    @asynccontextmanager
-    async def _answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
-        """Serve `request` on one pair of engines."""
-        attempts = Dispatcher(
-            request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
-        )
-        answer = Answer(attempts, await attempts.open(), self.metrics)
-        try:
+        """Serve `request` with its model (`ModelRouter.answer`)."""
+        model = await self.model_of(request.body.get("model"))
+        async with model.answer(request) as answer:
             yield answer
-        finally:
-            await answer.close()
-
-    def _timeout_s(self, request: ClientRequest) -> float:
-        """Return the timeout for the first token of a stream, or for a whole answer."""
-        return self.limits.first_token_timeout_s if request.streams else self.limits.request_timeout_s
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
         """Number of slots of this router on engines, by role."""
-        return {role: engines.slots_taken for role, engines in self._roles.items()}
+        return _sums([model.slots_taken for model in self.models])
 
     async def close(self) -> None:
         """Close the connections to the engines."""
-        await asyncio.gather(*(engines.close() for engines in self._roles.values()))
+        await asyncio.gather(*(model.close() for model in self.models))
 
     @asynccontextmanager
     async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
-        """Send `call` to a decode replica; yield the start and the body of its answer.
+        """Send `call` to a decode replica of the models in turn, until one does not answer 404.
 
-        Tries the remaining replicas if one fails or answers 404: only one engine holds a stored
-        response. Leaving the context cancels the call.
+        Leaving the context cancels the call.
         """
-        asked: set[str] = set()
+        # A model without engines would make the others wait.
+        left = [model for model in self.models if model.ready] or self.models[:1]
         failed: UnavailableError | None = None
-        while True:
+        while left:
+            model = left.pop(0)
             async with AsyncExitStack() as stack:
-                slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s, asked)
-                asked.add(slot.replica_id)
-                others = (self._decode.ongoing() or {}).keys() - asked
-                leg = Leg("decode", self._decode.dispatch(slot, call))
-                stack.callback(leg.close)
                 try:
-                    async with deadline(self.limits.replica_timeout_s, f"{call.method} {call.path}"):
-                        start = await leg.start()
+                    start, body = await stack.enter_async_context(model.ask_decode(call))
                 except UnavailableError as error:
                     failed = error
-                    if others:
-                        continue
-                    raise
-                if start.status == HTTPStatus.NOT_FOUND and others:
                     continue
-                if start.status == HTTPStatus.NOT_FOUND and failed is not None:
-                    raise failed
-                yield start, self._body_of(leg)
+                if start.status == HTTPStatus.NOT_FOUND and (left or failed is not None):
+                    continue
+                yield start, body
                 return
-
-    async def _body_of(self, leg: Leg) -> AsyncIterator[bytes]:
-        until = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        while (item := await leg.next(self.limits.silence_timeout_s, until)) is not None:
-            yield item.body if isinstance(item, StreamChunk) else item
+        assert failed is not None, "the last model has answered or failed"
+        raise failed
 
     def replicas(self) -> dict[RoleName, int]:
         """Return the number of replicas of each role that accept calls, from Serve's replica list.
 
         Calls no replica; Serve's controller checks their health.
         """
-        return {role: engines.replica_count for role, engines in self._roles.items()}
+        return _sums([model.replicas() for model in self.models])
 
     @property
     def ready(self) -> bool:
-        """True if a decode replica runs; decode alone can serve requests without prefill."""
-        return self.replicas()["decode"] > 0
+        """True if decode replicas run that can serve.
+
+        At first each model needs one, so that traffic does not move to a cluster with models still
+        to start. Later one is enough: a model without engines must not take the others with it.
+        """
+        running = {model for model in self.models if model.ready}
+        self._were_ready |= running
+        return bool(running) and len(self._were_ready) == len(self.models)
+
+    @property
+    def complete(self) -> bool:
+        """True if each model has replicas of both roles."""
+        return all(count for model in self.models for count in model.replicas().values())
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
         """Return (role, replica id, exposition) of each replica that replies in
         `metrics_timeout_s`."""
-        answers = await asyncio.gather(
-            *(role.ask_all("metrics", self.limits.metrics_timeout_s) for role in self._roles.values())
-        )
-        pairs = zip(self._roles, answers, strict=True)
-        return [(role, replica, text) for role, replies in pairs for replica, text in replies]
+        return [(role, *reply) for role, reply in await self._ask_engines("metrics")]
 
     async def engine_status(self) -> list[dict[str, Any]]:
         """Return the status of each engine replica that replies in `metrics_timeout_s`."""
-        answers = await asyncio.gather(
-            *(role.ask_all("status", self.limits.metrics_timeout_s) for role in self._roles.values())
-        )
-        return [status for replies in answers for status in replies]
+        return [status for _, status in await self._ask_engines("status")]
 
-    async def _discard(self, slot: Slot, transfer_id: str) -> None:
-        """Ask the prefill replica of `slot` to free the KV of a transfer.
+    async def _ask_engines(self, method: str) -> list[tuple[RoleName, Any]]:
+        replies = await asyncio.gather(*(model.ask_engines(method) for model in self.models))
+        return [reply for one in replies for reply in one]
 
-        If the call fails, the replica frees the KV when the lease expires.
-        """
-        self.metrics.discards.inc()
-        async with deadline(DISCARD_S, f"discarding transfer {transfer_id}"):
-            await self._roles["prefill"].ask(slot, "discard", transfer_id)
+
+def _sums(counts: list[dict[RoleName, int]]) -> dict[RoleName, int]:
+    return {role: sum(one[role] for one in counts) for role in counts[0]}

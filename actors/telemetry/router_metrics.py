@@ -1,6 +1,11 @@
 """Prometheus metrics of the router, in a registry of their own."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
@@ -10,10 +15,25 @@ FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-class RouterMetrics:
-    """The router's metrics. `/metrics` exposes `registry`."""
+class _OfModel(Collector):
+    """The metrics of a registry with the label `model_name`, as vLLM's have."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            for sample in family.samples:
+                sample.labels["model_name"] = self._model
+            yield family
+
+
+class RouterMetrics:
+    """The router's metrics, of all requests or of those to `model`; `/metrics` exposes them."""
+
+    def __init__(self, model: str | None = None) -> None:
+        self._model = model
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
@@ -92,6 +112,11 @@ class RouterMetrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+
+    def exposition(self) -> str:
+        """Return the metrics as text, with the label `model_name` if they are those of a model."""
+        shown: Any = self.registry if self._model is None else _OfModel(self.registry, self._model)
+        return generate_latest(shown).decode()
 
     def observe_breakdown(self, route: str, breakdown: LatencyBreakdown) -> None:
         """Observe the breakdown of one request."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 from app.doctor.configuration import check_config, check_kernels, check_readable
@@ -54,11 +55,13 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
     found, config, settings = check_config(path)
     if "config" not in left_out:
         yield from found
+    models = list(settings.each_model().values())
+    settings = models[0]
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "model": lambda: check_readable(settings),
-        "kernels": lambda: check_kernels(settings),
+        "model": lambda: chain.from_iterable(map(check_readable, models)),
+        "kernels": lambda: chain.from_iterable(map(check_kernels, models)),
         "libraries": lambda: check_libraries(settings),
-        "gpus": lambda: check_gpus(settings),
+        "gpus": lambda: chain.from_iterable(map(check_gpus, models)),
         "shared-memory": lambda: check_shared_memory(settings),
         "temporary": check_temporary_directory,
         "ports": lambda: check_ports(config, settings),

@@ -6,7 +6,15 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from actors.errors import CannotResumeError, DeadlineError, OverloadedError, RefusedError, UnavailableError
+from actors.errors import (
+    CannotResumeError,
+    DeadlineError,
+    NoModelNamedError,
+    OverloadedError,
+    RefusedError,
+    UnavailableError,
+    UnknownModelError,
+)
 from actors.request import Endpoint
 
 ERROR_TYPES = {
@@ -62,6 +70,10 @@ def status_of(error: Exception) -> HTTPStatus:
     match error:
         case BadRequestError():
             return error.status
+        case UnknownModelError():
+            return HTTPStatus.NOT_FOUND
+        case NoModelNamedError():
+            return HTTPStatus.BAD_REQUEST
         case OverloadedError() | RefusedError():
             return HTTPStatus.TOO_MANY_REQUESTS
         case UnavailableError() | CannotResumeError():
@@ -79,13 +91,20 @@ def message_of(error: Exception) -> str:
     return str(error)
 
 
+def _details(error: Exception) -> tuple[str | None, str | None]:
+    """Return the field of the request and the `type` of an error in OpenAI's form."""
+    if isinstance(error, UnknownModelError | NoModelNamedError):
+        return "model", None
+    return (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
+
+
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
     """Return the response for `error`, with Retry-After for status 429 and 503."""
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers["Retry-After"] = str(retry_after_s)
-    param, kind = (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
+    param, kind = _details(error)
     body = error_body(status, message_of(error), param, kind)
     if endpoint in ANTHROPIC and not isinstance(error, MalformedError):
         # For a malformed request, vLLM's web framework answers in OpenAI's form.
@@ -95,7 +114,7 @@ def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/co
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
     """Return the last events of a stream that ends with `error`."""
-    param, kind = (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
+    param, kind = _details(error)
     return late_error(error_body(status_of(error), message_of(error), param, kind), endpoint)
 
 

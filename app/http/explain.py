@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from http import HTTPStatus
 
 from actors.router.client_request import ClientRequest
-from actors.router.router import AnyAnswer, Router
+from actors.router.models.model_router import AnyAnswer, ModelRouter
 from actors.telemetry.access_log import AccessEntry
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, RequestRecord, now_unix
@@ -45,7 +45,7 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 class Observer:
     """Reports one request. Serve `request`: its headers have the trace's span as parent."""
 
-    router: Router
+    model: ModelRouter
     request: ClientRequest
     trace: RequestTrace | None
     entry: AccessEntry | None = None
@@ -55,7 +55,7 @@ class Observer:
     @classmethod
     @contextmanager
     def of(
-        cls, router: Router, request: ClientRequest, traces: Traces | None, entry: AccessEntry | None = None
+        cls, model: ModelRouter, request: ClientRequest, traces: Traces | None, entry: AccessEntry | None = None
     ) -> "Iterator[Observer]":
         """Yield an observer of `request`; leaving the context ends the trace."""
         if entry is not None:
@@ -63,7 +63,7 @@ class Observer:
         trace = traces.begin(request) if traces is not None else None
         error: BaseException | None = None
         try:
-            yield cls(router, trace.request if trace is not None else request, trace, entry)
+            yield cls(model, trace.request if trace is not None else request, trace, entry)
         except BaseException as caught:
             error = caught
             raise
@@ -86,6 +86,7 @@ class Observer:
         """
         if over and self.entry is not None and answer.start.status < HTTPStatus.BAD_REQUEST:
             self.entry.answered(
+                **({"model": self.model.names[0]} if self.model.names else {}),
                 route=answer.route,
                 reason=answer.local_reason,
                 **asdict(answer.pair),
@@ -113,7 +114,7 @@ class Observer:
             pair=answer.pair,
             breakdown=answer.breakdown,
         )
-        self.router.metrics.observe_breakdown(answer.route, answer.breakdown)
-        self.router.recent.add(record)
+        self.model.metrics.observe_breakdown(answer.route, answer.breakdown)
+        self.model.recent.add(record)
         if self.trace is not None:
             self.trace.answered(record)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class FromDecode:
-    """ASGI endpoint that relays the answer of a decode engine."""
+    """ASGI endpoint that relays the answer of a decode engine, of any model that has one."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

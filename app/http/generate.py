@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from actors.errors import DeadlineError
 from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
-from actors.router.router import AnyAnswer, Router
+from actors.router.models.model_router import AnyAnswer
+from actors.router.router import Router
 from actors.telemetry.access_log import ENTRY, AccessEntry
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
@@ -55,14 +56,15 @@ class Tally:
     """Counts one request in the metrics exactly once."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
+        """Metrics that count the request: the router's until its model is known."""
         self._counted = False
 
     def count(self, route: str, reason: str | None, status: int) -> None:
         """Count the request at the first call; ignore later calls."""
         if not self._counted:
             self._counted = True
-            self._metrics.requests.labels(route, reason or "", status).inc()
+            self.metrics.requests.labels(route, reason or "", status).inc()
 
 
 class Generate:
@@ -80,8 +82,10 @@ class Generate:
         try:
             with self._router.admitted() as count:
                 request = await self._read(Request(scope, receive))
+                model = await self._router.model_of(request.body.get("model"))
+                tally.metrics = model.metrics
                 count(request.sequences)
-                with Observer.of(self._router, request, self._traces, scope.get(ENTRY)) as observer:
+                with Observer.of(model, request, self._traces, scope.get(ENTRY)) as observer:
                     await until_disconnect(receive, self._relay(observer, tally, keep_alive, send))
         except (ClientDisconnect, TaskCancelledError):
             return
@@ -117,13 +121,13 @@ class Generate:
     async def _relay(self, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send) -> None:
         complete = False
         try:
-            async with keep_alive.waiting(observer.request), self._router.answer(observer.request) as answer:
+            async with keep_alive.waiting(observer.request), observer.model.answer(observer.request) as answer:
                 await self._send(answer, observer, tally, keep_alive, send)
                 complete = True
         except asyncio.CancelledError:
             # Serve's proxy also cancels the task after it has received the whole answer.
             if not complete:
-                self._router.metrics.disconnects.inc()
+                observer.model.metrics.disconnects.inc()
             raise
 
     async def _send(
@@ -138,7 +142,7 @@ class Generate:
             head = await anext(body)
             await keep_alive.stop()
             if answer.start.streams:
-                self._router.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
+                observer.model.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
             try:
                 await self._begin(answer, head, observer, tally, keep_alive.started, send)
                 if answer.start.streams:
@@ -188,17 +192,17 @@ class Generate:
                     observer.keep(answer)
         except TimeoutError:
             # A client that resumes reading receives this error as the last event.
-            last = self._broken(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"))
+            last = self._broken(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"), observer)
         except Exception as error:
-            last = self._broken(error)
+            last = self._broken(error, observer)
         # After this timeout the HTTP server closes the connection.
         with suppress(TimeoutError):
             async with asyncio.timeout(STREAM_END_S):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _broken(self, error: Exception) -> bytes:
+    def _broken(self, error: Exception, observer: Observer) -> bytes:
         """Count and log an error after the response has started; return its event."""
-        self._router.metrics.broken_streams.inc()
+        observer.model.metrics.broken_streams.inc()
         logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
         return error_event(error, self._endpoint)
 

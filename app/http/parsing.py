@@ -107,13 +107,13 @@ async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
 
     try:
         async with Request(request.scope, receive).form() as form:
-            extra, stream = form.get("vllm_xargs"), form.get("stream")
+            extra, stream, model = (form.get(name) for name in ("vllm_xargs", "stream", "model"))
     except HTTPException:
         return {}
     with suppress(ValueError, RecursionError):
         found = json.loads(extra) if isinstance(extra, str) else None
         _check_extra(found)
-    return {"stream": stream in ("true", "True", "1")}
+    return {"stream": stream in ("true", "True", "1")} | ({"model": model} if isinstance(model, str) else {})
 
 
 def _check_extra(extra: Any) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import get_args
+from typing import Any, get_args
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,6 +22,7 @@ from app.http.errors import error_body
 from app.http.from_decode import FromDecode
 from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
+from app.http.models import AdapterEndpoints, ModelList
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
 
@@ -54,9 +55,12 @@ def build_http(
 
     async def health(_: Request) -> Response:
         replicas = router.replicas()
-        told = "unavailable" if not router.ready else "ok" if all(replicas.values()) else "degraded"
+        told = "unavailable" if not router.ready else "ok" if router.complete else "degraded"
         status = HTTPStatus.OK if router.ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse({"status": told, "replicas": replicas}, status_code=status)
+        answer: dict[str, Any] = {"status": told, "replicas": replicas}
+        if len(router.models) > 1:
+            answer["models"] = {model.names[0]: model.replicas() for model in router.models}
+        return JSONResponse(answer, status_code=status)
 
     async def load(_: Request) -> Response:
         return JSONResponse({"server_load": router.ongoing})
@@ -74,6 +78,7 @@ def build_http(
     surface = Starlette(
         routes=[
             *(Route(path, Generate(router, path, traces), methods=["POST"]) for path in get_args(Endpoint)),
+            *_models_routes(router),
             *(Route(path, from_decode, methods=["GET"]) for path in FROM_DECODE),
             Route("/v1/responses/{id}/cancel", from_decode, methods=["POST"]),
             Route("/health", health, methods=["GET"]),
@@ -87,6 +92,18 @@ def build_http(
     )
     authenticated = Authenticated(surface, router, key_digests)
     return authenticated if access_log is None else AccessLog(authenticated, access_log)
+
+
+def _models_routes(router: RouterReplica) -> list[Route]:
+    """Return the routes of several models, and of adapters if clients may change them."""
+    routes = []
+    if len(router.models) > 1:
+        routes.append(Route("/v1/models", ModelList(router).endpoint, methods=["GET"]))
+    if any(model.allows_adapters for model in router.models):
+        adapters = AdapterEndpoints(router)
+        routes.append(Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]))
+        routes.append(Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]))
+    return routes
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:

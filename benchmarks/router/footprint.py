@@ -25,6 +25,7 @@ from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.engine_pool import discovery
 from actors.engine_pool.engines import EnginePool
 from actors.request import ProducerAddress
+from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
@@ -126,7 +127,8 @@ async def measure() -> Footprint:
     limits = RouterLimits(routing=RoutingSettings(policy="always_remote"))
     async with AsyncExitStack() as stack:
         engines = [Engine("prefill"), Engine("decode")]
-        router = RouterReplica(limits, *[await engine.pool(stack) for engine in engines])
+        prefill, decode = [await engine.pool(stack) for engine in engines]
+        router = RouterReplica(limits, ModelEngines(prefill, decode))
         port = free_port()
         server = HttpServer(build_http(router), "127.0.0.1", port, 0.0, "footprint")
         await server.open()

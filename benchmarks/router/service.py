@@ -23,7 +23,7 @@ from actors.engine.prefill import Prefill
 from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.request import Call, ProducerAddress
-from app.main import router_deployment
+from app.main import DeployedModel, router_deployment
 from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
 from configs.settings import RoleName, RoleSettings, RouterSettings, RoutingSettings
@@ -88,8 +88,8 @@ def deploy(port: int) -> None:
     settings = RouterSettings(routing=RoutingSettings(policy="always_remote"))
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
     router = router_deployment(settings)
-    roles = prefill.bind("prefill"), decode.bind("decode")
-    serve.run(router.bind(settings.limits(), *roles, listen=("127.0.0.1", port, 0.1)), name="tandem")
+    model = DeployedModel(prefill.bind("prefill"), decode.bind("decode"))
+    serve.run(router.bind(settings.limits(), [model], listen=("127.0.0.1", port, 0.1)), name="tandem")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from actors.errors import EngineDownError
 from actors.request import Accepted, Call, Heartbeat
+from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
 from configs.settings import RouterLimits
 
@@ -207,7 +208,7 @@ class Handle:
 def router_of(limits: RouterLimits, *handles: Handle) -> Router:
     """Return the router before both roles' handles."""
     engines: Any = handles
-    return Router(limits, *engines)
+    return Router(limits, ModelEngines(*engines))
 
 
 async def at_rest(*handles: Handle) -> None:

@@ -35,7 +35,7 @@ def secret_of(settings: ServiceSettings) -> str:
 def deployed(application) -> dict[str, ServiceSettings]:
     """Return the settings that each role's replicas derive from their arguments, by deployment."""
     router = deployment_of(application)
-    deployments = [deployment_of(bound) for bound in router.init_args if isinstance(bound, Application)]
+    deployments = [deployment_of(bound) for bound in router.init_args[1][0] if isinstance(bound, Application)]
     return {one.name: one.init_args[0].with_secret(one.init_args[1]) for one in deployments}
 
 

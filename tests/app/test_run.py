@@ -113,7 +113,7 @@ def test_every_deployment_drains_as_long_as_its_settings_say():
     """Replaced replicas complete their requests: Serve's default would end them after 20 s."""
     drains = {role: {"drain_s": 40.0 + number} for number, role in enumerate(("prefill", "decode", "router"))}
     router = deployment_of(build(parse_settings(drains)))
-    deployments = [router, *(deployment_of(one) for one in router.init_args if isinstance(one, Application))]
+    deployments = [router, *(deployment_of(one) for one in router.init_args[1][0] if isinstance(one, Application))]
     found = {one.name.lower(): deployment_config_of(one).graceful_shutdown_timeout_s for one in deployments}
     assert found == {role: own["drain_s"] for role, own in drains.items()}
 

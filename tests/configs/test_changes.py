@@ -41,7 +41,7 @@ def application(deployments: list[dict[str, Any]] | None = None, **keys: Any) ->
 def built() -> dict[str, DeploymentInfo]:
     """Return the deployments of a service with default settings, as Serve's controller has them."""
     router = deployment_of(build(parse_settings({})))
-    bound = [router, *(deployment_of(one) for one in router.init_args[1:3])]
+    bound = [router, *(deployment_of(one) for one in router.init_args[1][0][:2])]
     return {
         one.name: DeploymentInfo(deployment_config_of(one), replica_config_of(one), start_time_ms=0, deployer_job_id="")
         for one in bound

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from actors.engine import pair_warmup
 from actors.engine.decode import Decode
-from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
-from configs.settings import TransferSettings
+from actors.engine.pair_warmup import PeerReplicas, peer_deployment, probe_timeout_s
+from configs.settings import RoleName, TransferSettings
 
 
 class Prefills:
@@ -69,3 +73,20 @@ async def test_a_handshake_that_fails_is_waited_for() -> None:
         whole_s = probe_timeout_s(TransferSettings(handshake_s=handshake_s))
         assert whole_s > handshake_s
         assert PeerReplicas("decode", whole_s).timeout_s > whole_s
+
+
+@pytest.mark.parametrize(
+    ("own", "role", "peers"),
+    [
+        ("Decode", "prefill", "Prefill"),
+        ("Decode-llama", "prefill", "Prefill-llama"),
+        ("Prefill-Decode", "decode", "Decode-Decode"),
+        ("Prefill-llama", "prefill", "Prefill-llama"),
+    ],
+)
+def test_peers_are_those_of_the_same_model(
+    monkeypatch: pytest.MonkeyPatch, own: str, role: RoleName, peers: str
+) -> None:
+    """Engines of another model would refuse the probe at their first contact."""
+    monkeypatch.setattr(pair_warmup.serve, "get_replica_context", lambda: SimpleNamespace(deployment=own))
+    assert peer_deployment(role) == peers

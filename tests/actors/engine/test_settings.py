@@ -190,6 +190,7 @@ def test_a_roles_engine_arguments_win():
         ({"decode": {"engine": {"logprobs_mode": "raw_logits"}}}, "prefill.engine.logprobs_mode differs"),
         ({"decode": {"engine": {"speculative_config": {"method": "ngram"}}}}, "speculative decoding"),
         ({"store": {"memory_gib": 1}}, "KV store"),
+        ({"allow_runtime_lora_updating": True}, "different adapters"),
     ],
 )
 def test_which_engines_sample_first_tokens(args, reason):
@@ -262,7 +263,7 @@ def test_replicas_go_where_the_settings_say():
         }
     )
     router = deployment_of(build(settings))
-    prefill, decode = map(deployment_of, router.init_args[1:3])
+    prefill, decode = map(deployment_of, router.init_args[1][0][:2])
     placed = [
         (one.ray_actor_options["label_selector"], replica_config_of(one).max_replicas_per_node)
         for one in (router, prefill, decode)

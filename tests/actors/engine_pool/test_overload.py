@@ -14,6 +14,7 @@ from actors.engine_pool import discovery
 from actors.engine_pool.engines import EnginePool
 from actors.errors import DeadlineError, OverloadedError
 from actors.request import Accepted, ResponseStart
+from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
@@ -80,7 +81,8 @@ class Service:
 
     def router(self, stack: AsyncExitStack, limits: RouterLimits = SHORT) -> Router:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]
-        router = Router(limits, *map(EnginePool, handles))
+        prefill, decode = map(EnginePool, handles)
+        router = Router(limits, ModelEngines(prefill, decode))
         stack.push_async_callback(router.close)
         return router
 

@@ -32,7 +32,7 @@ from actors.router.peer_routers import STATUS_AGE_S
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from app.http.routes import OPEN_AGE_S
-from app.main import ROUTER_ENVIRONMENT, HttpRouter
+from app.main import ROUTER_ENVIRONMENT, DeployedModel, HttpRouter
 from configs.settings import RouterLimits, RoutingSettings
 from testing.sse import said
 from testing.timing import server_timing
@@ -185,7 +185,7 @@ def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": ROUTER_ENVIRONMENT}}
     router = serve.deployment(HttpRouter).options(ray_actor_options=options, num_replicas=routers)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode", num_replicas=2)
-    serve.run(router.bind(LIMITS, prefill.bind("prefill"), decode.bind("decode")), name="tandem")
+    serve.run(router.bind(LIMITS, [DeployedModel(prefill.bind("prefill"), decode.bind("decode"))]), name="tandem")
 
 
 @pytest.fixture(scope="module")

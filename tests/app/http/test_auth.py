@@ -21,7 +21,7 @@ from actors.telemetry.router_metrics import RouterMetrics
 from app.http.auth import Authenticated, PerKeyLimiter, digest
 from app.http.errors import BadRequestError
 from app.http.parsing import check_prompts
-from app.main import HttpRouter, build
+from app.main import DeployedModel, HttpRouter, build
 from configs.settings import (
     API_KEYS_VARIABLE,
     AuthSettings,
@@ -228,7 +228,7 @@ async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
     undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper reports its use to the cluster
     handle: Any = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
     router = undecorated.__new__(undecorated)
-    await router.__init__(LIMITS, handle, handle, key_digests)
+    await router.__init__(LIMITS, [DeployedModel(handle, handle)], key_digests)
     transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
@@ -240,14 +240,14 @@ async def test_a_router_reads_its_own_environment(monkeypatch):
     keys. A router whose own pod has some must not admit every client.
     """
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
-    built = deployment_of(build(ServiceSettings())).init_args[3]
+    built = deployment_of(build(ServiceSettings())).init_args[2]
     assert built == ()
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
     client = await http_router(built)
     assert (await client.get("/v1/nothing")).status_code == 401
     assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
-    built = deployment_of(build(ServiceSettings())).init_args[3]
+    built = deployment_of(build(ServiceSettings())).init_args[2]
     monkeypatch.delenv(API_KEYS_VARIABLE)
     assert (await (await http_router(built)).get("/v1/nothing")).status_code == 401
 

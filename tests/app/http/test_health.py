@@ -10,6 +10,7 @@ import pytest
 from ray.serve.handle import DeploymentBroadcastResponse
 
 from actors.engine_pool.engines import EnginePool
+from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
 from actors.router.router import Router
 from app.http.routes import build_http
@@ -44,7 +45,7 @@ def router(prefill: int, decode: int) -> Router:
     def role(count: int) -> EnginePool:
         return cast(EnginePool, Hung([Replica(f"r{number}", silent) for number in range(count)]))
 
-    return Router(LIMITS, role(prefill), role(decode))
+    return Router(LIMITS, ModelEngines(role(prefill), role(decode)))
 
 
 @pytest.mark.parametrize(

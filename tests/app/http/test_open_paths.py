@@ -17,6 +17,7 @@ class Asked:
     """A router that counts its calls to the engines; each takes a while."""
 
     limits = RouterLimits()
+    models = ()
 
     def __init__(self) -> None:
         self.metrics = RouterMetrics()

@@ -24,6 +24,7 @@ class Told:
     """A router with this status of the service."""
 
     limits = RouterLimits()
+    models = ()
 
     def __init__(self) -> None:
         self.metrics = RouterMetrics()

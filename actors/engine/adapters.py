@@ -1,0 +1,170 @@
+"""LoRA adapters that an engine loads and unloads while it runs, the same as its peers.
+
+Each change has a version, the time of its request. An engine keeps the newest change of each name,
+also that an adapter was unloaded, and takes newer ones from its peers. So a replica that starts,
+or that missed a change, comes to the same adapters. When all engines have ended, the adapters
+loaded while they ran are forgotten, as in vLLM.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.upstream.vllm_cpu_kernels import adapter_problem
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    from actors.upstream.vllm_replaying_llm import ReplayingLLM
+
+logger = logging.getLogger(__name__)
+
+SYNC_INTERVAL_S = 5.0
+"""Interval at which an engine takes its peers' changes."""
+
+AdapterStates = Mapping[str, tuple[int, str | None, bool]]
+"""By name of the adapter: the fields of its `AdapterState`."""
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """The last change of one adapter. `path` is None after it was unloaded."""
+
+    version: int
+    path: str | None
+    is_3d: bool = False
+
+
+class EngineAdapters:
+    """The adapters of one engine, through vLLM's own registry of models."""
+
+    def __init__(self, models: "OpenAIServingModels", llm: "ReplayingLLM", cpu_slots: int | None) -> None:
+        """Take over the adapters in `models`.
+
+        ``cpu_slots``  `max_loras` of an engine without a GPU, which must leave one slot empty; else
+                       None
+        """
+        self._models = models
+        self._llm = llm
+        self._cpu_slots = cpu_slots
+        self._lock = asyncio.Lock()
+        self._states: dict[str, AdapterState] = {}
+        self._files: dict[tuple[str, str], object] = {}
+        self._refused: set[tuple[str, int]] = set()
+        for name, one in models.lora_requests.items():
+            self._states[name] = AdapterState(0, one.lora_path, one.is_3d_lora_weight)
+            self._files[name, one.lora_path] = _files(one.lora_path)
+
+    def states(self) -> AdapterStates:
+        """Return the last change of each adapter."""
+        return {name: (one.version, one.path, one.is_3d) for name, one in self._states.items()}
+
+    async def load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
+        """Load an adapter. Return None, or the error in vLLM's form."""
+        async with self._lock:
+            return await self._load(name, path, is_3d, version)
+
+    async def unload(self, name: str, version: int) -> dict[str, Any] | None:
+        """Refuse later requests for an adapter. Return None, or the error in vLLM's form."""
+        async with self._lock:
+            return await self._unload(name, version)
+
+    async def revert(self, name: str, version: int) -> None:
+        """Unload an adapter that the change `version` loaded: it failed on another engine."""
+        async with self._lock:
+            state = self._states.get(name)
+            if state is not None and state.version == version and state.path is not None:
+                await self._unload(name, version + 1)
+
+    async def merge(self, peers: Iterable[AdapterStates]) -> None:
+        """Take the changes of peers that are newer than this engine's."""
+        for states in peers:
+            for name, (version, path, is_3d) in states.items():
+                async with self._lock:
+                    own = self._states.get(name)
+                    if version > (own.version if own is not None else 0):
+                        await self._take(name, AdapterState(version, path, is_3d))
+
+    async def _take(self, name: str, change: AdapterState) -> None:
+        if name in self._models.lora_requests:
+            await self._unload(name, change.version)
+        if change.path is None:
+            self._states[name] = change
+            return
+        self._states.pop(name, None)
+        problem = await self._load(name, change.path, change.is_3d, change.version)
+        if problem is None:
+            logger.info("loaded adapter %s as its peers have it", name)
+        elif (name, change.version) not in self._refused:
+            self._refused.add((name, change.version))
+            logger.error("cannot load adapter %s, which peers have: %s", name, problem["error"]["message"])
+
+    async def _load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        own = self._states.get(name)
+        if own is not None and own.version == version and own.path is not None:
+            return None  # taken from a peer meanwhile
+        if own is not None and own.path is None and own.version >= version:
+            return _error(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"a newer request has unloaded '{name}'; retry later", "Conflict"
+            )
+        files = _files(path)
+        if self._files.get((name, path), files) != files:
+            # vLLM's prefix cache knows an adapter by name and path.
+            return _error(
+                HTTPStatus.BAD_REQUEST,
+                f"the files in '{path}' have changed since '{name}' was loaded from there, and KV of the previous "
+                "weights may be cached; load the new weights from another path, or under another name",
+                "InvalidUserInput",
+            )
+        if name not in self._models.lora_requests and (problem := await self._no_slot()):
+            return _error(HTTPStatus.BAD_REQUEST, problem, "InvalidUserInput")
+        request = LoadLoRAAdapterRequest(lora_name=name, lora_path=path, is_3d_lora_weight=is_3d)
+        reply = await self._models.load_lora_adapter(request)
+        if not isinstance(reply, str):
+            return reply.model_dump(mode="json")
+        self._states[name] = AdapterState(version, path, is_3d)
+        self._files[name, path] = files
+        return None
+
+    async def _unload(self, name: str, version: int) -> dict[str, Any] | None:
+        from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+        reply = await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+        if not isinstance(reply, str):
+            return reply.model_dump(mode="json")
+        self._states[name] = AdapterState(version, None)
+        return None
+
+    async def _no_slot(self) -> str | None:
+        """Return why one more adapter would mix up answers on a CPU, or None.
+
+        vLLM's unloaded adapters keep their slots. This frees those that no request uses.
+        """
+        if self._cpu_slots is None:
+            return None
+        requests = self._llm.output_processor.request_states.values()
+        used = {one.lora_int_id for one in self._models.lora_requests.values()}
+        used |= {one.lora_request.lora_int_id for one in requests if one.lora_request is not None}
+        for unused in set(await self._llm.list_loras()) - used:
+            await self._llm.remove_lora(unused)
+        problem = adapter_problem(self._cpu_slots, len(used) + 1)
+        return None if problem is None else str(problem)
+
+
+def _error(status: HTTPStatus, message: str, kind: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": int(status)}}
+
+
+def _files(path: str) -> object:
+    """Return what changes when the files in a folder do; None for an adapter of a hub."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    stats = ((str(one.relative_to(folder)), one.stat()) for one in sorted(folder.rglob("*")) if one.is_file())
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

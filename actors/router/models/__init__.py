@@ -1,0 +1,1 @@
+"""The models of a service: routing, names and adapters of each."""

@@ -1,0 +1,109 @@
+"""Adapters (LoRA) of running engines: which model has which, and changes on all engines at once."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actors.errors import TandemError, UnavailableError
+from actors.router.models.model_router import ModelRouter
+from configs.settings import RoleName
+
+CHANGE_S = 120.0
+"""Timeout of a change on one engine, which may read an adapter from a slow disk."""
+
+NAMES_S = 2.0
+"""Timeout for the adapters' names from an engine."""
+
+NAMES_AGE_S = 5.0
+"""Maximum age of the known names of adapters."""
+
+Replies = Mapping[tuple[RoleName, str], Any]
+"""By role and replica: None, an error in OpenAI's form, or an exception."""
+
+
+class AdapterError(TandemError):
+    """Engines refused a change of adapters. `body` is the response in OpenAI's form."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        super().__init__(str(body["error"]["message"]))
+        self.body = body
+
+    @property
+    def status(self) -> int:
+        return int(self.body["error"]["code"])
+
+
+class AdapterNames:
+    """The models of adapters, from the decode engines, which are the only source."""
+
+    def __init__(self, models: Sequence[ModelRouter]) -> None:
+        self._models = models
+        self._known: dict[str, ModelRouter] = {}
+        self._read_at = float("-inf")
+
+    async def model_of(self, name: str) -> ModelRouter | None:
+        """Return the model that has the adapter `name`, or None.
+
+        Asks the engines for an unknown name: another router may have loaded it just now.
+        """
+        if name not in self._known or time.monotonic() - self._read_at > NAMES_AGE_S:
+            known: dict[str, ModelRouter] = {}
+            for model in self._models:
+                for adapters in await model.pools["decode"].ask_all("adapters", NAMES_S):
+                    known |= {one: model for one, (_, path, _) in adapters.items() if path is not None}
+            self._known, self._read_at = known, time.monotonic()
+        return self._known.get(name)
+
+
+async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) -> None:
+    """Load an adapter on all engines of `model`, or on none.
+
+    Raises AdapterError with vLLM's error if an engine refuses, UnavailableError if one does not
+    answer. A replica that starts meanwhile takes the adapters of its peers.
+    """
+    version = time.time_ns()
+    replies = await _tell(model, "load_adapter", name, path, is_3d, version)
+    failed = {engine: reply for engine, reply in replies.items() if reply is not None}
+    if not failed:
+        return
+    if len(failed) < len(replies) or any(isinstance(reply, Exception) for reply in failed.values()):
+        await _tell(model, "revert_adapter", name, version)
+    raise _error(failed, len(replies), "it is loaded on none")
+
+
+async def unload(model: ModelRouter, name: str) -> None:
+    """Unload an adapter on all engines of `model`; running requests keep it.
+
+    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer. Such an
+    engine takes the change from its peers when it runs again.
+    """
+    replies = await _tell(model, "unload_adapter", name, time.time_ns())
+    failed = {engine: reply for engine, reply in replies.items() if reply is not None}
+    if len(failed) == len(replies) or any(isinstance(reply, Exception) for reply in failed.values()):
+        raise _error(failed, len(replies), "the other engines have unloaded it")
+
+
+async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:
+    replies = await model.tell_engines(method, CHANGE_S, *arguments)
+    if not any(role == "decode" for role, _ in replies):
+        raise UnavailableError("no decode engine of this model runs; retry later")
+    return replies
+
+
+def _error(failed: Replies, engines: int, state: str) -> TandemError:
+    """Return the error of a change that failed on some of `engines`.
+
+    All engines of a service refuse an invalid change with the same error, which is vLLM's answer.
+    """
+    refusals = [reply for reply in failed.values() if not isinstance(reply, Exception)]
+    said = {reply["error"]["message"] for reply in refusals}
+    if len(failed) == engines and len(refusals) == engines and len(said) == 1:
+        return AdapterError(refusals[0])
+    lines = "; ".join(
+        f"{role} {replica}: {reply if isinstance(reply, Exception) else reply['error']['message']}"
+        for (role, replica), reply in failed.items()
+    )
+    message = f"{len(failed)} of {engines} engines failed, {state}: {lines}"
+    if len(refusals) < len(failed):
+        return UnavailableError(message)
+    return AdapterError({"error": {**refusals[0]["error"], "message": message}})

@@ -1,0 +1,186 @@
+"""Serves the requests of one model with its own engines, slots, routing state and metrics."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from actors.engine_pool.engines import EnginePool, Slot
+from actors.errors import UnavailableError
+from actors.request import Call, ResponseStart, StreamChunk
+from actors.router.answer import Answer
+from actors.router.client_request import ClientRequest, RequestTimer
+from actors.router.dispatch import Dispatcher, Fleet
+from actors.router.leg import Leg, choose, deadline
+from actors.router.prompt_lists.list_answer import ListAnswer
+from actors.router.prompt_lists.split import parent_id, split
+from actors.router.routing_feedback import RoutingFeedback
+from actors.telemetry.recent_requests import RecentRequests
+from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings import RoleName, RouterLimits
+
+DISCARD_S = 5.0
+"""Timeout of a `discard` call to a prefill replica."""
+
+AnyAnswer = Answer | ListAnswer
+
+
+@dataclass(frozen=True)
+class ModelEngines:
+    """The engines of one model.
+
+    ``names``            name and aliases; empty for the only model of a service, which gets all
+                         requests
+    ``allows_adapters``  whether clients may load and unload adapters
+    """
+
+    prefill: EnginePool
+    decode: EnginePool
+    names: tuple[str, ...] = ()
+    allows_adapters: bool = False
+
+
+class ModelRouter:
+    """Routes the requests of one model."""
+
+    def __init__(
+        self,
+        engines: ModelEngines,
+        limits: Callable[[], RouterLimits],
+        metrics: RouterMetrics,
+        recent: RecentRequests,
+    ) -> None:
+        """Create the router; `limits` returns the present limits of the service."""
+        self.names = engines.names
+        self.allows_adapters = engines.allows_adapters
+        self.metrics = metrics
+        self.recent = recent
+        self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}
+        self._decode = engines.decode
+        self._limits = limits
+        prefill, decode = engines.prefill, engines.decode
+        self.feedback = RoutingFeedback(limits().routing, metrics, prefill.ongoing, decode.ongoing)
+        self._fleet = Fleet(prefill, decode, metrics, self.feedback, self._discard)
+
+    @property
+    def limits(self) -> RouterLimits:
+        """Deadlines and limits for later requests."""
+        return self._limits()
+
+    @asynccontextmanager
+    async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
+        """Serve `request`. Leaving the context cancels its running calls on both engines.
+
+        Each prompt of a list is served on its own pair of engines, if a pair can serve it. Raises
+        OverloadedError, UnavailableError or DeadlineError when decode does not answer.
+        """
+        prompts = split(request)
+        if not prompts:
+            async with self._answer(request) as one:
+                yield one
+            return
+        several = ListAnswer(prompts, parent_id(request), self._answer, max(self._decode.slots, 1))
+        try:
+            await several.open()
+            yield several
+        finally:
+            await several.close()
+
+    @asynccontextmanager
+    async def _answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
+        """Serve `request` on one pair of engines."""
+        attempts = Dispatcher(
+            request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
+        )
+        answer = Answer(attempts, await attempts.open(), self.metrics)
+        try:
+            yield answer
+        finally:
+            await answer.close()
+
+    def _timeout_s(self, request: ClientRequest) -> float:
+        """Return the timeout for the first token of a stream, or for a whole answer."""
+        return self.limits.first_token_timeout_s if request.streams else self.limits.request_timeout_s
+
+    @asynccontextmanager
+    async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
+        """Send `call` to a decode replica; yield the start and the body of its answer.
+
+        Tries the remaining replicas if one fails or answers 404: only one engine holds a stored
+        response. Leaving the context cancels the call.
+        """
+        asked: set[str] = set()
+        failed: UnavailableError | None = None
+        while True:
+            async with AsyncExitStack() as stack:
+                slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s, asked)
+                asked.add(slot.replica_id)
+                others = (self._decode.ongoing() or {}).keys() - asked
+                leg = Leg("decode", self._decode.dispatch(slot, call))
+                stack.callback(leg.close)
+                try:
+                    async with deadline(self.limits.replica_timeout_s, f"{call.method} {call.path}"):
+                        start = await leg.start()
+                except UnavailableError as error:
+                    failed = error
+                    if others:
+                        continue
+                    raise
+                if start.status == HTTPStatus.NOT_FOUND and others:
+                    continue
+                if start.status == HTTPStatus.NOT_FOUND and failed is not None:
+                    raise failed
+                yield start, self._body_of(leg)
+                return
+
+    async def _body_of(self, leg: Leg) -> AsyncIterator[bytes]:
+        until = asyncio.get_running_loop().time() + self.limits.request_timeout_s
+        while (item := await leg.next(self.limits.silence_timeout_s, until)) is not None:
+            yield item.body if isinstance(item, StreamChunk) else item
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of the decode engines."""
+        return self._decode.slots
+
+    @property
+    def slots_taken(self) -> dict[RoleName, int]:
+        """Number of slots of this router on engines, by role."""
+        return {role: engines.slots_taken for role, engines in self.pools.items()}
+
+    def replicas(self) -> dict[RoleName, int]:
+        """Return the number of replicas of each role that accept calls, from Serve's list."""
+        return {role: engines.replica_count for role, engines in self.pools.items()}
+
+    @property
+    def ready(self) -> bool:
+        """True if a decode replica runs; decode alone can serve requests without prefill."""
+        return self.replicas()["decode"] > 0
+
+    async def ask_engines(self, method: str) -> list[tuple[RoleName, Any]]:
+        """Return role and reply of each engine replica that replies in `metrics_timeout_s`."""
+        answers = await asyncio.gather(
+            *(pool.ask_all(method, self.limits.metrics_timeout_s) for pool in self.pools.values())
+        )
+        return [(role, reply) for role, replies in zip(self.pools, answers, strict=True) for reply in replies]
+
+    async def tell_engines(self, method: str, timeout_s: float, *arguments: object) -> dict[tuple[RoleName, str], Any]:
+        """Call a method of all engines; return each reply or exception by role and replica."""
+        answers = await asyncio.gather(*(pool.tell_all(method, timeout_s, *arguments) for pool in self.pools.values()))
+        pairs = zip(self.pools, answers, strict=True)
+        return {(role, replica): reply for role, replies in pairs for replica, reply in replies.items()}
+
+    async def close(self) -> None:
+        """Close the connections to the engines."""
+        await asyncio.gather(*(engines.close() for engines in self.pools.values()))
+
+    async def _discard(self, slot: Slot, transfer_id: str) -> None:
+        """Ask the prefill replica of `slot` to free the KV of a transfer.
+
+        If the call fails, the replica frees the KV when the lease expires.
+        """
+        self.metrics.discards.inc()
+        async with deadline(DISCARD_S, f"discarding transfer {transfer_id}"):
+            await self.pools["prefill"].ask(slot, "discard", transfer_id)

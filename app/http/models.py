@@ -1,0 +1,156 @@
+"""ASGI endpoints of several models and their adapters: the list, loading, unloading."""
+
+import json
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from actors.errors import UnavailableError
+from actors.request import Call
+from actors.router.models.adapters import AdapterError, load, unload
+from actors.router.models.model_router import ModelRouter
+from actors.router.router import Router
+from app.http.errors import BadRequestError, error_response, status_of
+from app.http.parsing import forwarded_headers, parse_body
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 1 << 16
+"""Largest body of a request that loads or unloads an adapter."""
+
+
+class ModelList:
+    """Answers `/v1/models` for several models: vLLM's lists of those that run, joined."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def endpoint(self, request: Request) -> Response:
+        """Return the list."""
+        call = Call("GET", "/v1/models", forwarded_headers(request))
+        cards: list[Any] = []
+        answered = False
+        for model in self._router.models:
+            if not model.ready:
+                continue
+            try:
+                async with model.ask_decode(call) as (_, body):
+                    cards += json.loads(b"".join([piece async for piece in body]))["data"]
+                    answered = True
+            except TandemError as error:
+                logger.warning("cannot list the models of %s: %s", model.names[0], error)
+        if not answered:
+            nobody = UnavailableError("no decode engine runs; retry later")
+            return error_response(nobody, self._router.limits.retry_after_s)
+        return JSONResponse({"object": "list", "data": cards})
+
+
+class AdapterEndpoints:
+    """Answers `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for all engines of a model."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def load(self, request: Request) -> Response:
+        """Load an adapter on all engines of its model, or on none."""
+        return await self._answer(request, self._load)
+
+    async def unload(self, request: Request) -> Response:
+        """Unload an adapter on all engines of its model."""
+        return await self._answer(request, self._unload)
+
+    async def _answer(self, request: Request, change: Any) -> Response:
+        try:
+            body = bytearray()
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise BadRequestError("the body is too large", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return Response(await change(parse_body(bytes(body))))
+        except ClientDisconnect:
+            return Response(status_code=HTTPStatus.BAD_REQUEST)
+        except AdapterError as error:
+            return JSONResponse(error.body, status_code=error.status)
+        except Exception as error:
+            if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
+                logger.exception("a change of adapters failed")
+            return error_response(error, self._router.limits.retry_after_s)
+
+    async def _load(self, body: dict[str, Any]) -> str:
+        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        if not name or not path:
+            raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
+        if body.get("load_inplace"):
+            raise _invalid(
+                "load_inplace is not supported: two engines would have different weights of one name for a moment. "
+                "Unload the adapter and load it from another path"
+            )
+        if any(name in one.names for one in self._router.models):
+            raise _invalid(f"The lora adapter '{name}' conflicts with a served base model.")
+        model = self._model(_text(body, "base_model_name"))
+        other = await self._router.model_of_adapter(name)
+        if other is not None and other is not model:
+            raise _invalid(f"The lora adapter '{name}' has already been loaded for the model '{other.names[0]}'.")
+        await load(model, name, path, body.get("is_3d_lora_weight") is True)
+        logger.info("loaded adapter %s from %s", name, path)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def _unload(self, body: dict[str, Any]) -> str:
+        name = _text(body, "lora_name")
+        if not name:
+            raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
+        base = _text(body, "base_model_name")
+        model = self._model(base) if base or len(self._router.models) == 1 else None
+        model = model or await self._router.model_of_adapter(name)
+        if model is None:
+            raise BadRequestError(f"The lora adapter '{name}' cannot be found.", status=HTTPStatus.NOT_FOUND)
+        if not model.allows_adapters:
+            raise _not_allowed(model.names)
+        await unload(model, name)
+        logger.info("unloaded adapter %s", name)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def _model(self, name: str) -> ModelRouter:
+        """Return the model of `base_model_name`, optional in a service of one model."""
+        models = self._router.models
+        if len(models) == 1 and not name:
+            return models[0]
+        if not name:
+            names = ", ".join(one.names[0] for one in models)
+            raise _invalid(f"'base_model_name' must be one of the models: {names}")
+        found = next((one for one in models if name in one.names or not one.names), None)
+        if found is None:
+            raise BadRequestError(f"The model `{name}` does not exist.", "base_model_name", HTTPStatus.NOT_FOUND)
+        if not found.allows_adapters:
+            raise _not_allowed(found.names)
+        return found
+
+
+class InvalidAdapterError(BadRequestError):
+    """A change of adapters that vLLM would refuse with the same type."""
+
+    kind = "InvalidUserInput"
+
+
+def _invalid(message: str) -> InvalidAdapterError:
+    return InvalidAdapterError(message)
+
+
+def _not_allowed(names: Sequence[str]) -> BadRequestError:
+    return BadRequestError(
+        f"set `allow_runtime_lora_updating` of the model {names[0]} to load and unload its adapters",
+        status=HTTPStatus.NOT_FOUND,
+    )
+
+
+def _text(body: dict[str, Any], field: str) -> str:
+    """Return a string of the body, or "". Raises BadRequestError for another type."""
+    value = body.get(field)
+    if value is not None and not isinstance(value, str):
+        raise BadRequestError(f"`{field}` must be a string", field)
+    return value or ""

@@ -1,0 +1,145 @@
+"""Adapters of one engine, through vLLM's own registry of models, and their changes among peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+from actors.engine.adapters import EngineAdapters
+
+
+class Core:
+    """An engine core that keeps adapters until they are removed, as vLLM's workers do."""
+
+    def __init__(self) -> None:
+        self.model_config = self.renderer = self.input_processor = None
+        self.resident: set[int] = set()
+        self.broken = False
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def add_lora(self, request: Any) -> bool:
+        if self.broken:
+            raise RuntimeError("Call to add_lora method failed: bad rank")
+        self.resident.add(request.lora_int_id)
+        return True
+
+    async def remove_lora(self, adapter: int) -> bool:
+        self.resident.remove(adapter)
+        return True
+
+    async def list_loras(self) -> set[int]:
+        return set(self.resident)
+
+
+class Engine:
+    """One engine with adapters; `slots` is `max_loras` on a CPU."""
+
+    def __init__(self, slots: int | None = None) -> None:
+        core: Any = Core()
+        self.core = core
+        self.models = OpenAIServingModels(core, [BaseModelPath(name="base", model_path="/base")])
+        self.adapters = EngineAdapters(self.models, core, slots)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        return {name: one.lora_path for name, one in self.models.lora_requests.items()}
+
+    async def take_from(self, *peers: Engine) -> None:
+        await self.adapters.merge([peer.adapters.states() for peer in peers])
+
+
+def message(reply: dict[str, Any] | None) -> str:
+    assert reply is not None
+    return str(reply["error"]["message"])
+
+
+async def test_the_answers_are_vllms() -> None:
+    engine = Engine()
+    assert await engine.adapters.load("x", "/x", False, 5) is None
+    assert "has already been loaded" in message(await engine.adapters.load("x", "/y", False, 6))
+    assert "conflicts with a served base model" in message(await engine.adapters.load("base", "/y", False, 6))
+    assert await engine.adapters.unload("x", 7) is None
+    assert "cannot be found" in message(await engine.adapters.unload("x", 8))
+    engine.core.broken = True
+    assert "bad rank" in message(await engine.adapters.load("z", "/z", False, 9))
+    assert engine.paths == {}
+
+
+async def test_a_change_is_reverted_only_if_it_is_the_last_one() -> None:
+    engine = Engine()
+    await engine.adapters.load("x", "/x", False, 5)
+    await engine.adapters.revert("x", 4)
+    await engine.adapters.revert("unknown", 5)
+    assert engine.paths == {"x": "/x"}
+    await engine.adapters.revert("x", 5)
+    assert engine.paths == {}
+    assert engine.adapters.states()["x"] == (6, None, False)
+
+
+async def test_a_new_engine_takes_the_newest_changes_of_its_peers() -> None:
+    """An unloaded adapter stays unloaded, although a peer has missed that."""
+    one, other, new = Engine(), Engine(), Engine()
+    for engine in (one, other):
+        await engine.adapters.load("x", "/x", False, 5)
+        await engine.adapters.load("y", "/y", True, 6)
+    await one.adapters.unload("x", 7)
+    await one.adapters.unload("y", 8)
+    await one.adapters.load("y", "/y2", False, 9)
+    await new.take_from(other, one)
+    assert new.paths == {"y": "/y2"}
+    await new.take_from(other)
+    assert new.paths == {"y": "/y2"}
+    await other.take_from(new)
+    assert other.paths == {"y": "/y2"}
+    assert one.adapters.states() == other.adapters.states()
+
+
+async def test_a_load_that_a_peer_passed_on_first_is_done() -> None:
+    one, other = Engine(), Engine()
+    await one.adapters.load("x", "/x", False, 5)
+    await other.take_from(one)
+    assert await other.adapters.load("x", "/x", False, 5) is None
+
+
+async def test_an_older_load_does_not_undo_a_newer_unload() -> None:
+    engine = Engine()
+    await engine.adapters.load("x", "/x", False, 5)
+    await engine.adapters.unload("x", 9)
+    reply = await engine.adapters.load("x", "/x", False, 8)
+    assert reply is not None
+    assert reply["error"]["code"] == 503
+    assert engine.paths == {}
+
+
+async def test_changed_files_are_refused(tmp_path: Path) -> None:
+    """vLLM's prefix cache knows an adapter by name and path."""
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"one")
+    engine = Engine()
+    assert await engine.adapters.load("x", str(tmp_path), False, 1) is None
+    await engine.adapters.unload("x", 2)
+    assert await engine.adapters.load("x", str(tmp_path), False, 3) is None
+    await engine.adapters.unload("x", 4)
+    file.write_bytes(b"other")
+    assert "have changed" in message(await engine.adapters.load("x", str(tmp_path), False, 5))
+    assert await engine.adapters.load("y", str(tmp_path), False, 6) is None
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+async def test_on_a_cpu_one_slot_stays_empty(in_use: bool) -> None:
+    """vLLM's unloaded adapters keep their slots; those that requests use cannot be freed."""
+    engine = Engine(slots=2)
+    assert await engine.adapters.load("x", "/x", False, 1) is None
+    assert "applies the last of its 2 adapter slots" in message(await engine.adapters.load("y", "/y", False, 2))
+    if in_use:
+        lora = engine.models.lora_requests["x"]
+        engine.core.output_processor.request_states["r"] = SimpleNamespace(lora_request=lora)
+    await engine.adapters.unload("x", 3)
+    reply = await engine.adapters.load("y", "/y", False, 4)
+    assert (reply is None) == (not in_use)
+    assert len(engine.core.resident) == 1

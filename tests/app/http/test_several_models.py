@@ -1,0 +1,239 @@
+"""Several models behind one router: which engines get a request, and the lists and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from actors.request import Call, ResponseStart
+from actors.router.models.model_router import ModelEngines
+from actors.router.peer_routers import RouterReplica
+from app.http.routes import build_http
+from tests.actors.behaviours import JSON, LIMITS
+from tests.actors.fleet import Handle, Replica, at_rest
+
+
+class Engines(Handle):
+    """The engines of one role of one model, with the adapters and changes of each replica."""
+
+    def __init__(self, *names: str, model: str, adapters: tuple[str, ...] = ()) -> None:
+        super().__init__([Replica(name, self._serve) for name in names])
+        self.model = model
+        self.adapters: dict[str, dict[str, tuple[int, str | None, bool]]] = {
+            name: {one: (0, f"/{one}", False) for one in adapters} for name in names
+        }
+        self.failing: dict[str, Any] = {}
+        """By replica: its answer when it is to load an adapter."""
+        self.told: list[tuple[str, str]] = []
+        self._known = True
+
+    async def _serve(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+        if call.path == "/v1/models":
+            body: Any = {"object": "list", "data": [{"id": self.model}]}
+        else:
+            body = {"answered_by": self.model, "usage": {"prompt_tokens": 1}}
+        yield ResponseStart(200, JSON)
+        yield json.dumps(body).encode()
+
+    async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
+        assert method == "adapters"
+        return [self.adapters[replica.name] for replica in self.replicas]
+
+    async def tell_all(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
+        return {replica.name: self._change(replica.name, method, *arguments) for replica in self.replicas}
+
+    def _change(self, replica: str, method: str, name: str, *arguments: Any) -> Any:
+        own = self.adapters[replica]
+        self.told.append((replica, method))
+        version = arguments[-1]
+        match method:
+            case "load_adapter":
+                if replica in self.failing:
+                    return self.failing[replica]
+                own[name] = (version, arguments[0], False)
+            case "unload_adapter":
+                if own.get(name, (0, None, False))[1] is None:
+                    return error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
+                own[name] = (version, None, False)
+            case "revert_adapter" if own.get(name, (0, None, False))[0] == version:
+                own[name] = (version + 1, None, False)
+        return None
+
+    def loaded(self) -> set[str]:
+        return {name for one in self.adapters.values() for name, (_, path, _) in one.items() if path is not None}
+
+
+def error(message: str, kind: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class Service:
+    """Two models: `a` (alias `a2`, adapter `a-lora`, loads adapters) and `b`."""
+
+    def __init__(self) -> None:
+        self.a = (Engines("pa", model="a", adapters=("a-lora",)), Engines("da", "da2", model="a", adapters=("a-lora",)))
+        self.b = (Engines("pb", model="b"), Engines("db", model="b"))
+        a, b = cast(Any, self.a), cast(Any, self.b)
+        models = (ModelEngines(a[0], a[1], ("a", "a2"), True), ModelEngines(b[0], b[1], ("b",)))
+        self.router = RouterReplica(LIMITS, *models)
+        transport = httpx.ASGITransport(cast(Any, build_http(self.router)))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def at_rest(self) -> None:
+        await self.http.aclose()
+        await at_rest(*self.a, *self.b)
+
+
+@pytest.fixture
+async def service() -> AsyncGenerator[Service, None]:
+    made = Service()
+    yield made
+    await made.at_rest()
+
+
+@pytest.mark.parametrize(("name", "model"), [("a", "a"), ("a2", "a"), ("a-lora", "a"), ("b", "b")])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/tokenize"])
+async def test_a_request_goes_to_the_engines_of_its_model(service: Service, path: str, name: str, model: str) -> None:
+    reply = await service.post(path, model=name, prompt="x", input="x")
+    assert reply.json()["answered_by"] == model
+    assert not any(one.calls for one in (service.b if model == "a" else service.a))
+
+
+async def test_a_form_names_its_model_too(service: Service) -> None:
+    reply = await service.http.post("/v1/audio/transcriptions", files={"file": b"sound"}, data={"model": "b"})
+    assert reply.json()["answered_by"] == "b"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/pooling", "/v1/messages"])
+async def test_an_unknown_model_gets_vllms_error(service: Service, path: str) -> None:
+    """`_check_model` in vllm/entrypoints/serve/engine/serving.py; Anthropic's form for its API."""
+    message = "The model `c` does not exist. Valid aliases: a, a2, b."
+    reply = await service.post(path, model="c", prompt="x")
+    assert reply.status_code == 404
+    if path == "/v1/messages":
+        assert reply.json() == {"type": "error", "error": {"type": "NotFoundError", "message": message}}
+    else:
+        assert reply.json() == {"error": error(message, "NotFoundError", 404)["error"] | {"param": "model"}}
+    assert not any(one.calls for one in (*service.a, *service.b))
+    metrics = service.router.metrics
+    assert metrics.value("tandem_requests_total", route="refused", reason="", status="404") == 1
+
+
+@pytest.mark.parametrize("model", [None, ""])
+async def test_a_request_must_name_one_of_several_models(service: Service, model: str | None) -> None:
+    reply = await service.post("/v1/completions", prompt="x", model=model)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+    assert "a, a2, b" in reply.json()["error"]["message"]
+
+
+async def test_the_list_has_the_models_of_all_engines(service: Service) -> None:
+    reply = await service.http.get("/v1/models")
+    assert reply.json() == {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}
+    service.a[1].replicas.clear()
+    assert [one["id"] for one in (await service.http.get("/v1/models")).json()["data"]] == ["b"]
+
+
+async def test_health_is_that_of_all_models(service: Service) -> None:
+    """Not before each model had a decode engine; later, no model takes the others with it."""
+    replicas, service.b[1].replicas = service.b[1].replicas, []
+    assert (await service.http.get("/health")).status_code == 503
+    service.b[1].replicas = replicas
+    ready = await service.http.get("/health")
+    assert (ready.status_code, ready.json()["status"]) == (200, "ok")
+    assert ready.json()["models"] == {"a": {"prefill": 1, "decode": 2}, "b": {"prefill": 1, "decode": 1}}
+    service.b[1].replicas = []
+    later = await service.http.get("/health")
+    assert (later.status_code, later.json()["status"]) == (200, "degraded")
+
+
+async def test_each_model_has_its_own_metrics(service: Service) -> None:
+    for _ in range(2):
+        await service.post("/v1/embeddings", model="a2", input="x")
+    await service.post("/v1/embeddings", model="b", input="x")
+    text = "".join(model.metrics.exposition() for model in service.router.models)
+    for name, count in (("a", 2.0), ("b", 1.0)):
+        assert (
+            f'tandem_requests_total{{model_name="{name}",reason="one_engine",route="local",status="200"}} {count}'
+            in (_sorted_labels(text))
+        )
+
+
+def _sorted_labels(text: str) -> str:
+    """Return samples with sorted labels, because their order is not part of the format."""
+    lines = []
+    for line in text.splitlines():
+        head, brace, rest = line.partition("{")
+        labels, _, value = rest.partition("}")
+        lines.append(f"{head}{{{','.join(sorted(labels.split(',')))}}}{value}" if brace else line)
+    return "\n".join(lines)
+
+
+async def test_an_adapter_is_loaded_on_all_engines_of_its_model_and_unloaded(service: Service) -> None:
+    reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a2")
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'new' added successfully.")
+    assert {one for one, _ in (*service.a[0].told, *service.a[1].told)} == {"pa", "da", "da2"}
+    assert not service.b[0].told
+    assert (await service.post("/v1/completions", model="new", prompt="x")).json()["answered_by"] == "a"
+    reply = await service.post("/v1/unload_lora_adapter", lora_name="new")
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'new' removed successfully.")
+    assert all("new" not in one.loaded() for one in service.a)
+    again = await service.post("/v1/unload_lora_adapter", lora_name="new", base_model_name="a")
+    assert (again.status_code, again.json()["error"]["type"]) == (404, "NotFoundError")
+
+
+@pytest.mark.parametrize("failing", ["pa", "da2"])
+@pytest.mark.parametrize("problem", [error("no memory", "InternalServerError", 500), TimeoutError("no answer")])
+async def test_an_adapter_that_one_engine_cannot_load_is_loaded_on_none(
+    service: Service, failing: str, problem: Any
+) -> None:
+    for role in service.a:
+        role.failing = {failing: problem}
+    reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
+    assert reply.status_code == (500 if isinstance(problem, dict) else 503)
+    assert "1 of 3 engines failed, it is loaded on none" in reply.json()["error"]["message"]
+    assert failing in reply.json()["error"]["message"]
+    assert all("new" not in one.loaded() for one in service.a)
+    assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 404
+
+
+async def test_the_error_of_all_engines_is_vllms(service: Service) -> None:
+    said = error("No adapter found for /new", "NotFoundError", 404)
+    for role in service.a:
+        role.failing = {replica.name: said for replica in role.replicas}
+    reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
+    assert (reply.status_code, reply.json()) == (404, said)
+    assert not any(method == "revert_adapter" for one in service.a for _, method in one.told)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"lora_name": "new"}, 400, "Both 'lora_name' and 'lora_path' must be provided."),
+        ({"lora_name": "b", "lora_path": "/x"}, 400, "The lora adapter 'b' conflicts with a served base model."),
+        ({"lora_name": "new", "lora_path": "/x"}, 400, "'base_model_name' must be one of the models: a, b"),
+        ({"lora_name": "new", "lora_path": "/x", "base_model_name": "c"}, 404, "The model `c` does not exist."),
+        ({"lora_name": "new", "lora_path": "/x", "base_model_name": "b"}, 404, "allow_runtime_lora_updating"),
+        ({"lora_name": "new", "lora_path": "/x", "load_inplace": True}, 400, "load_inplace is not supported"),
+        ({"lora_name": 1, "lora_path": "/x"}, 400, "`lora_name` must be a string"),
+    ],
+)
+async def test_refused_changes(service: Service, body: dict[str, Any], status: int, said: str) -> None:
+    reply = await service.post("/v1/load_lora_adapter", **body)
+    assert reply.status_code == status
+    assert said in reply.json()["error"]["message"]
+    assert not any(one.told for one in (*service.a, *service.b))
+
+
+async def test_without_the_setting_there_is_no_such_endpoint() -> None:
+    made: Any = [ModelEngines(cast(Any, Engines(model="a")), cast(Any, Engines("da", model="a")))]
+    transport = httpx.ASGITransport(cast(Any, build_http(RouterReplica(LIMITS, *made))))
+    async with httpx.AsyncClient(transport=transport, base_url="http://tandem") as http:
+        reply = await http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/x"})
+    assert reply.status_code == 404
