@@ -84,7 +84,12 @@ class Leg:
         Some streams start with events before the first token. With `to_first_token`, wait for the
         chunk that has a token: only that shows that the engine has the KV of the prompt.
         """
-        start = await self.start(silence_s)
+        return await self.rest(await self.start(silence_s), silence_s, to_first_token)
+
+    async def rest(
+        self, start: ResponseStart, silence_s: float | None = None, to_first_token: bool = False
+    ) -> Response:
+        """Return what `open` returns, after `start`."""
         items: list[StreamChunk | bytes] = []
         while (item := await self.next(silence_s)) is not None:
             items.append(item)

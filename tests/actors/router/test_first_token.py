@@ -13,7 +13,7 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, FirstTokenChunk, ResponseStart, StreamChunk
 from actors.router.request_shaping import needs_seed, why_decode_samples
 from actors.router.router import Router
-from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, ask, counted, engine, event, request
+from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, ask, counted, engine, event, request
 from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
 
 FIRST = event(1, index=0, role="assistant", text="") + event(1, index=0, text="<0>", finish_reason=None)
@@ -152,6 +152,32 @@ async def test_prefill_that_dies_after_its_first_token():
     _, body = await ask(router, request())
     expected = await whole(engine(1, [1]))
     assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    await at_rest(p, d)
+
+
+ERROR = b'{"error": {"message": "refused"}}'
+
+
+@pytest.mark.parametrize(
+    "items",
+    [[ResponseStart(400, JSON), ERROR], [ResponseStart(500, JSON), ERROR]],
+    ids=["bad request", "server error"],
+)
+async def test_a_refused_first_token_leg_is_noticed_at_once(items: list[Any]):
+    """Although the engine holds the call: decode does not wait for KV that never comes."""
+
+    async def refuses(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        for item in items:
+            yield item
+        await asyncio.sleep(60)
+
+    behaviours = [gated(engine(1, [1]), asyncio.Event()), engine(1, [1])]
+    router, p, d = fleet([refuses], [lambda call, turn: behaviours[turn - 1](call, turn)])
+    async with asyncio.timeout(20):
+        answer, body = await ask(router, request())
+    assert (answer.sampled_by, answer.local_reason) == ("decode", "prefill_failed")
+    assert body.replace(b": ping\n\n", b"") == (await whole(engine(1, [1]))).replace(b": ping\n\n", b"")
+    assert TRANSFER_FIELD not in json.loads(d.calls[1].body)
     await at_rest(p, d)
 
 
