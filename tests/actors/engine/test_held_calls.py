@@ -27,7 +27,7 @@ class Replica(Prefill):
         for item in self._items:
             yield item
 
-    async def __del__(self) -> None:
+    def __del__(self) -> None:  # type: ignore[override]
         """Replace Serve's hook."""
 
 
