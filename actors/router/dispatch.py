@@ -361,7 +361,7 @@ class Dispatcher:
         return self._failed_decode | self._suspect_decode | self._without_response
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
-        """Serve a request for one token on a prefill engine; no KV moves. Return None if it cannot."""
+        """Serve a request for one token on prefill; no KV moves. Return None if it cannot."""
         async with self._begin(decision) as attempt:
             slot: Slot | None = None
             try:
@@ -491,7 +491,10 @@ class Dispatcher:
             request = self.request
             call = Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences)
             attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
-            return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s))
+            # Of this endpoint, vLLM sends two events before it computes; the client's keep-alive ends
+            # with the first item.
+            late = request.endpoint == "/v1/responses"
+            return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=late))
 
     def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
         """Send the call to decode; `legs` cancels it when it unwinds."""
@@ -554,6 +557,7 @@ class Dispatcher:
                 decision.decode,
                 self.request.sequences,
                 queues=True,
+                part=self.request.part,
             )
         except DeadlineError as error:
             if self._suspect_decode:

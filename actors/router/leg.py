@@ -172,15 +172,17 @@ async def choose(
     prefer: Sequence[str] = (),
     sequences: int = 1,
     queues: bool = False,
+    part: bool = False,
 ) -> Slot:
     """Take a slot on a replica of `role` within `timeout_s`; `stack` gives it back when it unwinds.
 
     Prefers the first free replica of `prefer`, else the least busy; excludes `avoid`. With
     `queues`, the wait continues while a replica outside `avoid` runs; the caller sets the deadline.
+    The limit of waiting requests excludes a `part` of a list of prompts.
     """
     try:
         async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
-            slot = await engines.take(avoid, prefer, sequences)
+            slot = await engines.take(avoid, prefer, sequences, part)
     except TimeoutError as error:
         if engines.has_engines():
             raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None

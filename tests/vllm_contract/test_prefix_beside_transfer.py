@@ -121,7 +121,7 @@ def test_a_stored_prefix_ends_with_the_blocks_of_a_first_token_transfer(host: Ho
     engine = Engine(0, 60, False, asynchronous=False)
     try:
         connector = engine.connector
-        connector._store_scheduler = decode = host.start()  # noqa: SLF001 - the engine's own has another layout
+        connector._store_scheduler = host.start()  # noqa: SLF001 - the engine's own has another layout
         params = {"do_remote_prefill": True, "transfer_id": "t", "prompt_multiple": CHUNK}
         producer = {"remote_engine_id": "other", "remote_host": "127.0.0.1", "remote_port": 9, "tp_size": 1}
         sampling = SamplingParams(max_tokens=2, extra_args={"kv_transfer_params": params | producer})

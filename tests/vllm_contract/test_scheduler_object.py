@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
