@@ -81,6 +81,8 @@ def test_a_divided_step_for_the_first_token_ends_the_transfer(step_tokens: int, 
     try:
         engine.scheduler.scheduler_config.long_prefill_token_threshold = step_tokens
         engine.scheduler.adaptive_long_prefill_threshold = False
+        # vLLM limits a chunk only if there is another request.
+        engine.scheduler.add_request(Request("other", [9] * 3, SamplingParams(max_tokens=90), None))
         params = {"do_remote_decode": True, "transfer_id": "t", "first_token": True}
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         prompt = list(range(10, 10 + BLOCK_TOKENS + 11))
