@@ -491,7 +491,7 @@ class Dispatcher:
             request = self.request
             call = Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences)
             attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
-            # Of this endpoint, vLLM sends two events before it computes; the client's keep-alive ends
+            # vLLM sends two events of such a stream before it computes; the keep-alive ends
             # with the first item.
             late = request.endpoint == "/v1/responses"
             return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=late))
