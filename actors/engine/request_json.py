@@ -23,4 +23,4 @@ async def _json(request: Request) -> Any:
 
 def decode_large_bodies_off_loop() -> None:
     """Replace `Request.json` in this process."""
-    Request.json = _json  # type: ignore[method-assign]
+    Request.json = _json  # type: ignore[method-assign,assignment]

@@ -369,6 +369,8 @@ class Dispatcher:
                 if not ProducerAddress.from_params(slot.metadata["producer"]).first_token_multiple:
                     return None
                 attempt.slots_at = time.monotonic()
+                if decision.decode:
+                    attempt.sent(decision.decode[0], slot.replica_id)
                 request = self.request
                 call = Call("POST", request.endpoint, request.headers, request.raw)
                 attempt.decode = Leg("prefill", self._fleet.prefill.dispatch(slot, call))

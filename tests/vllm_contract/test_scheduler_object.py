@@ -87,7 +87,8 @@ def test_a_divided_step_for_the_first_token_ends_the_transfer(step_tokens: int, 
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         prompt = list(range(10, 10 + BLOCK_TOKENS + 11))
         engine.scheduler.add_request(Request("p", prompt, sampling, None, block_hasher=engine.hasher))
-        scheduled, finished = [], []
+        scheduled: list[int] = []
+        finished: list[tuple[str, bool, int]] = []
         while sum(scheduled) < len(prompt):
             output = engine.scheduler.schedule()
             orders = output.kv_connector_metadata
