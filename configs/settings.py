@@ -339,8 +339,9 @@ class RouterLimits(Frozen):
     )
     first_token: Literal["prefill", "decode"] = Field(
         "decode",
-        description="engine that samples the first token of a stream with a remote route. prefill: the client receives "
-        "it before the KV has moved, where this is exact ([HTTP API](http-api.md#first-token)); decode: always decode",
+        description="engine that samples the first token of a stream, or answers a request for one token, with a "
+        "remote route. prefill: the client receives it before the KV has moved, where this is exact "
+        "([HTTP API](http-api.md#first-token)); decode: always decode",
     )
     routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
 

@@ -6,13 +6,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from actors.engine.arguments import why_no_first_token
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
 from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
 from actors.engine_pool.discovery import ranked_metadata
-from actors.request import Call, ProducerAddress
+from actors.request import Call, ProducerAddress, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
 from configs.settings import RoleName, ServiceSettings
 
@@ -60,14 +61,20 @@ class Prefill(EngineActor):
         `hold_s`.
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
-        replica wait for the handover, and the autoscaler counts it.
+        replica wait for the handover, and the autoscaler counts it. A refused call has no KV and
+        ends at once: with an error status, or with a stream without tokens.
         """
         self._held.add(transfer_id)
+        computed = False
         try:
             async with aclosing(self.call(rank, call)) as answer:
                 async for item in answer:
+                    if isinstance(item, ResponseStart):
+                        computed = item.status < HTTPStatus.BAD_REQUEST and not item.streams
+                    computed = computed or isinstance(item, StreamChunk)
                     yield item
-            await asyncio.sleep(hold_s)
+            if computed:
+                await asyncio.sleep(hold_s)
         finally:
             self._held.discard(transfer_id)
 

@@ -95,6 +95,7 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
 
         from actors.autoscaling.stat_logger import LoadLogger
+        from actors.engine.request_json import decode_large_bodies_off_loop
         from actors.upstream.vllm_replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
 
         supervisor = secrets.token_hex()
@@ -128,6 +129,7 @@ class VllmEngine:
             namespace = _frontend_namespace(engine_args, settings.frontend)
             tasks = await llm.get_supported_tasks()
             level = logging.getLogger().level
+            decode_large_bodies_off_loop()
             app = build_app(namespace, tasks, llm.model_config)
             # `build_app` imports a package that raises the root logger's level.
             logging.getLogger().setLevel(level)

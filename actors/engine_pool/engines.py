@@ -149,18 +149,25 @@ class EnginePool:
         self._channels = Channels()
         self._unsubscribe: Callable[[], None] | None = None
 
-    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1) -> Slot:
+    async def take(
+        self,
+        avoid: AbstractSet[str] = frozenset(),
+        prefer: Sequence[str] = (),
+        sequences: int = 1,
+        part: bool = False,
+    ) -> Slot:
         """Take slots for `sequences` on a replica outside `avoid`.
 
         Prefers the first free replica of `prefer`, else the least busy one. Waits without a
-        deadline. Return the slot with `give_back`. Raises OverloadedError if the queue is full.
+        deadline. Return the slot with `give_back`. Raises OverloadedError if the queue is full; a
+        `part` of a list of prompts does not count in it.
         """
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
                 self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
             )
         while True:
-            name = await self._slots.take(avoid, prefer, sequences)
+            name = await self._slots.take(avoid, prefer, sequences, part)
             try:
                 engine = (replicas_of(self._handle.deployment_id) or {}).get(name)
                 if engine is not None:

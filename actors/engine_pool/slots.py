@@ -39,6 +39,7 @@ class SlotWaiter:
     avoid: AbstractSet[str]
     prefer: Sequence[str]
     sequences: int
+    part: bool = False
     slot: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -123,21 +124,29 @@ class SlotPool:
         """Return whether the replica may refuse a call although a slot was granted."""
         return name in self._full
 
-    async def take(self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1) -> str:
+    async def take(
+        self,
+        avoid: AbstractSet[str] = frozenset(),
+        prefer: Sequence[str] = (),
+        sequences: int = 1,
+        part: bool = False,
+    ) -> str:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
-        Waits without a deadline. Raises OverloadedError if the queue is full.
+        Waits without a deadline. Raises OverloadedError if the queue is full. A `part` of a list of
+        prompts does not count: its list waits like one request.
         """
-        waiting = SlotWaiter(avoid, prefer, sequences)
+        waiting = SlotWaiter(avoid, prefer, sequences, part)
         if not self._waiting and self._grant(waiting, self._usable()):
             return waiting.slot.result()
         most = max((engine.queue for engine in self._look().values()), default=None)
         self._waiting[waiting] = None
         self._serve_waiting()  # earlier requests may wait for other engines
         try:
-            if not waiting.slot.done() and most is not None and len(self._waiting) > most:
+            counted = 0 if part else sum(not one.part for one in self._waiting)
+            if not waiting.slot.done() and most is not None and counted > most:
                 raise OverloadedError(
-                    f"{len(self._waiting) - 1} requests are waiting for an engine, which is the limit; retry later"
+                    f"{counted - 1} requests are waiting for an engine, which is the limit; retry later"
                 )
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look_again(), name="looks-for-slots")

@@ -109,7 +109,7 @@ class Answer:
         while self._attempt.start.streams:
             released = False
             try:
-                if self._attempt.sampled_by == "prefill":
+                if self._attempt.sampled_by == "prefill" and self._attempt.prefill is not None:
                     async with aclosing(self._from_prefill(stream)) as first:
                         async for events in first:
                             yield events
@@ -207,6 +207,8 @@ class Answer:
             self._first_group = None  # the next engine repeats the replay log
             if isinstance(error, HandoverError):
                 logger.warning("a stream continues on another attempt: %s", error)
+            elif (alone := self._attempt.on_prefill) is not None:
+                self._attempts.prefill_failed(alone)
             else:
                 self._attempts.decode_failed(error)
             await self._attempt.close()

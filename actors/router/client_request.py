@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from actors.large_json import OFF_LOOP_BYTES
 from actors.policy.prompts import Prompt, read_prompt
 from actors.request import Endpoint, Headers
 from actors.router.raw_json import as_written
@@ -20,6 +21,7 @@ class ClientRequest:
     ``body``        parsed body
     ``session``     session id; requests of one session go to the same decode replica
     ``explain``     whether the client asked for the routing decision and the latency breakdown
+    ``part``        whether another prompt of its list counts in the limit of waiting requests
     ``arrived_at``  time at which the headers had arrived, on the monotonic clock
     ``read_at``     time at which the whole body had arrived, on the monotonic clock
     """
@@ -30,6 +32,7 @@ class ClientRequest:
     body: Mapping[str, Any]
     session: str | None = None
     explain: bool = False
+    part: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     read_at: float = field(default_factory=time.monotonic)
 
@@ -37,6 +40,11 @@ class ClientRequest:
     def prompt(self) -> Prompt:
         """Passages of the prompt, which the routing policy matches with cached prefixes."""
         return read_prompt(self.body)
+
+    async def prepare(self) -> None:
+        """Compute `prompt` and `fields` in a thread if the body is large."""
+        if len(self.raw) > OFF_LOOP_BYTES:
+            await asyncio.to_thread(lambda: (self.prompt, self.fields))
 
     @property
     def streams(self) -> bool:

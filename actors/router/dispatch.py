@@ -34,6 +34,7 @@ from actors.router.raw_json import write
 from actors.router.request_shaping import (
     decode_leg,
     first_token_leg,
+    is_one_token,
     needs_seed,
     prefill_leg,
     why_decode_samples,
@@ -145,6 +146,23 @@ class Attempt:
                 self._planner.opened(self._inflight, _now())
         return self
 
+    @property
+    def on_prefill(self) -> str | None:
+        """Replica of an attempt without decode, else None."""
+        return self.pair.prefill if self.pair.decode is None else None
+
+    def opened_on_prefill(self, slot: Slot, response: Response) -> Self:
+        """Keep the call of prefill alone open; decode has no part in the answer.
+
+        So the planner receives no tokens of decode, and drops the prompt from decode's prefixes.
+        """
+        self.sampled_by = "prefill"
+        self.start, self.items = response
+        self.pair = Pair(slot.replica_id, None)
+        self._is_open = True
+        self._report_prefilled()
+        return self
+
     def opened_by_prefill(self) -> Self:
         """Keep the calls open after prefill's first token, before decode's answer."""
         assert self.prefill is not None
@@ -156,8 +174,8 @@ class Attempt:
         return self
 
     def passed_on(self, item: object) -> None:
-        """Count the tokens of an item for the client."""
-        if isinstance(item, StreamChunk):
+        """Count decode's tokens of an item for the client."""
+        if isinstance(item, StreamChunk) and self.pair.decode is not None:
             self._tokens += sum(map(len, item.groups))
 
     def release(self) -> None:
@@ -202,6 +220,8 @@ class Dispatcher:
         self._prefill_samples = (
             limits.first_token == "prefill" and why_decode_samples(request.endpoint, request.body) is None
         )
+        self._on_prefill = limits.first_token == "prefill" and is_one_token(request.endpoint, request.body)
+        """Whether a prefill engine alone may serve the request."""
         self._seed = random.getrandbits(SEED_BITS) if self._prefill_samples and needs_seed(request.body) else None
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
@@ -298,6 +318,11 @@ class Dispatcher:
         logger.warning("trying a request on another decode replica: %s", error)
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
+    def prefill_failed(self, replica: str) -> None:
+        """Exclude a replica that failed as the only engine of an attempt."""
+        self._failed_prefill |= self._fleet.prefill.same_replica(replica)
+        self._fleet.feedback.failed(replica)
+
     def reset_failures(self) -> None:
         """Reset the count of failed decode attempts after new bytes for the client."""
         self._decode_tries = 0
@@ -305,6 +330,11 @@ class Dispatcher:
     async def _open_once(self, replay_log: ReplayLog) -> Attempt:
         prefill_tries = 0
         while not (decision := self._decide()).local:
+            if self._on_prefill:
+                self._on_prefill = False  # once: then decode serves the request, or refuses it
+                if (alone := await self._try_on_prefill(decision)) is not None:
+                    return alone
+                continue
             attempt, broken = await self._try_split(replay_log, decision)
             if attempt is not None:
                 return attempt
@@ -329,6 +359,34 @@ class Dispatcher:
     def _avoided(self) -> set[str]:
         """Return the decode replicas excluded for this request."""
         return self._failed_decode | self._suspect_decode | self._without_response
+
+    async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
+        """Serve a request for one token on prefill; no KV moves. Return None if it cannot."""
+        async with self._begin(decision) as attempt:
+            slot: Slot | None = None
+            try:
+                slot = await self._choose_prefill(attempt.legs, decision)
+                if not ProducerAddress.from_params(slot.metadata["producer"]).first_token_multiple:
+                    return None
+                attempt.slots_at = time.monotonic()
+                if decision.decode:
+                    attempt.sent(decision.decode[0], slot.replica_id)
+                request = self.request
+                call = Call("POST", request.endpoint, request.headers, request.raw)
+                attempt.decode = Leg("prefill", self._fleet.prefill.dispatch(slot, call))
+                attempt.legs.callback(attempt.decode.close)
+                response = await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=True)
+            except TandemError as error:
+                logger.warning("prefill alone cannot serve a request for one token: %s", error)
+                if slot is not None and isinstance(error, UnavailableError):
+                    self.prefill_failed(slot.replica_id)
+                return None
+            start, items = response
+            if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
+                return None  # errors are decode's
+            attempt.prefilled(None)
+            self._fleet.metrics.first_tokens.labels("ended").inc()
+            return attempt.opened_on_prefill(slot, response)
 
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill leg
@@ -394,6 +452,7 @@ class Dispatcher:
             silence_s = self.limits.silence_timeout_s
             logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
             self._failed_prefill.add(pair.prefill)
+            assert pair.decode is not None
             self._suspect_decode.add(pair.decode)
             return "silent"
         if not opening.done():
@@ -422,6 +481,7 @@ class Dispatcher:
         """Return whether another replica may have the stored response after this HTTP 404."""
         if attempt.start.status != HTTPStatus.NOT_FOUND or not self.request.body.get("previous_response_id"):
             return False
+        assert attempt.pair.decode is not None
         self._without_response.add(attempt.pair.decode)
         return bool((self._fleet.decode.ongoing() or {}).keys() - self._avoided())
 
@@ -433,7 +493,10 @@ class Dispatcher:
             request = self.request
             call = Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences)
             attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
-            return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s))
+            # vLLM sends two events of such a stream before it computes; the keep-alive ends
+            # with the first item.
+            late = request.endpoint == "/v1/responses"
+            return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=late))
 
     def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
         """Send the call to decode; `legs` cancels it when it unwinds."""
@@ -466,20 +529,22 @@ class Dispatcher:
         Takes the prefill slot last: a request waiting for decode must not hold one.
         """
         decode = await self._choose_decode(stack, decision)
-        fleet = self._fleet
         try:
-            prefill = await choose(
-                prefill_stack,
-                "prefill",
-                fleet.prefill,
-                self.limits.prefill_wait_s,
-                self._failed_prefill,
-                decision.prefill,
-            )
+            prefill = await self._choose_prefill(prefill_stack, decision)
         except TandemError as error:
             logger.warning("serving a request on decode alone: %s", error)
             return decode, None
         return decode, prefill
+
+    async def _choose_prefill(self, stack: AsyncExitStack, decision: Decision) -> Slot:
+        return await choose(
+            stack,
+            "prefill",
+            self._fleet.prefill,
+            self.limits.prefill_wait_s,
+            self._failed_prefill,
+            decision.prefill,
+        )
 
     async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Slot:
         self._decode_replica = None
@@ -494,6 +559,7 @@ class Dispatcher:
                 decision.decode,
                 self.request.sequences,
                 queues=True,
+                part=self.request.part,
             )
         except DeadlineError as error:
             if self._suspect_decode:
@@ -513,6 +579,10 @@ async def _end(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
+
+
+def _has_tokens(items: list[StreamChunk | bytes]) -> bool:
+    return bool(items) and isinstance(items[-1], StreamChunk)
 
 
 def _now() -> float:

@@ -84,7 +84,12 @@ class Leg:
         Some streams start with events before the first token. With `to_first_token`, wait for the
         chunk that has a token: only that shows that the engine has the KV of the prompt.
         """
-        start = await self.start(silence_s)
+        return await self.rest(await self.start(silence_s), silence_s, to_first_token)
+
+    async def rest(
+        self, start: ResponseStart, silence_s: float | None = None, to_first_token: bool = False
+    ) -> Response:
+        """Return what `open` returns, after `start`."""
         items: list[StreamChunk | bytes] = []
         while (item := await self.next(silence_s)) is not None:
             items.append(item)
@@ -167,15 +172,17 @@ async def choose(
     prefer: Sequence[str] = (),
     sequences: int = 1,
     queues: bool = False,
+    part: bool = False,
 ) -> Slot:
     """Take a slot on a replica of `role` within `timeout_s`; `stack` gives it back when it unwinds.
 
     Prefers the first free replica of `prefer`, else the least busy; excludes `avoid`. With
     `queues`, the wait continues while a replica outside `avoid` runs; the caller sets the deadline.
+    The limit of waiting requests excludes a `part` of a list of prompts.
     """
     try:
         async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
-            slot = await engines.take(avoid, prefer, sequences)
+            slot = await engines.take(avoid, prefer, sequences, part)
     except TimeoutError as error:
         if engines.has_engines():
             raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None

@@ -168,16 +168,16 @@ class PrefillLeg:
             self._end()
 
     async def _read_answer(self) -> str:
-        if self._samples:
-            return await self._read_first_token()
         start = await self._leg.start()
-        if start.status < 400:
-            self._prefilled(None)
-            return "done"
-        return self._rejected(start, await self._leg.next())
+        if start.status >= 400:
+            return self._rejected(start, await self._leg.next())
+        if self._samples:
+            return await self._read_first_token(start)
+        self._prefilled(None)
+        return "done"
 
-    async def _read_first_token(self) -> str:
-        start, items = await self._leg.open(to_first_token=True)
+    async def _read_first_token(self, start: ResponseStart) -> str:
+        _, items = await self._leg.rest(start, to_first_token=True)
         if not items or not isinstance(items[-1], StreamChunk):
             return self._rejected(start, items)  # an event may report the error, with HTTP 200
         self.start = start

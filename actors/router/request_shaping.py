@@ -122,6 +122,15 @@ def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
     return why_not_resumable(endpoint, body)
 
 
+def is_one_token(endpoint: Endpoint, body: Body) -> bool:
+    """Return whether the answer has at most one token, so that the engine that computes the prompt
+    can give the whole answer. `/v1/responses` may store its answer, which decode must have."""
+    most = body.get("max_tokens")
+    if endpoint == "/v1/chat/completions" and body.get("max_completion_tokens") is not None:
+        most = body["max_completion_tokens"]
+    return endpoint != "/v1/responses" and type(most) is int and most == 1
+
+
 def needs_seed(body: Body) -> bool:
     """Return whether the legs of this request need a seed to draw the same first token.
 

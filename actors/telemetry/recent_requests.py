@@ -17,10 +17,11 @@ MAX_ID_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Pair:
-    """Replicas that served a request; `prefill` is None for a local request."""
+    """Replicas that served a request; `prefill` is None for a local request, `decode` for an answer
+    of prefill alone."""
 
     prefill: str | None
-    decode: str
+    decode: str | None
 
 
 @dataclass(frozen=True)

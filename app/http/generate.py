@@ -109,14 +109,16 @@ class Generate:
                 found = await read_request(
                     request, self._endpoint, limits.max_body_bytes, limits.max_prompts, limits.client_priority
                 )
+                session = request.headers.get(limits.routing.session_header)
+                found = replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
+                await found.prepare()
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
         except ClientDisconnect:
             self._router.metrics.disconnects.inc()
             raise
-        session = request.headers.get(limits.routing.session_header)
-        return replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
+        return found
 
     async def _relay(self, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send) -> None:
         complete = False

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
+from actors import large_json
+from actors.large_json import off_loop
 from actors.request import TRANSFER_FIELD, Endpoint, Headers
 from actors.router.client_request import ClientRequest
 from app.http.errors import BadRequestError, MalformedError
@@ -48,7 +51,10 @@ async def read_request(
     arrived_at = time.monotonic()
     raw = await _read_body(request, max_body_bytes)
     read_at = time.monotonic()
-    body = await parse_form(request, raw) if endpoint in FORM_ENDPOINTS else parse_body(raw)
+    if endpoint in FORM_ENDPOINTS:
+        body = await parse_form(request, raw)
+    else:
+        body = await off_loop(len(raw), partial(parse_body, raw))
     check_prompts(body, max_prompts)
     headers = _named(forwarded_headers(request, client_priority), body)
     return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
@@ -77,7 +83,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     if not raw:
         raise MalformedError("the body is empty; send a JSON object", "body")
     try:
-        body = json.loads(raw)
+        body = large_json.loads(raw)
     except json.JSONDecodeError as error:
         raise MalformedError(f"the body is not valid JSON: {error}", f"body.{error.pos}") from None
     except (ValueError, RecursionError) as error:

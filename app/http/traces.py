@@ -45,7 +45,8 @@ class RequestTrace:
         """Add the spans of the latency parts after the answer has started."""
         self._span.set_attribute("http.response.status_code", record.status)
         self._span.set_attribute("tandem.route", record.route)
-        self._span.set_attribute("tandem.decode", record.pair.decode)
+        if record.pair.decode is not None:
+            self._span.set_attribute("tandem.decode", record.pair.decode)
         if record.reason is not None:
             self._span.set_attribute("tandem.local_reason", record.reason)
         if record.pair.prefill is not None:

@@ -155,7 +155,7 @@ class Handle:
         self._turn = 0
         self._known = False
 
-    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), sequences: int = 1) -> FakeSlot:
+    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), *_: Any) -> FakeSlot:
         self._known = True
         free = [replica for replica in self.replicas if replica.name not in avoid]
         await asyncio.sleep(0)

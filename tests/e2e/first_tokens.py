@@ -13,7 +13,7 @@ from typing import Any
 from actors.engine.arguments import engine_environment
 from actors.engine.vllm_engine import VllmEngine
 from actors.errors import EngineDownError
-from actors.request import Call, Endpoint, ProducerAddress, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, Endpoint, ProducerAddress, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from configs.settings import RouterLimits, RoutingSettings, ServiceSettings
@@ -110,7 +110,8 @@ def _serve_prefill(engine: VllmEngine, fault: Fault, sampled: asyncio.Event) -> 
                 yield item
                 if isinstance(item, StreamChunk):
                     sampled.set()
-        await asyncio.sleep(60)  # as `Prefill.call_and_hold`
+        if TRANSFER_FIELD in json.loads(call.body):
+            await asyncio.sleep(60)  # as `Prefill.call_and_hold`
 
     return serve
 

@@ -106,6 +106,31 @@ def test_streams_are_those_of_decode(runner: asyncio.Runner, pair: EnginePair, n
     runner.run(run())
 
 
+@pytest.mark.parametrize("kind", [completion, chat])
+def test_one_token_without_a_stream(runner: asyncio.Runner, pair: EnginePair, kind: Any) -> None:
+    """Prefill's whole answer is the one that both engines give together, and decode has no call."""
+    endpoint, body = long(kind(seed=5, logprobs=True, stream=False))
+    body |= {"max_tokens": 1, "min_tokens": 0}
+    body.pop("stream_options", None)
+
+    async def answer(first_token: str) -> tuple[dict[str, Any], int]:
+        router, prefill, decode = pair.router(first_token)
+        async with router.answer(request(endpoint, body)) as given:
+            said = json.loads(b"".join([some async for some in given.body()]))
+            assert given.sampled_by == ("prefill" if first_token == "prefill" else None)
+        await at_rest_of(prefill, decode)
+        assert said["usage"]["completion_tokens"] == 1
+        return {**said, "created": 0}, len(decode.calls)
+
+    async def run() -> None:
+        expected, calls = await answer("decode")
+        assert calls == 1
+        assert await answer("prefill") == (expected, 0)
+        assert await pair.idle()
+
+    runner.run(run())
+
+
 GREEDY = completion(prompt=LONG, temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 SEEDED = completion(prompt=LONG, temperature=2.0, seed=17, max_tokens=8, ignore_eos=True, return_token_ids=True)
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -24,7 +26,8 @@ from connectors.store.tiers.objects import ObjectName
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
-from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.orders import Chunk, Expect, Orders
+from tests.campaigns.schedules.scheduling import Engine
 from tests.planning.builders import Shape, make_engine
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
@@ -110,6 +113,38 @@ def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host
     assert left(decode) == 0
     decode.finished(request)
     assert decode.remembered == 0
+
+
+def test_a_stored_prefix_ends_with_the_blocks_of_a_first_token_transfer(host: Host) -> None:
+    """The producer of a first token sends whole blocks: 64 of 70 tokens, not 69."""
+    host.fill(64)
+    engine = Engine(0, 60, False, asynchronous=False)
+    try:
+        connector = engine.connector
+        connector._store_scheduler = host.start()  # noqa: SLF001 - the engine's own has another layout
+        params = {"do_remote_prefill": True, "transfer_id": "t", "prompt_multiple": CHUNK}
+        producer = {"remote_engine_id": "other", "remote_host": "127.0.0.1", "remote_port": 9, "tp_size": 1}
+        sampling = SamplingParams(max_tokens=2, extra_args={"kv_transfer_params": params | producer})
+        request = Request("r", PROMPT, sampling, None)
+        connector.on_new_request(request)
+        matched: list[tuple[int | None, bool]] = []
+
+        def answered() -> bool:
+            matched.append(connector.get_num_new_matched_tokens(request, 0))
+            return matched[-1][0] is not None
+
+        until(answered)
+        assert matched[-1] == (64, True)
+        blocks = KVCacheBlocks(tuple([KVCacheBlock(one) for one in table] for table in tables(64)))
+        connector.update_state_after_alloc(request, blocks, 64)
+        orders = connector.build_connector_meta(SchedulerOutput.make_empty())
+        assert isinstance(orders, Orders)
+        assert orders.store is not None
+        # A transfer keeps at least one object to move.
+        assert [(load.start_token, load.end_token) for load in orders.store.loads] == [(0, 48)]
+        assert [(one.start_token, one.end_token, one.loaded_token) for one in orders.receives] == [(0, 64, 48)]
+    finally:
+        engine.close()
 
 
 def test_nothing_is_waited_for_where_nothing_can_be_stored(host: Host) -> None:

@@ -40,6 +40,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
             ),
             raw=write({**fields, "prompt": _list_of(each[index])}),
             body={**request.body, "prompt": [prompt]},
+            part=index > 0,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -71,6 +71,21 @@ async def test_who_waits_is_served_in_turn() -> None:
     assert here.waiting == 0
 
 
+async def test_a_list_of_prompts_waits_like_one_request() -> None:
+    """One of its prompts counts in the queue limit; other requests have the rest."""
+    here = SlotPool(lambda: engines(queue=2, a=1))
+    assert await here.take() == "a"
+    prompts = [asyncio.create_task(here.take(part=part)) for part in (False, True, True, True)]
+    other = asyncio.create_task(here.take())
+    assert await soon(*prompts, other) == [None] * 5
+    with pytest.raises(OverloadedError, match="2 requests are waiting"):
+        await here.take()
+    for _ in range(5):
+        here.give_back("a")
+    assert await asyncio.gather(*prompts, other) == ["a"] * 5
+    assert here.waiting == 0
+
+
 async def test_nobody_overtakes() -> None:
     """A request that arrives when others wait also waits, even if it would find a slot."""
     found: dict[str, EngineReplica] = {}

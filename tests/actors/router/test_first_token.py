@@ -11,9 +11,9 @@ import pytest
 
 from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, FirstTokenChunk, ResponseStart, StreamChunk
-from actors.router.request_shaping import needs_seed, why_decode_samples
+from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
-from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, ask, counted, engine, event, request
+from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
 from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
 
 FIRST = event(1, index=0, role="assistant", text="") + event(1, index=0, text="<0>", finish_reason=None)
@@ -104,11 +104,93 @@ async def test_events_that_prefill_has_sent_in_part(part: bytes):
 async def test_an_answer_that_ends_with_its_first_token_needs_no_decode():
     """Decode's call is cancelled, and the transfer discarded."""
     router, p, d = fleet([samples(LAST)], [gated(engine(1, [1]), asyncio.Event())])
-    _, body = await ask(router, request(max_tokens=1))
+    _, body = await ask(router, request())
     assert body == LAST
     assert counted(router, "tandem_first_tokens_total", outcome="ended") == 1
     await at_rest(p, d)
     assert p.discarded == [json.loads(d.calls[0].body)[TRANSFER_FIELD]["transfer_id"]]
+
+
+async def one_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    """An engine that computes a whole answer of one token."""
+    if json.loads(call.body)["stream"]:
+        yield ResponseStart(200, EVENTS)
+        yield StreamChunk(LAST, ((0,),))
+    else:
+        yield ResponseStart(200, JSON)
+        yield b'{"text": "<0>"}'
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_for_one_token_is_answered_by_prefill_alone(stream: bool):
+    """Decode has no call, and no KV moves."""
+    router, p, d = fleet([one_token], [engine(1, [1])])
+    wanted = request(stream, max_tokens=1)
+    answer, body = await ask(router, wanted)
+    assert body == (LAST if stream else b'{"text": "<0>"}')
+    assert (answer.sampled_by, answer.route, answer.pair.prefill, answer.pair.decode) == (
+        "prefill",
+        "remote",
+        "p0",
+        None,
+    )
+    assert answer.completion_tokens == (1 if stream else None)
+    assert [call.body for call in p.calls] == [wanted.raw]
+    assert answer.breakdown.total_s >= 0
+    assert counted(router, "tandem_first_tokens_total", outcome="ended") == 1
+    await at_rest(p, d)
+    assert (d.calls, p.discarded) == ([], [])
+
+
+async def breaks(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    """An engine that dies within the first event."""
+    yield ResponseStart(200, EVENTS)
+    yield StreamChunk(LAST[:20], ((0,),))
+    raise EngineDownError("killed")
+
+
+async def dies_after_a_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
+    yield ResponseStart(200, EVENTS)
+    yield StreamChunk(FIRST, ((0,),))
+    raise EngineDownError("killed")
+
+
+@pytest.mark.parametrize(
+    "prefill", [answers(400, {"error": "refused"}), answers(500, {"error": "broken"}), dies, breaks, dies_after_a_token]
+)
+async def test_prefill_that_cannot_answer_for_one_token(prefill: Any):
+    """Decode answers, with the tokens that the client has."""
+    router, p, d = fleet([prefill], [engine(1, [1])])
+    _, body = await ask(router, request(max_tokens=1))
+    expected = await whole(engine(1, [1]))
+    assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    assert d.calls[-1].replay_log == (((0,),) if prefill is dies_after_a_token else ())
+    await at_rest(p, d)
+
+
+async def test_prefill_whose_tokens_differ_answers_no_request():
+    """Its address has no `first_token_multiple`."""
+    router, p, d = fleet([samples()], [engine(1, [1])], multiple=0)
+    answer, _ = await ask(router, request(max_tokens=1))
+    assert (answer.sampled_by, len(d.calls)) == ("decode", 1)
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "one"),
+    [
+        ("/v1/completions", {"max_tokens": 1}, True),
+        ("/v1/completions", {"max_tokens": 2}, False),
+        ("/v1/completions", {"max_tokens": True}, False),
+        ("/v1/completions", {}, False),
+        ("/v1/chat/completions", {"max_tokens": 5, "max_completion_tokens": 1}, True),
+        ("/v1/chat/completions", {"max_tokens": 1, "max_completion_tokens": 5}, False),
+        ("/v1/messages", {"max_tokens": 1}, True),
+        ("/v1/responses", {"max_tokens": 1, "max_output_tokens": 1}, False),
+    ],
+)
+def test_is_one_token(endpoint: Any, body: dict[str, Any], one: bool):
+    assert is_one_token(endpoint, body) == one
 
 
 async def test_another_first_token_of_decode_is_not_sent():
@@ -152,6 +234,37 @@ async def test_prefill_that_dies_after_its_first_token():
     _, body = await ask(router, request())
     expected = await whole(engine(1, [1]))
     assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
+    await at_rest(p, d)
+
+
+ERROR = b'{"error": {"message": "refused"}}'
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [ResponseStart(400, JSON), ERROR],
+        [ResponseStart(500, JSON), ERROR],
+        [ResponseStart(200, EVENTS), b"data: " + ERROR + b"\n\ndata: [DONE]\n\n"],
+    ],
+    ids=["bad request", "server error", "error event"],
+)
+async def test_a_refused_first_token_leg_is_noticed_at_once(items: list[Any]):
+    """Decode does not wait for KV that never comes. An older engine holds refused calls."""
+
+    async def refuses(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        for item in items:
+            yield item
+        if items[0].status >= 400:
+            await asyncio.sleep(60)
+
+    behaviours = [gated(engine(1, [1]), asyncio.Event()), engine(1, [1])]
+    router, p, d = fleet([refuses], [lambda call, turn: behaviours[turn - 1](call, turn)])
+    async with asyncio.timeout(20):
+        answer, body = await ask(router, request())
+    assert (answer.sampled_by, answer.local_reason) == ("decode", "prefill_failed")
+    assert body.replace(b": ping\n\n", b"") == (await whole(engine(1, [1]))).replace(b": ping\n\n", b"")
+    assert TRANSFER_FIELD not in json.loads(d.calls[1].body)
     await at_rest(p, d)
 
 

@@ -10,11 +10,24 @@ from typing import Any, cast
 
 import pytest
 
-from actors.request import Call, Heartbeat
+from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from app.http.routes import build_http
 from testing.sse import said
-from tests.actors.behaviours import LIMITS, TOKENS, WHOLE, answers, counted, dies, engine, fleet, hangs, request, well
+from tests.actors.behaviours import (
+    EVENTS,
+    LIMITS,
+    TOKENS,
+    WHOLE,
+    answers,
+    counted,
+    dies,
+    engine,
+    fleet,
+    hangs,
+    request,
+    well,
+)
 from tests.actors.fleet import at_rest
 from tests.app.http.test_cancelled_requests import Client
 
@@ -95,6 +108,26 @@ async def test_headers_and_comments_precede_the_first_token() -> None:
     assert client.pieces[comments].startswith(b": x-tandem-route: remote\n\n")
     assert said(client.body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
     assert counted(router, "tandem_requests_total", route="remote", reason="", status="200") == 1
+
+
+async def test_responses_of_decode_alone_have_comments() -> None:
+    """vLLM sends two events of such a stream before it computes the prompt."""
+
+    async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield b"event: response.created\ndata: {}\n\nevent: response.in_progress\ndata: {}\n\n"
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            yield Heartbeat()
+        yield StreamChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((0,),))
+        yield b"event: response.completed\ndata: {}\n\n"
+
+    body = {"input": "a prompt", "stream": True, "tools": [{"type": "web_search"}]}
+    client, _ = await served([well], [serve], ClientRequest("/v1/responses", (), json.dumps(body).encode(), body))
+    assert client.pieces.count(COMMENT) >= 2
+    events = [event for event in client.body.split(b"\n\n") if event and not event.startswith(b":")]
+    names = [event.partition(b"\n")[0].removeprefix(b"event: response.") for event in events]
+    assert names == [b"created", b"in_progress", b"output_text.delta", b"completed"]
 
 
 async def test_an_answer_in_time_is_unchanged() -> None:

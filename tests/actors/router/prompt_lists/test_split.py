@@ -46,6 +46,7 @@ def test_split(body, prompts):
     assert [json.loads(one.raw) for one in found] == [{**body, "prompt": prompt} for prompt in prompts]
     assert [one.request_id for one in found] == [f"r-{index}" for index in range(len(prompts))]
     assert all(one.sequences == 1 for one in found)
+    assert [one.part for one in found] == [index > 0 for index in range(len(prompts))]
 
 
 def test_other_endpoints_have_no_list():

@@ -1,0 +1,26 @@
+"""Makes the engine's HTTP application decode large JSON bodies beside the event loop.
+
+FastAPI awaits `Request.json` for the body of each route (`get_request_handler` in
+fastapi/routing.py); Starlette decodes it on the event loop, where all streams of the engine wait.
+"""
+
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+
+from actors.large_json import OFF_LOOP_BYTES, loads, off_loop
+
+_on_loop = Request.json
+
+
+async def _json(request: Request) -> Any:
+    body = await request.body()
+    if len(body) <= OFF_LOOP_BYTES:
+        return await _on_loop(request)
+    return await off_loop(len(body), partial(loads, body))
+
+
+def decode_large_bodies_off_loop() -> None:
+    """Replace `Request.json` in this process."""
+    Request.json = _json  # type: ignore[method-assign,assignment]

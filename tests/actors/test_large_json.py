@@ -1,0 +1,86 @@
+"""Large bodies do not block the event loop of a router or an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from actors.engine import request_json
+from actors.large_json import OFF_LOOP_BYTES, loads
+from app.http.errors import MalformedError
+from app.http.parsing import parse_body, read_request
+
+BODY_BYTES = 16 * 2**20
+TICKS = 15
+"""A thread that keeps the interpreter's lock lets another coroutine run at most a few times."""
+
+
+def http(body: bytes) -> Request:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop()
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}, receive)
+
+
+async def ticks_during(work: Awaitable[Any]) -> tuple[Any, int]:
+    """Return the result of `work`, and how often another coroutine ran meanwhile."""
+    task, ticks = asyncio.ensure_future(work), 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        ticks += 1
+    return task.result(), ticks
+
+
+@pytest.fixture
+def engine_side() -> Iterator[None]:
+    """Starlette as in an engine's process."""
+    kept = Request.json
+    request_json.decode_large_bodies_off_loop()
+    yield
+    Request.json = kept  # type: ignore[method-assign]
+
+
+def token_ids() -> bytes:
+    one = b"12345, "
+    return b'{"prompt": [' + one * (BODY_BYTES // len(one)) + b"1]}"
+
+
+async def test_a_router_serves_others_while_it_reads_a_large_body() -> None:
+    async def read() -> Any:
+        found = await read_request(http(token_ids()), "/v1/completions", 2 * BODY_BYTES)
+        await found.prepare()
+        return found
+
+    found, ticks = await ticks_during(read())
+    assert found.body["prompt"][-2:] == [12345, 1]
+    assert {"prompt", "fields"} <= vars(found).keys()
+    assert ticks >= TICKS
+
+
+@pytest.mark.usefixtures("engine_side")
+async def test_an_engine_serves_others_while_it_reads_a_large_body() -> None:
+    found, ticks = await ticks_during(http(token_ids()).json())
+    assert found["prompt"][-2:] == [12345, 1]
+    assert ticks >= TICKS
+
+
+@pytest.mark.usefixtures("engine_side")
+@pytest.mark.parametrize("size", [10, OFF_LOOP_BYTES])
+async def test_both_ways_decode_the_same(size: int) -> None:
+    body = {"text": "é" * size, "numbers": [1, -2, 1.5e3, 2**80, float("inf")], "nested": {"one": [None, True]}}
+    raw = json.dumps(body).encode()
+    assert loads(raw) == await http(raw).json() == body
+
+
+@pytest.mark.parametrize("end", [b"", b"]", b"9" * 5000 + b"]}"])
+def test_a_large_malformed_body_has_the_error_of_a_small_one(end: bytes) -> None:
+    with pytest.raises(MalformedError, match="not valid JSON"):
+        parse_body(b'{"prompt": [' + b"1, " * OFF_LOOP_BYTES + end)
