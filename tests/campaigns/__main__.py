@@ -85,6 +85,7 @@ STEPS = (
     Step("families", "families", lines=40),
     Step("speculation", "speculation", lines=10),
     Step("adapters", "adapters", lines=2),
+    Step("images", "images", lines=3),
 )
 
 
