@@ -4,7 +4,7 @@
 
 (a part of ``make images``). The images are ``data:`` URLs or base64, for OpenAI's chats and
 responses and for Anthropic's messages, streamed or not, in bodies of up to 20 MB. The router sends
-every request to both engines.
+every request to both engines. The one server gets one request at a time.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ async def send(client: httpx.AsyncClient, case: Case) -> tuple[int, str, str]:
     return 200, str(body["content"] if case.path == MESSAGES else body["output"][0]["content"]), route
 
 
-async def answers(url: str, todo: list[Case]) -> list[tuple[int, str, str]]:
-    """Send all requests, ``CONCURRENCY`` at a time."""
-    slots = asyncio.Semaphore(CONCURRENCY)
+async def answers(url: str, todo: list[Case], concurrency: int) -> list[tuple[int, str, str]]:
+    """Send all requests, ``concurrency`` at a time."""
+    slots = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
         async def one(case: Case) -> tuple[int, str, str]:
@@ -121,7 +121,7 @@ def of_one_server(folder: Path, model: str, todo: list[Case]) -> list[tuple[int,
     server = start_module(folder, "single", arguments)
     try:
         wait_until_up(f"http://127.0.0.1:{port}/health", server, folder)
-        return asyncio.run(answers(f"http://127.0.0.1:{port}", todo))
+        return asyncio.run(answers(f"http://127.0.0.1:{port}", todo, 1))
     finally:
         stop([server])
 
@@ -135,7 +135,7 @@ def of_the_service(folder: Path, model: str, todo: list[Case]) -> list[tuple[int
     service = ServiceProcess(config, folder)
     try:
         service.start()
-        return asyncio.run(answers(service.url, todo))
+        return asyncio.run(answers(service.url, todo, CONCURRENCY))
     finally:
         service.stop()
 
