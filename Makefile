@@ -240,6 +240,12 @@ adapters: $(STAMP) ## 500 requests over three LoRA adapters and the base model, 
 models: $(STAMP) ## Two models at one endpoint, adapters loaded and unloaded under load, a decode engine killed (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.models
 
+
+.PHONY: images
+images: $(STAMP) ## 50 prompts with one to three images beside text, at two pairs of TP sizes; counts runs of the encoders (5 minutes)
+	$(BIN)/python -m tests.campaigns.shapes.images
+	$(BIN)/python -m tests.campaigns.service.images
+
 .PHONY: upstream-shapes
 upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (about an hour): docs/upstream-shapes.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.shapes.upstream_shapes

@@ -324,7 +324,9 @@ class RouterLimits(Frozen):
         description="sequences (prompts times `n`) in one router replica; further requests get 429. Unset: four for "
         f"each slot of the decode engines, at least {MIN_ONGOING_SEQUENCES:,}",
     )
-    max_body_bytes: int = Field(8 * 2**20, ge=1, description="largest request body; larger ones get 413")
+    max_body_bytes: int = Field(
+        32 * 2**20, ge=1, description="largest request body, with its images; larger ones get 413"
+    )
     max_prompts: int = Field(128, ge=1, description="largest number of prompts times `n` in one request")
     max_ongoing_requests_per_key: int | None = Field(
         None,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from PIL.Image import Image
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -78,8 +79,12 @@ async def generate(
     request_id: str | None = None,
     lora: LoRARequest | None = None,
     rank: int | None = None,
+    images: Sequence[Image] = (),
 ) -> Answer:
-    """Run one greedy request to its end, on data-parallel ``rank`` of the engine if it is given."""
+    """Run one greedy request to its end, on data-parallel ``rank`` of the engine if it is given.
+
+    ``images``  one for each ``IMAGE_TOKEN`` of the prompt
+    """
     params = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
@@ -89,8 +94,11 @@ async def generate(
         extra_args={"kv_transfer_params": transfer} if transfer else None,
     )
     final = None
+    given = TokensPrompt(prompt_token_ids=list(prompt))
+    if images:
+        given["multi_modal_data"] = {"image": list(images)}
     async for output in engine.generate(
-        TokensPrompt(prompt_token_ids=list(prompt)),
+        given,
         params,
         request_id or uuid.uuid4().hex,
         lora_request=lora,
@@ -126,15 +134,30 @@ class Pair:
         max_tokens: int,
         prefill_lora: LoRARequest | None = None,
         decode_lora: LoRARequest | None = None,
+        images: Sequence[Image] = (),
+        prefill_images: Sequence[Image] | None = None,
     ) -> Answer:
-        """Send both legs at once, as Tandem's router does."""
+        """Send both legs at once, as Tandem's router does. ``prefill_images`` replace ``images`` in
+        the prefill leg.
+        """
         transfer_id = uuid.uuid4().hex
         leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         prefill = asyncio.ensure_future(
-            generate(self.prefill, prompt, 1, leg, logprobs=None, lora=prefill_lora, rank=self.prefill_rank)
+            generate(
+                self.prefill,
+                prompt,
+                1,
+                leg,
+                logprobs=None,
+                lora=prefill_lora,
+                rank=self.prefill_rank,
+                images=images if prefill_images is None else prefill_images,
+            )
         )
         address = self.address | {"transfer_id": transfer_id}
-        answer = await generate(self.decode, prompt, max_tokens, address, lora=decode_lora, rank=self.decode_rank)
+        answer = await generate(
+            self.decode, prompt, max_tokens, address, lora=decode_lora, rank=self.decode_rank, images=images
+        )
         await prefill
         return answer
 

@@ -5,6 +5,7 @@ The architectures are real; the models have no tokenizer and a few megabytes of 
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PaddleOCRVLConfig,
+    PaddleOCRVLForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
@@ -36,6 +39,9 @@ from app.demo.paths import MODEL_DIR
 
 VOCABULARY = 576
 WINDOW_TOKENS = 128
+IMAGE_TOKEN = VOCABULARY
+"""Token of ``paddle_vl`` that stands for one image in a prompt, and for each piece of it once vLLM
+has processed the image."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +287,67 @@ def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
         conv_L_cache=3,
     )
     return _save(Lfm2ForCausalLM, config, folder, seed)
+
+
+def paddle_vl(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
+    """Create a PaddleOCR-VL: a vision encoder for images of any size, and positions of three axes
+    as in Qwen-VL; return its path.
+
+    The processors of Qwen-VL and Gemma 3 import torchvision, which the CPU lock leaves out. The
+    tokenizer is the demo model's with tokens for images. A piece of 16 x 16 pixels is one token.
+    """
+    patch, merge = 8, 2
+    text = _SIZES | _attention(kv_heads) | {"vocab_size": VOCABULARY + 64, "num_hidden_layers": 4}
+    config = PaddleOCRVLConfig(
+        text_config=text | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 64,
+            "patch_size": patch,
+            "spatial_merge_size": merge,
+        },
+        image_token_id=IMAGE_TOKEN,
+        vision_start_token_id=IMAGE_TOKEN + 1,
+        vision_end_token_id=IMAGE_TOKEN + 2,
+        video_token_id=IMAGE_TOKEN + 3,
+    )
+    torch.manual_seed(seed)
+    model = PaddleOCRVLForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for weight in model.model.visual.parameters():
+            if weight.dim() > 1:
+                # From the encoder's fixed 0.02 to the range of all other weights.
+                weight *= 10
+    model.save_pretrained(folder)
+    processor = {
+        "image_processor_type": "PaddleOCRVLImageProcessor",
+        "patch_size": patch,
+        "merge_size": merge,
+        "temporal_patch_size": 1,
+        "min_pixels": 4 * (patch * merge) ** 2,
+        "max_pixels": 100 * (patch * merge) ** 2,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "PaddleOCRVLProcessor"}))
+    names = ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>")
+    tokenizer = json.loads((MODEL_DIR / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    # Ids follow on those of the vocabulary without a gap.
+    known = len(tokenizer["model"]["vocab"])
+    fill = [f"<unused {number}>" for number in range(known, VOCABULARY)]
+    tokenizer["model"]["vocab"] |= {name: known + index for index, name in enumerate((*fill, *names))}
+    tokenizer["added_tokens"] += [
+        {"id": IMAGE_TOKEN + index, "content": name} | flags for index, name in enumerate(names)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((MODEL_DIR / "tokenizer_config.json").read_text())
+    settings["model_specific_special_tokens"] = {"image_token": names[0]}
+    settings["extra_special_tokens"] += names[1:]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
 
 
 # The default initializer range, 0.02, makes logits so flat that a wrong block would hardly change

@@ -2,7 +2,7 @@
 
 The router does not tokenize. Text is measured in bytes, with a measured number of bytes per token;
 a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of a
-conversation extends it.
+conversation extends it. An image is ``MEDIA_BYTES`` made from the hash of its data or URL.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ PIECE_BYTES = 256
 """Resolution of prefixes in bytes; about 64 tokens."""
 
 ID_BYTES = 4
+
+MEDIA_BYTES = 1024
+"""Bytes that stand for an image or a recording, whatever its size; about 256 tokens."""
+
+_MEDIA_KEYS = frozenset({"url", "data"})
+"""Keys of a content part under which images and recordings are, as a URL or in base64."""
 
 _END_OF_FIELD = b"\x1e"
 _END_OF_MESSAGE = b"\x1f"
@@ -109,10 +115,22 @@ def _message(message: Any) -> bytes:
     rest = {key: value for key, value in message.items() if key not in ("role", "content")}
     parts = [
         _bytes(str(message.get("role"))),
-        _bytes(content) if isinstance(content, str) else _json(content),
+        _bytes(content) if isinstance(content, str) else _json(_hashed_media(content)),
         *([_json(rest)] if rest else []),
     ]
     return _END_OF_FIELD.join(parts) + _END_OF_MESSAGE
+
+
+def _hashed_media(content: Any, key: str = "") -> Any:
+    """Return content parts with hashes for images and recordings. Bodies have a limited depth."""
+    if isinstance(content, dict):
+        return {name: _hashed_media(value, name) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_hashed_media(value) for value in content]
+    if isinstance(content, str) and key in _MEDIA_KEYS:
+        hashed = xxhash.xxh3_128_hexdigest(_bytes(content))
+        return hashed * (MEDIA_BYTES // len(hashed))
+    return content
 
 
 def _seed(body: Mapping[str, Any]) -> int:

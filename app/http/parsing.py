@@ -98,6 +98,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         # For other types vLLM answers HTTP 500.
         raise MalformedError("structured_outputs must be an object", "body.structured_outputs")
     _check_extra(body.get("vllm_xargs"))
+    _check_media(body.get("messages"))
     return body
 
 
@@ -127,6 +128,26 @@ def _check_extra(extra: Any) -> None:
         raise BadRequestError(
             f"vllm_xargs.{TRANSFER_FIELD} is reserved for this service; remove the field", param="vllm_xargs"
         )
+
+
+def _check_media(messages: Any) -> None:
+    """Raise BadRequestError for an image or recording that the client names itself.
+
+    vLLM takes the name (`uuid`) for the content's identity in all caches. Engines with different
+    contents under one name would exchange KV of the wrong one.
+    """
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, list):
+            _check_media(message)  # a batch of chats
+            continue
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("uuid") is not None:
+                raise BadRequestError(
+                    "`uuid` of a content part is not supported: this service identifies images by their content; "
+                    "remove the field and send the content",
+                    param="messages",
+                )
 
 
 def check_prompts(body: Mapping[str, Any], most: int) -> None:

@@ -37,6 +37,7 @@ from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
+from connectors.vllm_hma.model.media import check_media, reads_whole_images
 from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.plugin import register
@@ -82,6 +83,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             )
         config = parse_config(transfer.kv_connector_extra_config)
         check_method(vllm_config)
+        check_media(vllm_config)
         parallel = vllm_config.parallel_config
         if config.store is not None:
             check_store(vllm_config)
@@ -114,6 +116,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 step_tokens,
                 drafts_read_next_token=reads_next_token(vllm_config),
                 speculates=vllm_config.speculative_config is not None,
+                whole_images=reads_whole_images(vllm_config),
             )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None

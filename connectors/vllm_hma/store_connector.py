@@ -34,6 +34,7 @@ from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
 from connectors.vllm_hma.model.drafts import check_store
 from connectors.vllm_hma.model.identity import model_identity
+from connectors.vllm_hma.model.media import check_media
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
         settings = parse_settings(transfer.kv_connector_extra_config)
         check_store(vllm_config)
+        check_media(vllm_config)
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
         if role is KVConnectorRole.SCHEDULER:

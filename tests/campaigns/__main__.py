@@ -96,6 +96,7 @@ STEPS = (
     Step("families", "families", size=("PROMPTS=4",), lines=40),
     Step("speculation", "speculation", size=("PROMPTS=10",), lines=10),
     Step("adapters", "adapters", lines=2),
+    Step("images", "images", lines=3),
 )
 
 

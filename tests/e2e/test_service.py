@@ -352,7 +352,7 @@ def test_options_of_the_output_are_decodes_alone(http, more):
         ("/v1/responses", response(max_output_tokens="many"), 400, "max_output_tokens"),
         ("/v1/responses", response(previous_response_id="resp_0"), 404, "resp_0"),
         ("/v1/responses", response(background=True), 400, "background"),
-        ("/v1/completions", b"x" * (9 * 2**20), 413, "bytes"),
+        ("/v1/completions", b"x" * (33 * 2**20), 413, "bytes"),
     ],
 )
 def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, status, message):

@@ -101,3 +101,18 @@ def test_a_divided_step_for_the_first_token_ends_the_transfer(step_tokens: int, 
         assert set(engine.connector.scheduler.snapshot().productions) == (set() if divided else {"p"})
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("blocks", "prefix_caching", "asynchronous"), [(32, False, False), (60, True, False)])
+def test_random_steps_with_images(blocks: int, prefix_caching: bool, asynchronous: bool) -> None:
+    """Images are encoded where their KV is computed and nowhere else, and none stays in the
+    encoder's cache for a request that has ended.
+    """
+    engine = Engine(0, blocks, prefix_caching, asynchronous, images=True)
+    try:
+        engine.run(STEPS)
+    finally:
+        engine.close()
+    for what in ("images", "encoded", "produced", "produced with its first token", "consumed", "preempted"):
+        assert engine.counts[what] >= 10, (what, engine.counts)
+    assert engine.counts["encoded"] < engine.counts["images"], engine.counts

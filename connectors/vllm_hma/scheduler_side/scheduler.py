@@ -54,6 +54,7 @@ from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.identity import Adapters
+from connectors.vllm_hma.model.media import divides_image
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders, Queue, Receive, Release
 from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
@@ -130,6 +131,7 @@ class SchedulerConnector:
         step_tokens: int,
         drafts_read_next_token: bool = False,
         speculates: bool = False,
+        whole_images: bool = False,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -138,6 +140,7 @@ class SchedulerConnector:
         self._step_tokens = step_tokens
         self._first_token_multiple = 0 if speculates else first_token_multiple(groups)
         self._drafts_read_next_token = drafts_read_next_token
+        self._whole_images = whole_images
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
         # Remaining prompt tokens of prefill requests, in order of arrival.
@@ -228,10 +231,18 @@ class SchedulerConnector:
                     request.request_id,
                 )
                 return
-            digest = _digest(request, self._adapters)
+            tokens = request.num_prompt_tokens - 1
             if params.first_token:
                 tokens = whole_blocks(request.num_prompt_tokens, self._first_token_multiple)
-            else:
+            if self._divides_image(request, tokens):
+                logger.warning(
+                    "the KV of request %s is not sent: it would end within an image, whose tokens this model reads "
+                    "together",
+                    request.request_id,
+                )
+                return
+            digest = _digest(request, self._adapters)
+            if not params.first_token:
                 if self._drafts_read_next_token:
                     sample_last_token(request)
                 drop_last_token(request)
@@ -249,11 +260,20 @@ class SchedulerConnector:
                 Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
             )
         elif isinstance(params, ConsumeParams):
+            if self._divides_image(request, _end_token(request, params)):
+                # The producer finds the same, and sends nothing.
+                self._stats.count("requests", "recomputed")
+                self._orders.releases.append(Release(params.transfer_id, params.producer))
+                return
             others_wait = self._waits_for(params.producer.incarnation)
             self._consumptions[request.request_id] = params
             if others_wait and not params.computed:
                 self._queued.add(request.request_id)
                 self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
+
+    def _divides_image(self, request: Request, token: int) -> bool:
+        """Return whether a producer that stops at ``token`` would compute other KV of an image."""
+        return self._whole_images and divides_image(request, token)
 
     def _waits_for(self, incarnation: str) -> bool:
         """Return whether a request, with blocks or without, waits for KV from this producer."""

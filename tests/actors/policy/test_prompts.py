@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.policy.prompts import PIECE_BYTES, Prompt, passage, read_prompt
+from actors.policy.prompts import MEDIA_BYTES, PIECE_BYTES, Prompt, passage, read_prompt
 
 LONG = "x" * 600
+LONG_PIECES = len(LONG) // PIECE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,31 @@ def test_a_conversations_next_turn_begins_with_this_one(said, more):
     )
     assert next_turn.data.startswith(first.data)
     assert next_turn.pieces[: len(first.pieces)] == first.pieces
+
+
+def image_url(data):
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def image_source(data):
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+@pytest.mark.parametrize("image", [image_url, image_source], ids=["OpenAI", "Anthropic"])
+def test_images_are_hashed(image):
+    """Equal images have equal pieces. Images of equal size have others, from their first byte on.
+    An image's bytes do not count as text.
+    """
+    text = {"type": "text", "text": LONG}
+
+    def read(*content):
+        return read_prompt({"messages": [{"role": "user", "content": list(content)}]}).passages[0]
+
+    one, same, other = (read(text, image(data * 100_000), text) for data in ("AAAA", "AAAA", "AAAB"))
+    assert one.pieces == same.pieces
+    shared = sum(a == b for a, b in zip(one.pieces, other.pieces, strict=True))
+    assert LONG_PIECES <= shared <= LONG_PIECES + 1, "the text before the image, and its frame"
+    assert MEDIA_BYTES < len(one.data) - len(read(text, text).data) < MEDIA_BYTES + 200
 
 
 json_values = st.recursive(

@@ -33,6 +33,8 @@ from app.http.parsing import check_prompts, forwarded_headers, parse_body, read_
         ),
         (b'{"structured_outputs": 0}', "structured_outputs must be an object", "body.structured_outputs"),
         (b'{"structured_outputs": true}', "structured_outputs must be an object", "body.structured_outputs"),
+        (b'{"messages": [{"content": [{"type": "text"}, {"uuid": "a"}]}]}', "`uuid` of a content part", "messages"),
+        (b'{"messages": [[{"content": [{"uuid": "a"}]}]]}', "`uuid` of a content part", "messages"),
         (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is reserved for", "vllm_xargs"),
     ],
 )

@@ -21,8 +21,10 @@ from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -42,6 +44,10 @@ from tests.vllm_contract.workers import IDENTITY, layout_of
 TP, BLOCK_TOKENS, WINDOW_TOKENS = 2, 16, 48
 MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 32, 12, 200
 STOP_TOKEN = 7
+IMAGE_TOKEN, IMAGES, MOST_IMAGE_TOKENS = 8, 12, 24
+ENCODER_TOKENS = 2 * MOST_IMAGE_TOKENS
+"""Capacity of the encoder's cache, and its tokens per step."""
+
 ENDS_WITHIN_STEPS = 600
 
 KINDS = [(blocks, prefixes, ahead) for blocks in (32, 60) for prefixes in (True, False) for ahead in (True, False)]
@@ -70,7 +76,13 @@ class Engine:
     """One engine core without its model. ``step`` is one random turn of its loop."""
 
     def __init__(
-        self, seed: int, blocks: int = 60, prefix_caching: bool = True, asynchronous: bool = True, drafts: int = 0
+        self,
+        seed: int,
+        blocks: int = 60,
+        prefix_caching: bool = True,
+        asynchronous: bool = True,
+        drafts: int = 0,
+        images: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         config = engine_config(prefix_caching, asynchronous, drafts)
@@ -88,6 +100,11 @@ class Engine:
             hash_block_size=hash_block_size,
             log_stats=True,
         )
+        self.images = images
+        if images:
+            # What vLLM makes for a model that reads images.
+            self.scheduler.encoder_cache_manager = EncoderCacheManager(ENCODER_TOKENS)
+            self.scheduler.max_num_encoder_input_tokens = ENCODER_TOKENS
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(hash_block_size, hashing)
@@ -122,8 +139,25 @@ class Engine:
         self.counts[kind] += 1
         sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": params})
         sampling.stop_token_ids = [STOP_TOKEN]
-        request = Request(f"r{number}", prompt, sampling, None, block_hasher=self.hasher)
+        features = self.add_images(prompt) if self.images else None
+        request = Request(f"r{number}", prompt, sampling, None, mm_features=features, block_hasher=self.hasher)
         self.scheduler.add_request(request)
+
+    def add_images(self, prompt: list[int]) -> list[MultiModalFeatureSpec]:
+        """Replace parts of the prompt with up to three images; return their positions."""
+        features, start = [], 0
+        for _ in range(self.rng.randint(0, 3)):
+            image = self.rng.randrange(IMAGES)
+            # The size of an image is a part of its content.
+            length = 1 + image * 7 % MOST_IMAGE_TOKENS
+            offset = start + self.rng.randint(0, 20)
+            start = offset + length
+            if start > len(prompt):
+                break
+            prompt[offset:start] = [IMAGE_TOKEN] * length
+            features.append(MultiModalFeatureSpec(None, "image", f"image {image}", PlaceholderRange(offset, length)))
+        self.counts["images"] += len(features)
+        return features
 
     def kind(self, number: int) -> tuple[str, Any, int]:
         rng = self.rng
@@ -190,6 +224,7 @@ class Engine:
             self.counts["preempted"] += len(output.preempted_req_ids or ())
             self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
             self.check_tables(output)
+            self.check_encoder(output)
             self.check_queued()
             self.check_quarantine()
             self.batches.append(output)
@@ -217,6 +252,16 @@ class Engine:
                 assert not new or tuple(ids[-len(new) :]) == new
             assert -(-chunk.computed_tokens // BLOCK_TOKENS) <= min(map(len, table))
             assert chunk.last == (chunk.computed_tokens == production.prompt_tokens)
+
+    def check_encoder(self, output: SchedulerOutput) -> None:
+        """Check that the encoder runs for no image whose KV has arrived or is cached."""
+        for request_id, inputs in output.scheduled_encoder_inputs.items():
+            request = self.scheduler.requests[request_id]
+            computed = request.num_computed_tokens - output.num_scheduled_tokens[request_id]
+            for index in inputs:
+                position = request.mm_features[index].mm_position
+                assert computed < position.offset + position.length, f"{request_id} has the KV of image {index}"
+            self.counts["encoded"] += len(inputs)
 
     def check_queued(self) -> None:
         """A request whose prompt has not started on the other engine has no blocks."""
@@ -401,6 +446,10 @@ class Engine:
         assert not ours.quarantine, "the connector keeps blocks"
         assert not left.has_orders, "orders were never given"
         assert self.ranks == [Rank() for _ in range(TP)], "a worker waits for an order"
+        if self.images:
+            encoder = scheduler.encoder_cache_manager
+            assert encoder.num_freeable_slots == ENCODER_TOKENS, "the encoder's cache leaks"
+            assert not any(encoder.cached.values()), "the encoder's cache remembers requests"
 
 
 def engine_config(prefix_caching: bool, asynchronous: bool, drafts: int = 0) -> VllmConfig:

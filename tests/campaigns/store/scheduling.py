@@ -6,7 +6,8 @@ Nothing of vLLM is replaced: its configuration, its (asynchronous) scheduler, it
 ranks have real memory. Their "model" writes for each token a word that follows from all tokens
 before it, and first checks that all words that attention would read are present. So a block that is
 loaded wrong, too late, or stored after its reuse is detected where it is read. Engines of one run
-share a path, and are replaced by others with other TP and block sizes.
+share a path, and are replaced by others with other TP and block sizes. Images of equal size stand
+in some prompts; the model reads their contents, and vLLM sees the same tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import numpy.typing as npt
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -47,6 +50,9 @@ from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 WINDOW_TOKENS, CHUNK, MAX_MODEL_LEN = 48, 32, 512
 MAX_TOKENS_A_STEP, MAX_REQUESTS, MAX_PROMPT_TOKENS = 64, 12, 200
 STOP_TOKEN = 7
+IMAGE_TOKEN, IMAGE_AT, IMAGE_TOKENS = 8, 25, 12
+"""Images lie across the end of a chunk."""
+
 ENDS_WITHIN_STEPS = 3000
 MODEL = ModelFingerprint("weights", "float32", "float32", "test")
 HEADS = 4
@@ -115,6 +121,9 @@ class Engine:
             hash_block_size=hash_block_size,
             log_stats=True,
         )
+        # What vLLM makes for a model that reads images.
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(2 * IMAGE_TOKENS)
+        self.scheduler.max_num_encoder_input_tokens = 2 * IMAGE_TOKENS
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(hash_block_size, hashing)
@@ -168,7 +177,14 @@ class Engine:
         sampling.stop_token_ids = [STOP_TOKEN]
         salt = "salt" if rng.random() < 0.1 else None
         self.tokens[name] = list(prompt)
-        request = Request(name, prompt, sampling, None, block_hasher=self.hasher, cache_salt=salt)
+        features, image, end = [], rng.choice([0, 1, 2]), IMAGE_AT + IMAGE_TOKENS
+        if image and len(prompt) >= end:
+            position = PlaceholderRange(IMAGE_AT, IMAGE_TOKENS)
+            features = [MultiModalFeatureSpec(None, "image", f"image {image}", position)]
+            prompt[IMAGE_AT:end] = [IMAGE_TOKEN] * IMAGE_TOKENS
+            self.tokens[name][IMAGE_AT:end] = [1000 * image + number for number in range(IMAGE_TOKENS)]
+            self.counts["images"] += 1
+        request = Request(name, prompt, sampling, None, mm_features=features, block_hasher=self.hasher, cache_salt=salt)
         self.scheduler.add_request(request)
 
     def abort(self) -> None:

@@ -1,0 +1,38 @@
+"""Images and other multimodal inputs: when their names tell contents apart, and where their KV may
+be divided.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from connectors.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+def check_media(config: VllmConfig) -> None:
+    """Raise ConfigurationError if vLLM names images by counters and not by content.
+
+    It hashes contents for its own caches only (vllm/renderers/base.py, ``_process_mm_uuids``).
+    """
+    media = config.model_config.multimodal_config
+    if media is None or media.mm_processor_cache_gb > 0 or config.cache_config.enable_prefix_caching:
+        return
+    raise ConfigurationError(
+        "mm_processor_cache_gb: with 0 and without prefix caching, vLLM does not hash images, so KV of different "
+        "images cannot be told apart; set mm_processor_cache_gb above 0, or enable_prefix_caching"
+    )
+
+
+def reads_whole_images(config: VllmConfig) -> bool:
+    """Return whether tokens of an image attend to later tokens of it, as in Gemma 3."""
+    return bool(config.model_config.is_mm_prefix_lm)
+
+
+def divides_image(request: Request, token: int) -> bool:
+    """Return whether the prompt's first ``token`` tokens end within an image."""
+    positions = (feature.mm_position for feature in request.mm_features)
+    return any(position.offset < token < position.offset + position.length for position in positions)

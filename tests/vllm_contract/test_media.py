@@ -1,0 +1,119 @@
+"""Images in the connector: which KV they share, where their KV may be divided, and settings under
+which they have no identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.config.multimodal import MultiModalConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from connectors.errors import ConfigurationError
+from connectors.planning.layout import Group, GroupKind
+from connectors.protocol.params import EngineAddress
+from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.model.media import check_media, reads_whole_images
+from connectors.vllm_hma.orders import Orders, Release
+from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from tests.vllm_contract.caches import vllm_config
+
+TOKENS = 40
+BLOCK = 16
+PRODUCE = {"do_remote_decode": True, "transfer_id": "t"}
+CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
+
+
+def request(params: dict[str, Any], *images: str, offset: int = 4, length: int = 8) -> Request:
+    """Return a request of ``TOKENS`` tokens whose images have the given identities, one after the
+    other from ``offset`` on.
+    """
+    features = [
+        MultiModalFeatureSpec(None, "image", image, PlaceholderRange(offset + index * length, length))
+        for index, image in enumerate(images)
+    ]
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request("r", [9] * TOKENS, sampling, None, mm_features=features)
+
+
+def scheduler(whole_images: bool = False) -> SchedulerConnector:
+    groups = (Group(0, GroupKind.FULL, BLOCK, None, ()),)
+    return SchedulerConnector(parse_config({}), "c", 1, groups, 100, whole_images=whole_images)
+
+
+def orders(half: SchedulerConnector) -> Orders:
+    return half.orders(SchedulerOutput.make_empty())
+
+
+def digests(*images: str, **where: int) -> tuple[str, str]:
+    """Return the prompt digests of both legs of a request with these images."""
+    producer, consumer = scheduler(), scheduler()
+    producer.new_request(request(PRODUCE, *images, **where))
+    consume = request(CONSUME, *images, **where)
+    consumer.new_request(consume)
+    consumer.after_alloc(consume, ([1, 2, 3],), TOKENS - 1)
+    (expect,), (receive,) = orders(producer).expects, orders(consumer).receives
+    return expect.prompt_digest, receive.prompt_digest
+
+
+def test_legs_agree_only_on_the_same_images() -> None:
+    """The prompts have the same token ids. Contents, order, number and places of images differ."""
+    cases = [
+        digests(),
+        digests("a"),
+        digests("b"),
+        digests("a", "b"),
+        digests("b", "a"),
+        digests("a", offset=5),
+        digests("a", length=9),
+    ]
+    assert all(producer == consumer for producer, consumer in cases)
+    assert len({producer for producer, _ in cases}) == len(cases)
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "first_token", "divided"),
+    [
+        (20, 19, False, False),  # ends before the last token, which decode computes
+        (20, 20, False, True),
+        (20, 20, True, True),  # whole blocks end at token 32
+        (20, 12, True, False),
+        (20, 13, True, True),
+        (32, 8, True, False),
+    ],
+)
+def test_images_that_a_model_reads_whole(offset: int, length: int, first_token: bool, divided: bool) -> None:
+    """If tokens of an image attend to later ones, prefill's KV of a part of it would be wrong, so
+    neither side transfers it. Other models may divide an image.
+    """
+    first = {"first_token": True} if first_token else {}
+    multiple = {"prompt_multiple": BLOCK} if first_token else {}
+    for whole_images in (True, False):
+        producer, consumer = scheduler(whole_images), scheduler(whole_images)
+        producer.new_request(request(PRODUCE | first, "a", offset=offset, length=length))
+        consume = request(CONSUME | multiple, "a", offset=offset, length=length)
+        consumer.new_request(consume)
+        refused = whole_images and divided
+        assert len(orders(producer).expects) == (not refused)
+        assert consumer.matched_tokens(consume, 0) == (0 if refused else 32 if first_token else TOKENS - 1)
+        assert orders(consumer).releases == ([Release("t", EngineAddress("p", "h", 9))] if refused else [])
+
+
+def test_images_that_vllm_names_by_counters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without both of its own caches vLLM hashes no contents."""
+    config = vllm_config(enable_prefix_caching=False)
+    check_media(config)
+    assert not reads_whole_images(config)
+    for cache_gib, prefix_caching, refused in ((4, False, False), (0, True, False), (0, False, True)):
+        media = MultiModalConfig(mm_processor_cache_gb=cache_gib)
+        monkeypatch.setattr(config.model_config, "multimodal_config", media)
+        monkeypatch.setattr(config.cache_config, "enable_prefix_caching", prefix_caching)
+        if refused:
+            with pytest.raises(ConfigurationError, match="mm_processor_cache_gb: with 0 and without prefix caching"):
+                check_media(config)
+        else:
+            check_media(config)
