@@ -13,6 +13,7 @@ the scheduler's thread calls these methods.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +39,8 @@ _QUEUED_READS = 1024
 class StoreLimits:
     """Deadlines and bounds of the store.
 
-    ``lookup_s``       time after which a lookup without an answer is a miss, in seconds
+    ``lookup_s``       time after which a lookup without an answer is a miss, and a read that delivers
+                       nothing has failed, in seconds
     ``load_s``         time from the start of a fetch until its objects must be verified, in seconds
     ``store_s``        time after which an unwritten object is dropped, in seconds
     ``queue_objects``  objects that wait to be written; further ones are dropped
@@ -77,6 +79,13 @@ class Fetched:
 
 
 @dataclass(slots=True)
+class _Progress:
+    """Time of the last piece that was read, in seconds; 0 before the start of the read."""
+
+    at: float = 0.0
+
+
+@dataclass(slots=True)
 class _Reading:
     """Read of one object from tier number ``tier`` into the slot at ``offset``."""
 
@@ -84,6 +93,7 @@ class _Reading:
     offset: int
     tier: int
     call: LaneCall[ObjectHeader]
+    progress: _Progress
 
 
 @dataclass(slots=True)
@@ -95,7 +105,9 @@ class _Fetch:
     ``tiers``       numbers of the tiers that have the object, by object
     ``readings``    reads in progress
     ``offsets``     slots of the verified objects
-    ``read_at``     time of the last verified object, in seconds; ``began_at`` before the first one
+    ``read_at``     time of the last piece of an object, in seconds. Before the first one: the start of
+                    the reads, less the time that the lookups took
+    ``looked_s``    time that the slowest lookup took, in seconds
     ``ended_at``    end of the fetch, in seconds
     """
 
@@ -108,6 +120,7 @@ class _Fetch:
     tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
     readings: list[_Reading] = field(default_factory=list)
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
+    looked_s: float = 0.0
     slowest: int = 0
     over: bool = False
     ended_at: float = 0.0
@@ -115,12 +128,26 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Tier:
-    """A tier and the threads of its lookups, reads and writes."""
+    """A tier and the threads of its lookups, reads and writes.
+
+    ``progress``  of all its reads
+    """
 
     folder: FolderTier
     lookups: Lane
     reads: Lane
     writes: Lane
+    progress: _Progress = field(default_factory=_Progress)
+
+    def read(self, name: ObjectName, payload: memoryview, progress: _Progress) -> ObjectHeader:
+        """Read an object on the thread of a lane."""
+        # While it was queued, the progress of the reads before it counted.
+        progress.at = max(self.progress.at, sys.float_info.min)
+
+        def piece_read() -> None:
+            progress.at = self.progress.at = time.monotonic()
+
+        return self.folder.read(name, payload, piece_read)
 
 
 class KVStore:
@@ -232,8 +259,11 @@ class KVStore:
             self._settle(fetch)
 
     def idle_s(self, request_id: str) -> float:
-        """Return the time since a fetch began or verified its last object, in seconds."""
-        return time.monotonic() - self._fetches[request_id].read_at
+        """Return for how long the tiers have delivered nothing to a fetch, in seconds.
+
+        A queued read counts the bytes of all reads of its tier.
+        """
+        return self._idle_s(self._fetches[request_id], time.monotonic())
 
     def object_bytes(self, refs: Iterable[ObjectRef]) -> int:
         """Return the payload bytes of objects."""
@@ -260,15 +290,23 @@ class KVStore:
     def _advance(self, fetch: _Fetch, now: float) -> None:
         self._take_lookups(fetch, now)
         self._take_reads(fetch)
-        if not fetch.machine.settled and now >= fetch.began_at + self._limits.load_s:
+        hangs = bool(fetch.readings) and self._idle_s(fetch, now) >= self._limits.lookup_s
+        if not fetch.machine.settled and (hangs or now >= fetch.began_at + self._limits.load_s):
             self.counts["late"] += 1
             fetch.machine.give_up()
         # A read that cannot start may change the needed objects.
         while reads := fetch.machine.next_reads():
+            if not fetch.readings:
+                # Time between two polls is the engine's step, not the store's.
+                fetch.read_at = now - fetch.looked_s
             for ref in reads:
                 self._read(fetch, ref, now)
         if fetch.machine.settled:
             self._settle(fetch)
+
+    def _idle_s(self, fetch: _Fetch, now: float) -> float:
+        heard = (each.progress.at or self._tiers[each.tier].progress.at for each in fetch.readings)
+        return now - max(fetch.read_at, *heard, 0.0)
 
     def _take_lookups(self, fetch: _Fetch, now: float) -> None:
         waiting = []
@@ -276,6 +314,7 @@ class KVStore:
             if not call.over:
                 waiting.append((number, refs, call))
                 continue
+            fetch.looked_s = max(fetch.looked_s, min(call.seconds, self._limits.lookup_s))
             answers = call.result if call.state is CallState.ENDED and call.result is not None else [False] * len(refs)
             for ref, found in zip(refs, answers, strict=True):
                 fetch.unanswered[ref] -= 1
@@ -312,6 +351,7 @@ class KVStore:
                     if retried is None:
                         fetch.machine.failed(each.ref)
                     else:
+                        fetch.read_at = time.monotonic()
                         reading.append(retried)
         fetch.readings = reading
 
@@ -337,9 +377,10 @@ class KVStore:
         for number in sorted(fetch.tiers[ref]):
             tier, name, view = self._tiers[number], fetch.names[ref], self.staging.view(offset, size)
             deadline = max(now, fetch.began_at + self._limits.load_s)
-            call = tier.reads.submit(partial(tier.folder.read, name, view), deadline)
+            progress = _Progress()
+            call = tier.reads.submit(partial(tier.read, name, view, progress), deadline)
             if call is not None:
-                return _Reading(ref, offset, number, call)
+                return _Reading(ref, offset, number, call, progress)
         self.staging.give_back(offset)
         return None
 

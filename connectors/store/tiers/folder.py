@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,14 +135,16 @@ class FolderTier:
         """Return whether each object exists."""
         return [self.find(name) is not None for name in names]
 
-    def read(self, name: ObjectName, payload: memoryview) -> ObjectHeader:
-        """Read an object into ``payload`` and verify its digest.
+    def read(
+        self, name: ObjectName, payload: memoryview, piece_read: Callable[[], None] = lambda: None
+    ) -> ObjectHeader:
+        """Read an object into ``payload`` and verify its digest. Calls ``piece_read`` on the way.
 
         Raises StoreError; ``payload`` is then undefined. A corrupt object is removed.
         """
         path = self._path(name)
         try:
-            head, size, read = self._files.read(path, payload)
+            head, size, read = self._files.read(path, payload, piece_read)
             header = parse_header(head, size)
             check_name(header, name)
             check_payload(header, payload[:read])
