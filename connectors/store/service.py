@@ -13,7 +13,6 @@ the scheduler's thread calls these methods.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from connectors.store.planning.spans import StorePlan
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane, LaneCall
 from connectors.store.tiers.objects import ObjectHeader, ObjectName
+from connectors.store.tiers.reads import Progress, TierReads
 from connectors.store.tiers.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -79,13 +79,6 @@ class Fetched:
 
 
 @dataclass(slots=True)
-class _Progress:
-    """Time of the last piece that was read, in seconds; 0 before the start of the read."""
-
-    at: float = 0.0
-
-
-@dataclass(slots=True)
 class _Reading:
     """Read of one object from tier number ``tier`` into the slot at ``offset``."""
 
@@ -93,7 +86,7 @@ class _Reading:
     offset: int
     tier: int
     call: LaneCall[ObjectHeader]
-    progress: _Progress
+    progress: Progress
 
 
 @dataclass(slots=True)
@@ -128,26 +121,13 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Tier:
-    """A tier and the threads of its lookups, reads and writes.
-
-    ``progress``  of all its reads
-    """
+    """A tier, its reads, and the threads of its lookups, reads and writes."""
 
     folder: FolderTier
+    verified: TierReads
     lookups: Lane
     reads: Lane
     writes: Lane
-    progress: _Progress = field(default_factory=_Progress)
-
-    def read(self, name: ObjectName, payload: memoryview, progress: _Progress) -> ObjectHeader:
-        """Read an object on the thread of a lane."""
-        # While it was queued, the progress of the reads before it counted.
-        progress.at = max(self.progress.at, sys.float_info.min)
-
-        def piece_read() -> None:
-            progress.at = self.progress.at = time.monotonic()
-
-        return self.folder.read(name, payload, piece_read)
 
 
 class KVStore:
@@ -179,6 +159,7 @@ class KVStore:
         self._tiers = [
             _Tier(
                 folder,
+                TierReads(folder),
                 Lane(f"store-find-{folder.label}", 1, _QUEUED_LOOKUPS),
                 Lane(f"store-read-{folder.label}", limits.read_threads, _QUEUED_READS),
                 Lane(f"store-write-{folder.label}", limits.write_threads, limits.queue_objects),
@@ -305,7 +286,7 @@ class KVStore:
             self._settle(fetch)
 
     def _idle_s(self, fetch: _Fetch, now: float) -> float:
-        heard = (each.progress.at or self._tiers[each.tier].progress.at for each in fetch.readings)
+        heard = (self._tiers[each.tier].verified.progress_at(each.progress) for each in fetch.readings)
         return now - max(fetch.read_at, *heard, 0.0)
 
     def _take_lookups(self, fetch: _Fetch, now: float) -> None:
@@ -377,8 +358,8 @@ class KVStore:
         for number in sorted(fetch.tiers[ref]):
             tier, name, view = self._tiers[number], fetch.names[ref], self.staging.view(offset, size)
             deadline = max(now, fetch.began_at + self._limits.load_s)
-            progress = _Progress()
-            call = tier.reads.submit(partial(tier.read, name, view, progress), deadline)
+            progress = Progress()
+            call = tier.reads.submit(partial(tier.verified.read, name, view, progress), deadline)
             if call is not None:
                 return _Reading(ref, offset, number, call, progress)
         self.staging.give_back(offset)

@@ -19,6 +19,7 @@ import stat
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,8 @@ class FolderTier:
         self.label = label
         self.budget_bytes = budget_bytes
         self.counts = TierCounts()
+        # Names of objects that this process has removed, for whoever sets a queue.
+        self.removed: deque[ObjectName] | None = None
         self._durable = durable
         self._files = files or Files()
         self._objects = path / "objects"
@@ -264,6 +267,7 @@ class FolderTier:
             return
         self._ledger.add(-size_bytes)
         self.counts.evicted += 1
+        self._note_removed(path)
 
     def _drop_corrupt(self, path: Path) -> None:
         self.counts.corrupt += 1
@@ -272,6 +276,12 @@ class FolderTier:
         with self._order_lock:
             self._order.discard(path)
         self._ledger.distrust()
+        self._note_removed(path)
+
+    def _note_removed(self, path: Path) -> None:
+        if self.removed is not None:
+            with contextlib.suppress(ValueError):
+                self.removed.append(ObjectName(bytes.fromhex(path.parent.name), bytes.fromhex(path.name)))
 
     def _touch(self, path: Path) -> None:
         with self._order_lock:

@@ -105,6 +105,10 @@ class Engine:
     files: FaultyFiles
     number: int = 0
 
+    @property
+    def space(self) -> bytes:
+        return self.store.space
+
 
 @dataclass
 class Outcome:
