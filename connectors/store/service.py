@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,14 +33,15 @@ logger = logging.getLogger(__name__)
 _LOOKUPS_PER_CALL = 64
 _QUEUED_LOOKUPS = 256
 _QUEUED_READS = 1024
+_KEPT_CHANGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
     """Deadlines and bounds of the store.
 
-    ``lookup_s``       time after which a lookup without an answer is a miss, and a read that delivers
-                       nothing has failed, in seconds
+    ``lookup_s``       time after which a lookup without an answer is a miss, and a read that
+                       delivers nothing has failed, in seconds
     ``load_s``         time from the start of a fetch until its objects must be verified, in seconds
     ``store_s``        time after which an unwritten object is dropped, in seconds
     ``queue_objects``  objects that wait to be written; further ones are dropped
@@ -67,6 +68,7 @@ class Fetched:
     ``tier``         slowest tier that was read
     ``read_bytes``   bytes of the loaded objects
     ``seconds``      duration of the fetch
+    ``ended_at``     its end, in ``time.monotonic()`` seconds
     """
 
     start_token: int
@@ -76,6 +78,7 @@ class Fetched:
     tier: str = ""
     read_bytes: int = 0
     seconds: float = 0.0
+    ended_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -98,8 +101,8 @@ class _Fetch:
     ``tiers``       numbers of the tiers that have the object, by object
     ``readings``    reads in progress
     ``offsets``     slots of the verified objects
-    ``read_at``     time of the last piece of an object, in seconds. Before the first one: the start of
-                    the reads, less the time that the lookups took
+    ``read_at``     time of the last verified object, in seconds. Before the first one: the start
+                    of the reads, less the time that the lookups took
     ``looked_s``    time that the slowest lookup took, in seconds
     ``ended_at``    end of the fetch, in seconds
     """
@@ -170,8 +173,10 @@ class KVStore:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         # Slots that a running call may access after its request has ended.
         self._lingering: list[tuple[LaneCall[ObjectHeader] | LaneCall[bool], int]] = []
-        # Tier label of each writing call among them.
-        self._writing: dict[int, str] = {}
+        # Tier label and object of each writing call among them.
+        self._writing: dict[int, tuple[str, ObjectName]] = {}
+        # Changes since the last ``take_changes``, if they are recorded.
+        self._stored: list[tuple[str, ObjectName]] | None = None
         for tier in self._tiers:
             # Read the index in the background: only eviction needs it.
             tier.writes.submit(tier.folder.open, time.monotonic() + limits.store_s)
@@ -228,7 +233,9 @@ class KVStore:
         present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
         tier = self._tiers[fetch.slowest].folder.label
         read_bytes, seconds = self.object_bytes(offsets), fetch.ended_at - fetch.began_at
-        return Fetched(machine.start_token, machine.end_token, offsets, present, tier, read_bytes, seconds)
+        return Fetched(
+            machine.start_token, machine.end_token, offsets, present, tier, read_bytes, seconds, fetch.ended_at
+        )
 
     def stop_fetch(self, request_id: str) -> None:
         """End a fetch now with the longest prefix of verified objects. ``poll`` then returns it."""
@@ -417,10 +424,30 @@ class KVStore:
             return False
         self.staging.share(offset)
         self._lingering.append((call, offset))
-        self._writing[id(call)] = tier.folder.label
+        self._writing[id(call)] = (tier.folder.label, name)
         return True
 
-    # Counts and shutdown.
+    # Changes, counts and shutdown.
+
+    def record_changes(self) -> None:
+        """Record stored and removed objects for ``take_changes``."""
+        self._stored = []
+        for tier in self.tiers:
+            tier.removed = deque(maxlen=_KEPT_CHANGES)
+
+    def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
+        """Return (tier label, object) of what was stored and removed since the last call.
+
+        Removals by other processes are unknown here.
+        """
+        self._sweep()
+        stored, removed = self._stored or [], []
+        if self._stored is not None:
+            self._stored = []
+        for tier in self.tiers:
+            while tier.removed:
+                removed.append((tier.label, tier.removed.popleft()))
+        return stored, removed
 
     @property
     def pending_loads(self) -> int:
@@ -468,9 +495,11 @@ class KVStore:
         for call, offset in self._lingering:
             if call.over:
                 self.staging.give_back(offset)
-                label = self._writing.pop(id(call), None)
-                if label is not None:
-                    self._seconds["stored", label] += call.seconds
+                writing = self._writing.pop(id(call), None)
+                if writing is not None:
+                    self._seconds["stored", writing[0]] += call.seconds
+                    if self._stored is not None and call.state is CallState.ENDED:
+                        self._stored.append(writing)
             else:
                 kept.append((call, offset))
         self._lingering = kept

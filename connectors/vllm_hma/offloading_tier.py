@@ -31,7 +31,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -143,17 +143,16 @@ class TandemStoreTier(SecondaryTierManager):
         self._settings = settings
         # Held while a thread copies from or to the CPU tier.
         self._memory_lock = threading.Lock()
-        self._space = _namespace(offloading_spec, self.block_size_bytes, revision, identity)
-        self._folder = FolderTier(Path(settings.path), settings.tiers[0][2])
-        self._verified = TierReads(self._folder)
-        # Rows of bytes, after all that may fail; None after shutdown, because vLLM then releases the
-        # memory.
+        self.space = _namespace(offloading_spec, self.block_size_bytes, revision, identity)
+        self.folder = FolderTier(Path(settings.path), settings.tiers[0][2])
+        self._verified = TierReads(self.folder)
+        # Rows of bytes, after all that may fail; None after shutdown: vLLM releases the memory.
         self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
         self._lookup_lane = Lane("store-find", 1, _QUEUED_LOOKUPS)
         self._read_lane = Lane("store-read", _READ_THREADS, _QUEUED_READS)
         self._write_lane = Lane("store-write", _WRITE_THREADS, _QUEUED_WRITES)
         # Read the index in the background: only eviction needs it.
-        self._write_lane.submit(self._folder.open, time.monotonic() + settings.store_s)
+        self._write_lane.submit(self.folder.open, time.monotonic() + settings.store_s)
         self._lookups: dict[OffloadKey, _Lookup] = {}
         self._requests: dict[str, set[OffloadKey]] = {}
         self._unasked: list[_Lookup] = []
@@ -164,7 +163,18 @@ class TandemStoreTier(SecondaryTierManager):
         self._known: dict[bytes, OffloadKey] | None = None
         if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._known = {}
-            self._folder.removed = deque(maxlen=_KNOWN_KEYS)
+            self.folder.removed = deque(maxlen=_KNOWN_KEYS)
+
+    @property
+    def idle(self) -> bool:
+        """True if no job and no call on a thread is left."""
+        lanes = (self._lookup_lane, self._read_lane, self._write_lane)
+        return not self._jobs and not any(lane.pending for lane in lanes)
+
+    @property
+    def remembered(self) -> int:
+        """Number of lookups and requests that are remembered."""
+        return len(self._lookups) + len(self._requests)
 
     # Lookups.
 
@@ -198,8 +208,8 @@ class TandemStoreTier(SecondaryTierManager):
         if not asked:
             return
         now = time.monotonic()
-        names = [self._name(each.key) for each in asked]
-        call = self._lookup_lane.submit(partial(self._folder.find_all, names), now + self._settings.lookup_s)
+        names = [self.name(each.key) for each in asked]
+        call = self._lookup_lane.submit(partial(self.folder.find_all, names), now + self._settings.lookup_s)
         for each in asked:
             each.asked_at = now
             if call is None:
@@ -226,14 +236,14 @@ class TandemStoreTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._begin(job_metadata, self._settings.store_s)
         for key, chunk in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
-            work = partial(self._store, job, self._name(key), int(chunk))
+            work = partial(self._store, job, self.name(key), int(chunk))
             job.calls[key] = self._write_lane.submit(work, job.ends_at)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = self._begin(job_metadata, self._settings.load_s)
         for key, chunk in zip(job_metadata.keys, job_metadata.chunk_ids, strict=True):
             progress = job.progress[key] = Progress()
-            work = partial(self._load, job, self._name(key), int(chunk), progress)
+            work = partial(self._load, job, self.name(key), int(chunk), progress)
             job.calls[key] = self._read_lane.submit(work, job.ends_at)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -253,7 +263,7 @@ class TandemStoreTier(SecondaryTierManager):
             if not self._jobs:
                 break
             time.sleep(0.001)
-        self._space = os.urandom(NAMESPACE_BYTES)
+        self.space = os.urandom(NAMESPACE_BYTES)
         self._asked.clear()
         for each in self._lookups.values():
             each.exists = False
@@ -262,8 +272,8 @@ class TandemStoreTier(SecondaryTierManager):
         """Return stored chunks, and those of them that this process has removed."""
         events, self._events = self._events, []
         removed = []
-        while self._known is not None and self._folder.removed:
-            key = self._known.pop(self._folder.removed.popleft().key, None)
+        while self._known is not None and self.folder.removed:
+            key = self._known.pop(self.folder.removed.popleft().key, None)
             removed += [key] if key is not None else []
         if removed:
             events.append(OffloadingEvent(removed, self.medium, removed=True, locality=self.locality))
@@ -277,7 +287,7 @@ class TandemStoreTier(SecondaryTierManager):
             for job in self._jobs:
                 job.abandoned = True
             self._rows = None
-        self._folder.close()
+        self.folder.close()
 
     def _begin(self, job_metadata: TransferJob, limit_s: float) -> _Job:
         now = time.monotonic()
@@ -329,7 +339,7 @@ class TandemStoreTier(SecondaryTierManager):
             self._lookups[key].exists = True
         if self._known is None or not keys:
             return
-        self._known.update({self._name(key).key: key for key in keys})
+        self._known.update({self.name(key).key: key for key in keys})
         while len(self._known) > _KNOWN_KEYS:
             del self._known[next(iter(self._known))]
         self._events.append(OffloadingEvent(keys, self.medium, removed=False, locality=self.locality))
@@ -340,7 +350,7 @@ class TandemStoreTier(SecondaryTierManager):
         with self._memory_lock:
             # A copy: the write may last longer than vLLM keeps the chunk.
             payload = self._row(job, chunk).copy()
-        self._folder.write(name, memoryview(payload), payload.nbytes * _COST_NS_PER_BYTE, job.ends_at)
+        self.folder.write(name, memoryview(payload), payload.nbytes * _COST_NS_PER_BYTE, job.ends_at)
         return True
 
     def _load(self, job: _Job, name: ObjectName, chunk: int, progress: Progress) -> bool:
@@ -358,9 +368,10 @@ class TandemStoreTier(SecondaryTierManager):
             raise StoreError(f"the CPU tier has no chunk {chunk}")
         return self._rows[chunk]
 
-    def _name(self, key: OffloadKey) -> ObjectName:
+    def name(self, key: OffloadKey) -> ObjectName:
+        """Return the name of a chunk's object."""
         digest = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"tandem-tier").digest()
-        return ObjectName(self._space, digest, get_offload_group_idx(key))
+        return ObjectName(self.space, digest, get_offload_group_idx(key))
 
 
 def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, identity: str) -> bytes:

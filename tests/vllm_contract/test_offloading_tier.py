@@ -57,7 +57,7 @@ def found(engine: TieredEngine) -> int | None:
 
 
 def object_files(engine: TieredEngine) -> list[Path]:
-    names = [engine.tier._name(key) for key in KEYS]
+    names = [engine.tier.name(key) for key in KEYS]
     return [engine.path / "objects" / name.space.hex() / name.key.hex() for name in names]
 
 
@@ -66,8 +66,7 @@ def test_another_engine_loads_stored_chunks(host: Host) -> None:
     second = host.start()
     assert found(second) == 5
     assert found(second) == 5, "from vLLM's CPU tier"
-    assert not second.tier._lookups
-    assert not second.tier._requests
+    assert second.tier.remembered == 0
 
 
 def test_chunks_of_another_model_are_not_found(host: Host) -> None:

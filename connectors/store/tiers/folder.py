@@ -82,7 +82,7 @@ class FolderTier:
         # Names of objects that this process has removed, for whoever sets a queue.
         self.removed: deque[ObjectName] | None = None
         self._durable = durable
-        self._files = files or Files()
+        self.files = files or Files()
         self._objects = path / "objects"
         self._parts = path / "parts"
         try:
@@ -121,7 +121,7 @@ class FolderTier:
         """Look an object up and check its header; None if it is missing or another object."""
         path = self._path(name)
         try:
-            head, state = self._files.head(path)
+            head, state = self.files.head(path)
             header = parse_header(head, state.st_size)
             check_name(header, name)
         except CorruptObjectError:
@@ -147,7 +147,7 @@ class FolderTier:
         """
         path = self._path(name)
         try:
-            head, size, read = self._files.read(path, payload, piece_read)
+            head, size, read = self.files.read(path, payload, piece_read)
             header = parse_header(head, size)
             check_name(header, name)
             check_payload(header, payload[:read])
@@ -191,14 +191,14 @@ class FolderTier:
         part = self._parts / f"{self._process}-{next(self._part_numbers)}"
         fd = self._reserve(part, size, deadline)
         try:
-            self._files.write(fd, header, payload, self._durable)
+            self.files.write(fd, header, payload, self._durable)
             with self._ledger.locked(deadline):
                 self._ledger.begin()
                 if path.exists():
                     part.unlink()
                     self._ledger.add(-allocated(size))
                     return False
-                self._files.publish(part, path)
+                self.files.publish(part, path)
         except (OSError, StoreError) as error:
             self._give_up(part, size)
             raise StoreError(f"{path}: {error}") from error
@@ -219,7 +219,7 @@ class FolderTier:
             self._make_room(allocated(size_bytes), deadline)
             self._ledger.begin()
             try:
-                fd = self._files.create(part, size_bytes)
+                fd = self.files.create(part, size_bytes)
             except OSError as error:
                 # No file has changed, so the release of the lock marks the ledger clean.
                 failure = error
@@ -336,7 +336,7 @@ class FolderTier:
         Raises CorruptObjectError and OSError.
         """
         try:
-            head, state = self._files.head(path)
+            head, state = self.files.head(path)
         except FileNotFoundError:
             raise
         except OSError:

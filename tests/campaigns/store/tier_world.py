@@ -106,7 +106,7 @@ class TieredEngine:
         assert isinstance(tier, TandemStoreTier)
         self.tier = tier
         if self.files is not None:
-            tier._folder._files = self.files
+            tier.folder.files = self.files
         self.manager = TieringOffloadingManager(self.primary, [tier])
         self.requests = 0
 
@@ -116,11 +116,11 @@ class TieredEngine:
 
     @property
     def space(self) -> bytes:
-        return self.tier._space
+        return self.tier.space
 
     @property
     def folder(self) -> FolderTier:
-        return self.tier._folder
+        return self.tier.folder
 
     def step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
@@ -171,18 +171,17 @@ class TieredEngine:
         self.manager.complete_store(prepared.keys_to_store, context)
 
     def forget(self) -> None:
-        """Empty vLLM's CPU tier, so that the next request reads files. The tier's namespace stays."""
-        space = self.tier._space
+        """Empty vLLM's CPU tier, so that the next request reads files of the same namespace."""
+        space = self.tier.space
         self.manager.reset_cache()
-        self.tier._space = space
+        self.tier.space = space
 
     def finish(self, context: ReqContext) -> None:
         self.manager.on_request_finished(context)
 
     def settled(self) -> bool:
         self.step()
-        lanes = (self.tier._lookup_lane, self.tier._read_lane, self.tier._write_lane)
-        return not self.manager.has_pending_work() and not any(lane.pending for lane in lanes)
+        return not self.manager.has_pending_work() and self.tier.idle
 
     def close(self) -> None:
         if self.files is not None:
