@@ -38,7 +38,7 @@ class StoreEvents:
     def describe(
         self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], tokens: list[int], lora_name: str | None
     ) -> None:
-        """Remember an object's tokens and parent for its event. ``tokens`` begin at the first one."""
+        """Remember tokens and parent of an object for its event. ``tokens`` are all to its end."""
         spans = self._plan.groups[ref.group]
         full = spans.group.kind is GroupKind.FULL
         begin = ref.end_token - spans.span_tokens
