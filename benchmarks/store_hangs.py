@@ -11,37 +11,56 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from connectors.planning.layout import Group, GroupKind, LayerPages
 from connectors.store.keys.names import PrefixChain
 from connectors.store.planning.prefix import ObjectRef, possible_objects
 from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.service import KVStore, StoreLimits
+from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
-from tests.campaigns.store.world import FaultyFiles
-from tests.store.groups import group
 
 CHUNK_TOKENS = 128
 OBJECT_BYTES = 4 << 20
 PROMPT_TOKENS = 8 * CHUNK_TOKENS
 SPACE = bytes(16)
+FULL = Group(0, GroupKind.FULL, 16, None, (LayerPages("layers.0", 0, 128, 1, 1, 128, 16, 8, 8, "rows"),))
 
 
-class HangsAfterOne(FaultyFiles):
-    """Hangs in every read but the first one of a request."""
+class HangingFiles(Files):
+    """Hangs in some calls, of reads only after the first ``reads_first`` of a request."""
 
-    reads = 0
+    def __init__(self, call: str, reads_first: int = 0) -> None:
+        self._call, self._reads_first = call, reads_first
+        self._healthy = threading.Event()
+        self._reads = 0
+        self.heal()
 
-    def _pass(self, call: str) -> None:
-        if call == "read":
-            self.reads += 1
-            if self.reads == 1:
-                return
-        super()._pass(call)
+    def hang(self) -> None:
+        self._reads = 0
+        self._healthy.clear()
+
+    def heal(self) -> None:
+        self._healthy.set()
+
+    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+        if self._call == "head":
+            self._healthy.wait()
+        return super().head(path)
+
+    def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
+        self._reads += 1
+        if self._call == "read" and self._reads > self._reads_first:
+            self._healthy.wait()
+        return super().read(path, payload, piece_read)
 
 
 def names_of(plan: StorePlan, seed: int) -> dict[ObjectRef, ObjectName]:
@@ -62,8 +81,8 @@ def wait_s(store: KVStore, names: dict[ObjectRef, ObjectName]) -> tuple[float, i
     return waited, fetched.end_token
 
 
-def measure(root: Path, calls: tuple[str, ...], files: FaultyFiles, requests: int) -> dict[str, object]:
-    plan = plan_store([group(0, 16)], CHUNK_TOKENS, 4096)
+def measure(root: Path, files: HangingFiles, requests: int) -> dict[str, object]:
+    plan = plan_store([FULL], CHUNK_TOKENS, 4096)
     tier = FolderTier(root / "disk", 4 << 30, durable=False, files=files)
     staging = Staging(512 << 20)
     store = KVStore(plan, SPACE, {0: OBJECT_BYTES}, [tier], staging, StoreLimits())
@@ -73,15 +92,12 @@ def measure(root: Path, calls: tuple[str, ...], files: FaultyFiles, requests: in
     healthy = [wait_s(store, names) for _ in range(requests)]
     hanging, following = [], []
     for _ in range(requests):
-        if isinstance(files, HangsAfterOne):
-            files.reads = 0
-        files.hang(*calls)
+        files.hang()
         hanging.append(wait_s(store, names))
         following.append(wait_s(store, names))
         files.heal()
         while wait_s(store, names)[1] < PROMPT_TOKENS:
-            if isinstance(files, HangsAfterOne):
-                files.reads = 0
+            continue
     store.close()
 
     def figures(waits: list[tuple[float, int]]) -> dict[str, float]:
@@ -101,14 +117,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     cases = {
-        "lookup": (("head",), FaultyFiles()),
-        "first read": (("read",), FaultyFiles()),
-        "later reads": (("read",), HangsAfterOne()),
+        "lookup": HangingFiles("head"),
+        "first read": HangingFiles("read"),
+        "later reads": HangingFiles("read", reads_first=1),
     }
     results = {}
-    for case, (calls, files) in cases.items():
+    for case, files in cases.items():
         with tempfile.TemporaryDirectory() as root:
-            results[case] = measure(Path(root), calls, files, options.requests)
+            results[case] = measure(Path(root), files, options.requests)
         print(case, results[case], flush=True)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")

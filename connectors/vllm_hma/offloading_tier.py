@@ -350,12 +350,12 @@ class TandemStoreTier(SecondaryTierManager):
         with self._memory_lock:
             # A copy: the write may last longer than vLLM keeps the chunk.
             payload = self._row(job, chunk).copy()
-        self.folder.write(name, memoryview(payload), payload.nbytes * _COST_NS_PER_BYTE, job.ends_at)
+        self.folder.write(name, payload.data, payload.nbytes * _COST_NS_PER_BYTE, job.ends_at)
         return True
 
     def _load(self, job: _Job, name: ObjectName, chunk: int, progress: Progress) -> bool:
         payload = np.empty(self.block_size_bytes, np.uint8)
-        self._verified.read(name, memoryview(payload), progress)
+        self._verified.read(name, payload.data, progress)
         with self._memory_lock:
             self._row(job, chunk)[:] = payload
         return True

@@ -47,7 +47,7 @@ def stored(scheduler: StoreScheduler, *refs: ObjectRef) -> list[KVCacheEvent]:
 def test_stored_chunks_with_tokens_and_parents(scheduler: StoreScheduler) -> None:
     events = stored(scheduler, ObjectRef(16, 0), ObjectRef(32, 0), ObjectRef(32, 1))
     assert all(isinstance(event, BlockStored) for event in events)
-    first, second, window = sorted(events, key=lambda event: (event.group_idx, event.token_ids[0]))  # type: ignore[attr-defined]
+    first, second, window = sorted(events, key=lambda event: (event.group_idx, event.token_ids[0]))
     assert first.token_ids == PROMPT[:16]
     assert second.token_ids == PROMPT[16:32]
     assert first.parent_block_hash is None
