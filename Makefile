@@ -262,6 +262,10 @@ faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl
 store-faults: $(STAMP) ## 10,000 faults of the KV store, without engines (5 minutes): SEED=1 FAULTS=2000
 	$(BIN)/python -m tests.campaigns.store.campaign --seed $(SEED) --faults $(if $(filter file,$(origin FAULTS)),10000,$(FAULTS))
 
+.PHONY: store-tier-faults
+store-tier-faults: $(STAMP) ## 10,000 faults of the store as a tier of vLLM's OffloadingConnector, without engines (6 minutes): SEED=1 FAULTS=2000
+	$(BIN)/python -m tests.campaigns.store.tier_campaign --seed $(SEED) --faults $(if $(filter file,$(origin FAULTS)),10000,$(FAULTS))
+
 .PHONY: store-schedules
 store-schedules: $(STAMP) ## Random steps of vLLM's own scheduler with the KV store, each token checked (5 minutes): SEED=1 STEPS=12000
 	$(BIN)/python -m tests.campaigns.store.scheduling --steps $(or $(STEPS),48000) --seed $(SEED)

@@ -106,6 +106,8 @@ class EngineTimings:
     ``kv_asked_s``     blocks are allocated and KV is requested; None if no KV was requested
     ``kv_ended_s``     all KV has arrived, or the transfer has failed
     ``kv_failed``      whether the transfer failed
+    ``store_asked_s``  the lookup in the KV store begins; None without one
+    ``store_ended_s``  all that the store supplies is read and verified
     """
 
     queued_s: float
@@ -115,6 +117,8 @@ class EngineTimings:
     kv_asked_s: float | None = None
     kv_ended_s: float | None = None
     kv_failed: bool = False
+    store_asked_s: float | None = None
+    store_ended_s: float | None = None
 
 
 class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):

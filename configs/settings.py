@@ -208,7 +208,9 @@ class KVStoreSettings(Frozen):
     staging_mib: int = Field(
         256, ge=1, description="shared memory of each engine between files and KV blocks (MiB), in `/dev/shm`"
     )
-    lookup_s: Seconds = Field(0.02, description="timeout of a lookup, which then counts as a miss")
+    lookup_s: Seconds = Field(
+        0.02, description="timeout of a lookup, which then counts as a miss, and of a read that delivers nothing"
+    )
     load_s: Seconds = Field(2.0, description="timeout for reading and verifying objects; the engine ignores late ones")
     store_s: Seconds = Field(30.0, description="timeout for writing an object, which is then dropped")
 

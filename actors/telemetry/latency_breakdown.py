@@ -28,6 +28,7 @@ Part = Literal[
     "slot_wait",
     "hops",
     "frontend",
+    "store",
     "prefill_queue",
     "prefill",
     "transfer",
@@ -45,6 +46,7 @@ Part = Literal[
     slot_wait       wait for a free slot on a replica of each role
     hops            network between router and engines, both ways
     frontend        vLLM's serving layer: template and tokenizer, detokenizer and response
+    store           lookup in the KV store, and reads of what it has, before the first step
     prefill_queue   wait in prefill's scheduler
     prefill         computing the prompt (local: on decode, with the first token)
     transfer        wait for KV after the prompt was computed
@@ -165,11 +167,13 @@ def _decode_chain(timestamps: RequestTimestamps) -> Chain:
         return [(leg.answered_at, "unexplained")]
     reached_at = _reached_at(leg, timings)
     step: Part = "prefill" if timestamps.prefill is None else "recompute" if timings.kv_failed else "first_step"
+    queue: Part = "prefill_queue" if timestamps.by_prefill else "decode_queue"
     chain: Chain = [(reached_at, "hops"), (reached_at + timings.queued_s, "frontend")]
+    chain += _store_chain(reached_at, timings, queue)
     if timings.kv_asked_s is not None and timings.kv_ended_s is not None:
         chain += [(reached_at + timings.kv_asked_s, "decode_queue"), (reached_at + timings.kv_ended_s, None)]
     chain += [
-        (reached_at + timings.scheduled_s, "prefill_queue" if timestamps.by_prefill else "decode_queue"),
+        (reached_at + timings.scheduled_s, queue),
         (reached_at + timings.first_token_s, step),
         (reached_at + timings.answered_s, "frontend" if timestamps.streams else "generation"),
         (leg.answered_at, "hops"),
@@ -183,9 +187,19 @@ def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
     return [
         (reached_at, "hops"),
         (reached_at + timings.queued_s, "frontend"),
+        *_store_chain(reached_at, timings, "prefill_queue"),
         (reached_at + timings.scheduled_s, "prefill_queue"),
         (reached_at + timings.first_token_s, "prefill"),
     ]
+
+
+def _store_chain(reached_at: float, timings: EngineTimings, queue: Part) -> Chain:
+    """Return the wait before a fetch from the KV store, and the fetch; empty without one."""
+    if timings.store_asked_s is None or timings.store_ended_s is None:
+        return []
+    # A request that was preempted before its first token may fetch again after its first step.
+    ended_s = min(timings.store_ended_s, timings.scheduled_s)
+    return [(reached_at + min(timings.store_asked_s, ended_s), queue), (reached_at + ended_s, "store")]
 
 
 def _reached_at(leg: LegTimestamps, timings: EngineTimings) -> float:

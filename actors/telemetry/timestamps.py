@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.request import EngineTimings
@@ -12,11 +12,23 @@ Arrival = tuple[float, float, bool]
 
 
 @dataclass(frozen=True)
+class KvTimes:
+    """Times of one request's KV from elsewhere, in seconds of the host's monotonic clock.
+
+    ``arrival``  of the transfer; None without one
+    ``fetch``    start and end of the fetch from the KV store; None without one
+    """
+
+    arrival: Arrival | None = None
+    fetch: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
 class _FirstToken:
     queued_at: float
     scheduled_at: float
     first_token_at: float
-    arrival: Arrival | None
+    times: KvTimes
 
 
 class CallTimestamps:
@@ -41,14 +53,14 @@ class CallTimestamps:
         self.request_id = request_id
         self._sent_at = time.monotonic()
 
-    def first_token(self, stats: Any, arrival: Arrival | None) -> None:
+    def first_token(self, stats: Any, times: KvTimes) -> None:
         """Record vLLM's RequestStateStats of the first output; later ones are ignored.
 
         Records nothing without statistics (`disable_log_stats`).
         """
         if self._first is None and stats is not None and stats.queued_ts and stats.scheduled_ts:
             queued_at = self._sent_at or stats.queued_ts
-            self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, arrival)
+            self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, times)
 
     def take_timings(self) -> EngineTimings | None:
         """Return the timings once, with the first token; else None."""
@@ -56,7 +68,8 @@ class CallTimestamps:
         if first is None or self._taken:
             return None
         self._taken = True
-        asked_at, ended_at, failed = first.arrival or (None, None, False)
+        asked_at, ended_at, failed = first.times.arrival or (None, None, False)
+        fetch_began_at, fetch_ended_at = first.times.fetch or (None, None)
         return EngineTimings(
             queued_s=first.queued_at - self._began_at,
             scheduled_s=first.scheduled_at - self._began_at,
@@ -65,25 +78,31 @@ class CallTimestamps:
             kv_asked_s=None if asked_at is None else asked_at - self._began_at,
             kv_ended_s=None if ended_at is None else ended_at - self._began_at,
             kv_failed=failed,
+            store_asked_s=None if fetch_began_at is None else fetch_began_at - self._began_at,
+            store_ended_s=None if fetch_ended_at is None else fetch_ended_at - self._began_at,
         )
 
 
 class KvArrivals:
-    """Times of the KV transfers of running requests, from the connector's statistics."""
+    """Times of KV transfers and store fetches of running requests, from connector statistics."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Arrival | None] = {}
+        self._found: dict[str, KvTimes] = {}
 
     def expect(self, request_id: str) -> None:
         """Keep the times of this request until `take`."""
-        self._found[request_id] = None
+        self._found[request_id] = KvTimes()
 
-    def take(self, request_id: str | None) -> Arrival | None:
-        """Remove and return the times of this request, if known."""
-        return None if request_id is None else self._found.pop(request_id, None)
+    def take(self, request_id: str | None) -> KvTimes:
+        """Remove and return the known times of this request."""
+        return KvTimes() if request_id is None else self._found.pop(request_id, KvTimes())
 
     def observe(self, connector_stats: Mapping[str, Any] | None) -> None:
-        """Read the connector's report of one step (`TandemStats.data`), if it has arrivals."""
-        for request_id, (asked_at, ended_at, failed) in ((connector_stats or {}).get("arrivals") or {}).items():
+        """Read the connector's report of one step (`TandemStats.data`), if it has times."""
+        stats = connector_stats or {}
+        for request_id, (asked_at, ended_at, failed) in (stats.get("arrivals") or {}).items():
             if request_id in self._found:
-                self._found[request_id] = (asked_at, ended_at, bool(failed))
+                self._found[request_id] = replace(self._found[request_id], arrival=(asked_at, ended_at, bool(failed)))
+        for request_id, (began_at, ended_at) in (stats.get("fetches") or {}).items():
+            if request_id in self._found:
+                self._found[request_id] = replace(self._found[request_id], fetch=(began_at, ended_at))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from connectors.store.planning.spans import StorePlan
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane, LaneCall
 from connectors.store.tiers.objects import ObjectHeader, ObjectName
+from connectors.store.tiers.reads import Progress, TierReads
 from connectors.store.tiers.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,15 @@ logger = logging.getLogger(__name__)
 _LOOKUPS_PER_CALL = 64
 _QUEUED_LOOKUPS = 256
 _QUEUED_READS = 1024
+_KEPT_CHANGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
     """Deadlines and bounds of the store.
 
-    ``lookup_s``       time after which a lookup without an answer is a miss, in seconds
+    ``lookup_s``       time after which a lookup without an answer is a miss, and a read that
+                       delivers nothing has failed, in seconds
     ``load_s``         time from the start of a fetch until its objects must be verified, in seconds
     ``store_s``        time after which an unwritten object is dropped, in seconds
     ``queue_objects``  objects that wait to be written; further ones are dropped
@@ -65,6 +68,7 @@ class Fetched:
     ``tier``         slowest tier that was read
     ``read_bytes``   bytes of the loaded objects
     ``seconds``      duration of the fetch
+    ``ended_at``     its end, in ``time.monotonic()`` seconds
     """
 
     start_token: int
@@ -74,6 +78,7 @@ class Fetched:
     tier: str = ""
     read_bytes: int = 0
     seconds: float = 0.0
+    ended_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,6 +89,7 @@ class _Reading:
     offset: int
     tier: int
     call: LaneCall[ObjectHeader]
+    progress: Progress
 
 
 @dataclass(slots=True)
@@ -95,7 +101,9 @@ class _Fetch:
     ``tiers``       numbers of the tiers that have the object, by object
     ``readings``    reads in progress
     ``offsets``     slots of the verified objects
-    ``read_at``     time of the last verified object, in seconds; ``began_at`` before the first one
+    ``read_at``     time of the last verified object, in seconds. Before the first one: the start
+                    of the reads, less the time that the lookups took
+    ``looked_s``    time that the slowest lookup took, in seconds
     ``ended_at``    end of the fetch, in seconds
     """
 
@@ -108,6 +116,7 @@ class _Fetch:
     tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
     readings: list[_Reading] = field(default_factory=list)
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
+    looked_s: float = 0.0
     slowest: int = 0
     over: bool = False
     ended_at: float = 0.0
@@ -115,9 +124,10 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Tier:
-    """A tier and the threads of its lookups, reads and writes."""
+    """A tier, its reads, and the threads of its lookups, reads and writes."""
 
     folder: FolderTier
+    verified: TierReads
     lookups: Lane
     reads: Lane
     writes: Lane
@@ -152,6 +162,7 @@ class KVStore:
         self._tiers = [
             _Tier(
                 folder,
+                TierReads(folder),
                 Lane(f"store-find-{folder.label}", 1, _QUEUED_LOOKUPS),
                 Lane(f"store-read-{folder.label}", limits.read_threads, _QUEUED_READS),
                 Lane(f"store-write-{folder.label}", limits.write_threads, limits.queue_objects),
@@ -162,8 +173,10 @@ class KVStore:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         # Slots that a running call may access after its request has ended.
         self._lingering: list[tuple[LaneCall[ObjectHeader] | LaneCall[bool], int]] = []
-        # Tier label of each writing call among them.
-        self._writing: dict[int, str] = {}
+        # Tier label and object of each writing call among them.
+        self._writing: dict[int, tuple[str, ObjectName]] = {}
+        # Changes since the last ``take_changes``, if they are recorded.
+        self._stored: list[tuple[str, ObjectName]] | None = None
         for tier in self._tiers:
             # Read the index in the background: only eviction needs it.
             tier.writes.submit(tier.folder.open, time.monotonic() + limits.store_s)
@@ -220,7 +233,9 @@ class KVStore:
         present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
         tier = self._tiers[fetch.slowest].folder.label
         read_bytes, seconds = self.object_bytes(offsets), fetch.ended_at - fetch.began_at
-        return Fetched(machine.start_token, machine.end_token, offsets, present, tier, read_bytes, seconds)
+        return Fetched(
+            machine.start_token, machine.end_token, offsets, present, tier, read_bytes, seconds, fetch.ended_at
+        )
 
     def stop_fetch(self, request_id: str) -> None:
         """End a fetch now with the longest prefix of verified objects. ``poll`` then returns it."""
@@ -232,8 +247,11 @@ class KVStore:
             self._settle(fetch)
 
     def idle_s(self, request_id: str) -> float:
-        """Return the time since a fetch began or verified its last object, in seconds."""
-        return time.monotonic() - self._fetches[request_id].read_at
+        """Return for how long the tiers have delivered nothing to a fetch, in seconds.
+
+        A queued read counts the bytes of all reads of its tier.
+        """
+        return self._idle_s(self._fetches[request_id], time.monotonic())
 
     def object_bytes(self, refs: Iterable[ObjectRef]) -> int:
         """Return the payload bytes of objects."""
@@ -260,15 +278,23 @@ class KVStore:
     def _advance(self, fetch: _Fetch, now: float) -> None:
         self._take_lookups(fetch, now)
         self._take_reads(fetch)
-        if not fetch.machine.settled and now >= fetch.began_at + self._limits.load_s:
+        hangs = bool(fetch.readings) and self._idle_s(fetch, now) >= self._limits.lookup_s
+        if not fetch.machine.settled and (hangs or now >= fetch.began_at + self._limits.load_s):
             self.counts["late"] += 1
             fetch.machine.give_up()
         # A read that cannot start may change the needed objects.
         while reads := fetch.machine.next_reads():
+            if not fetch.readings:
+                # Time between two polls is the engine's step, not the store's.
+                fetch.read_at = now - fetch.looked_s
             for ref in reads:
                 self._read(fetch, ref, now)
         if fetch.machine.settled:
             self._settle(fetch)
+
+    def _idle_s(self, fetch: _Fetch, now: float) -> float:
+        heard = (self._tiers[each.tier].verified.progress_at(each.progress) for each in fetch.readings)
+        return now - max(fetch.read_at, *heard, 0.0)
 
     def _take_lookups(self, fetch: _Fetch, now: float) -> None:
         waiting = []
@@ -276,6 +302,7 @@ class KVStore:
             if not call.over:
                 waiting.append((number, refs, call))
                 continue
+            fetch.looked_s = max(fetch.looked_s, min(call.seconds, self._limits.lookup_s))
             answers = call.result if call.state is CallState.ENDED and call.result is not None else [False] * len(refs)
             for ref, found in zip(refs, answers, strict=True):
                 fetch.unanswered[ref] -= 1
@@ -312,6 +339,7 @@ class KVStore:
                     if retried is None:
                         fetch.machine.failed(each.ref)
                     else:
+                        fetch.read_at = time.monotonic()
                         reading.append(retried)
         fetch.readings = reading
 
@@ -337,9 +365,10 @@ class KVStore:
         for number in sorted(fetch.tiers[ref]):
             tier, name, view = self._tiers[number], fetch.names[ref], self.staging.view(offset, size)
             deadline = max(now, fetch.began_at + self._limits.load_s)
-            call = tier.reads.submit(partial(tier.folder.read, name, view), deadline)
+            progress = Progress()
+            call = tier.reads.submit(partial(tier.verified.read, name, view, progress), deadline)
             if call is not None:
-                return _Reading(ref, offset, number, call)
+                return _Reading(ref, offset, number, call, progress)
         self.staging.give_back(offset)
         return None
 
@@ -395,10 +424,30 @@ class KVStore:
             return False
         self.staging.share(offset)
         self._lingering.append((call, offset))
-        self._writing[id(call)] = tier.folder.label
+        self._writing[id(call)] = (tier.folder.label, name)
         return True
 
-    # Counts and shutdown.
+    # Changes, counts and shutdown.
+
+    def record_changes(self) -> None:
+        """Record stored and removed objects for ``take_changes``."""
+        self._stored = []
+        for tier in self.tiers:
+            tier.removed = deque(maxlen=_KEPT_CHANGES)
+
+    def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
+        """Return (tier label, object) of what was stored and removed since the last call.
+
+        Removals by other processes are unknown here.
+        """
+        self._sweep()
+        stored, removed = self._stored or [], []
+        if self._stored is not None:
+            self._stored = []
+        for tier in self.tiers:
+            while tier.removed:
+                removed.append((tier.label, tier.removed.popleft()))
+        return stored, removed
 
     @property
     def pending_loads(self) -> int:
@@ -446,9 +495,11 @@ class KVStore:
         for call, offset in self._lingering:
             if call.over:
                 self.staging.give_back(offset)
-                label = self._writing.pop(id(call), None)
-                if label is not None:
-                    self._seconds["stored", label] += call.seconds
+                writing = self._writing.pop(id(call), None)
+                if writing is not None:
+                    self._seconds["stored", writing[0]] += call.seconds
+                    if self._stored is not None and call.state is CallState.ENDED:
+                        self._stored.append(writing)
             else:
                 kept.append((call, offset))
         self._lingering = kept

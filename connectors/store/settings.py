@@ -23,7 +23,8 @@ class StoreSettings:
     ``memory_path``   folder on a tmpfs; engines with the same folder share its objects
     ``chunk_tokens``  tokens per object
     ``staging_mib``   shared memory of this engine between files and KV blocks, in MiB
-    ``lookup_s``      time after which a lookup without an answer is a miss, in seconds
+    ``lookup_s``      time after which a lookup without an answer is a miss, and a read that
+                      delivers nothing has failed, in seconds
     ``load_s``        time after which unverified loads are not used, in seconds
     ``store_s``       time after which an unwritten object is dropped, in seconds
     """

@@ -13,6 +13,7 @@ With a store in the configuration, calls also go to the store's two sides (``kv_
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, decode_agent_metadata
 from connectors.store.keys.names import ModelFingerprint
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
+from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
@@ -49,6 +51,7 @@ from connectors.vllm_hma.worker_side.worker import WorkerConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -120,7 +123,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None
-                self._store_scheduler = StoreScheduler(config.store, max_model_len, answers)
+                self._store_scheduler = StoreScheduler(
+                    config.store, max_model_len, answers, reports_events(vllm_config)
+                )
         else:
             self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
             if config.store is not None:
@@ -324,6 +329,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return report
 
     # Metrics: on both sides, and in the API server process.
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the store's events. vLLM reports received blocks itself."""
+        return [] if self._store_scheduler is None else self._store_scheduler.take_events()
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         if self._scheduler is None:

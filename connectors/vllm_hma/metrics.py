@@ -118,7 +118,7 @@ PEERS_KEPT = 64
 """Peers per engine with their own series. Every start of a decode engine is a new peer."""
 
 ARRIVALS_KEPT = 1024
-"""Arrivals in one report. vLLM merges reports for its log and may never read them."""
+"""Arrivals, and fetches, in one report. vLLM merges reports for its log and may never read them."""
 
 
 @dataclass
@@ -129,6 +129,8 @@ class TandemStats(KVConnectorStats):
     ``ranks``     ``{rank: transfers by stage}``
     ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer and the end
                   on the last rank, in ``time.monotonic()`` seconds of the engine's host
+    ``fetches``   ``{request id: [began_at, ended_at]}``: of the last fetch from the KV store, on
+                  the same clock
     """
 
     def __post_init__(self) -> None:
@@ -136,7 +138,7 @@ class TandemStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}}
+        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}, "fetches": {}}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
         """Add ``number`` to a counter."""
@@ -154,6 +156,14 @@ class TandemStats(KVConnectorStats):
             del arrivals[next(iter(arrivals))]
         arrivals[request_id] = [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]]
 
+    def fetched(self, request_id: str, began_at: float, ended_at: float) -> None:
+        """Record the end of a request's fetch from the KV store."""
+        fetches = self.data["fetches"]
+        fetches.pop(request_id, None)
+        if len(fetches) >= ARRIVALS_KEPT:
+            del fetches[next(iter(fetches))]
+        fetches[request_id] = [began_at, ended_at]
+
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for counter, labels in other.data["counts"].items():
             for label, number in labels.items():
@@ -161,6 +171,8 @@ class TandemStats(KVConnectorStats):
         self.data["ranks"] |= other.data["ranks"]
         for request_id, arrival in other.data["arrivals"].items():
             self.arrived(request_id, *arrival)
+        for request_id, times in other.data["fetches"].items():
+            self.fetched(request_id, *times)
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -11,6 +11,7 @@ KVTransferConfig(
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.errors import ConfigurationError
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.settings import parse_settings
+from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
@@ -39,6 +41,7 @@ from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -67,7 +70,8 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: StoreWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             answers = vllm_config.speculative_config is None
-            self._scheduler = StoreScheduler(settings, vllm_config.model_config.max_model_len, answers)
+            max_model_len, events = vllm_config.model_config.max_model_len, reports_events(vllm_config)
+            self._scheduler = StoreScheduler(settings, max_model_len, answers, events)
         else:
             # Refuse unsupported caches before vLLM allocates memory.
             group_shapes(vllm_config, kv_cache_config)
@@ -123,6 +127,9 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler.finished(request)
         return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """Reset the store. Called by ``reset_prefix_cache(reset_connector=True)``."""

@@ -15,6 +15,7 @@ import pytest
 from connectors.errors import ConfigurationError, StoreError
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.service import Fetched, KVStore, StoreLimits
+from connectors.store.tiers.files import PIECE_BYTES
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane
 from connectors.store.tiers.objects import ObjectName
@@ -161,6 +162,75 @@ def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host
     files.heal()
     until(store.idle)
     assert store.staging.used_bytes == 0
+
+
+def test_a_disk_that_hangs_in_a_read_costs_the_lookup_deadline(host: Host) -> None:
+    """The lookup finds the objects, and their reads return no byte. ``load_s`` is an hour."""
+    save(host.start(), *ALL)
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.unlink()
+    files = FaultyFiles()
+    store = host.start(StoreLimits(lookup_s=0.02, load_s=3600.0, read_threads=1), files)
+    files.hang("read")
+    assert fetch(store).end_token == 0
+    assert store.counts["late"] == 1
+    store.end_fetch("request")
+    files.heal()
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
+class SlowFiles(FaultyFiles):
+    """Returns each object in four pieces, with a pause before each."""
+
+    def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
+        for _ in range(4):
+            time.sleep(0.2)
+            piece_read()
+        return super().read(path, payload, piece_read)
+
+
+def test_a_disk_that_is_slow_but_does_not_hang_is_waited_for(host: Host) -> None:
+    """Each object takes longer than ``lookup_s``, and no piece of it does."""
+    save(host.start(), *refs_of_group(0)[:1])
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.unlink()
+    store = host.start(StoreLimits(lookup_s=0.7, load_s=3600.0, read_threads=1), SlowFiles())
+    store.begin_fetch("request", NAMES, 0, 500, full_attention_only=True)
+    until(lambda: store.poll("request") is not None)
+    fetched = store.poll("request")
+    assert fetched is not None
+    assert fetched.end_token == 128
+
+
+def test_a_large_object_is_read_in_pieces(tmp_path: Path) -> None:
+    pieces: list[int] = []
+    tier = FolderTier(tmp_path / "disk", 1 << 30)
+    name, data = ObjectName(SPACES[0], bytes(32)), memoryview(os.urandom(2 * PIECE_BYTES + 5))
+    assert tier.write(name, data, 1, time.monotonic() + 10)
+    into = memoryview(bytearray(len(data)))
+    tier.read(name, into, lambda: pieces.append(1))
+    assert into == data
+    assert len(pieces) == 3
+    tier.close()
+
+
+def test_a_store_whose_disk_hangs_in_a_write_is_closed(host: Host) -> None:
+    """The writing thread holds the ledger's lock."""
+    files = FaultyFiles()
+    store = host.start(files=files)
+    until(store.idle)
+    files.hang("publish")
+    offset = store.reserve(ALL[0])
+    assert offset is not None
+    store.commit(ALL[0], NAMES[ALL[0]], offset, 1000)
+    until(lambda: files.waiting == 1)
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    ended = not closing.is_alive()
+    files.heal()
+    assert ended
 
 
 def test_a_read_that_comes_late_keeps_its_memory_until_then(host: Host) -> None:

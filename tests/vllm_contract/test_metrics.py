@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from actors.telemetry.timestamps import KvArrivals
+from actors.telemetry.timestamps import KvArrivals, KvTimes
 from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
@@ -166,17 +166,18 @@ def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
     first, second = (rank.take({}) for rank in ranks)
     assert first is not None
     assert second is not None
+    first.fetched("r", 9.0, 9.5)
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(first.aggregate(second).to_dict()))
     arrivals = KvArrivals()
     for request_id in ("r", "s", "never"):
         arrivals.expect(request_id)
     arrivals.observe(carried)
     arrivals.observe(None)
-    assert arrivals.take("r") == (10.0, 15.0, False)
-    assert arrivals.take("s") == (10.0, 21.0, True)
-    assert arrivals.take("never") is None
+    assert arrivals.take("r") == KvTimes((10.0, 15.0, False), (9.0, 9.5))
+    assert arrivals.take("s") == KvTimes((10.0, 21.0, True))
+    assert arrivals.take("never") == KvTimes()
     arrivals.observe(carried)
-    assert arrivals.take("r") is None, "an unexpected transfer is not recorded"
+    assert arrivals.take("r") == KvTimes(), "an unexpected transfer is not recorded"
 
 
 def test_a_transfer_of_two_workers_says_when_it_arrived(worker: Callable[..., Worker]) -> None:

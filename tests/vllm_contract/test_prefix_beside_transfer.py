@@ -101,6 +101,9 @@ def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host
     request = new_request(decode)
     until(ready(decode, request))
     assert decode.load_prefix(request, tables(), 8, END) == 48
+    began_at, ended_at = decode.stats().data["fetches"]["r"]
+    assert began_at <= ended_at <= time.monotonic()
+    assert decode.stats().is_empty(), "reported once"
     orders = decode.orders(SchedulerOutput.make_empty())
     (load,) = orders.loads
     assert (load.start_token, load.end_token, set(load.offsets)) == (8, 48, set(FULL[:3]))

@@ -7,11 +7,14 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES
+
+PIECE_BYTES = 256 << 10
+"""Bytes of one read call: a disk that delivers none for a while hangs (``service.py``)."""
 
 
 class Files:
@@ -25,17 +28,19 @@ class Files:
         with _opened(path) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
 
-    def read(self, path: Path, payload: memoryview) -> tuple[bytes, int, int]:
+    def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
         """Fill ``payload``; return the header's bytes, the file size and the payload bytes read.
 
-        Also raises CorruptObjectError.
+        Calls ``piece_read`` after each piece. Also raises CorruptObjectError.
         """
         with _opened(path) as (fd, state):
             header = bytearray(HEADER_BYTES)
-            count = os.preadv(fd, [header, payload], 0)
+            count = os.preadv(fd, [header, payload[:PIECE_BYTES]], 0)
+            piece_read()
             read = max(0, count - HEADER_BYTES)
             while HEADER_BYTES <= count < HEADER_BYTES + payload.nbytes:
-                more = os.preadv(fd, [payload[read:]], HEADER_BYTES + read)
+                more = os.preadv(fd, [payload[read : read + PIECE_BYTES]], HEADER_BYTES + read)
+                piece_read()
                 if not more:
                     break
                 read, count = read + more, count + more

@@ -19,7 +19,8 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,8 +79,10 @@ class FolderTier:
         self.label = label
         self.budget_bytes = budget_bytes
         self.counts = TierCounts()
+        # Names of objects that this process has removed, for whoever sets a queue.
+        self.removed: deque[ObjectName] | None = None
         self._durable = durable
-        self._files = files or Files()
+        self.files = files or Files()
         self._objects = path / "objects"
         self._parts = path / "parts"
         try:
@@ -118,7 +121,7 @@ class FolderTier:
         """Look an object up and check its header; None if it is missing or another object."""
         path = self._path(name)
         try:
-            head, state = self._files.head(path)
+            head, state = self.files.head(path)
             header = parse_header(head, state.st_size)
             check_name(header, name)
         except CorruptObjectError:
@@ -135,14 +138,16 @@ class FolderTier:
         """Return whether each object exists."""
         return [self.find(name) is not None for name in names]
 
-    def read(self, name: ObjectName, payload: memoryview) -> ObjectHeader:
-        """Read an object into ``payload`` and verify its digest.
+    def read(
+        self, name: ObjectName, payload: memoryview, piece_read: Callable[[], None] = lambda: None
+    ) -> ObjectHeader:
+        """Read an object into ``payload`` and verify its digest. Calls ``piece_read`` on the way.
 
         Raises StoreError; ``payload`` is then undefined. A corrupt object is removed.
         """
         path = self._path(name)
         try:
-            head, size, read = self._files.read(path, payload)
+            head, size, read = self.files.read(path, payload, piece_read)
             header = parse_header(head, size)
             check_name(header, name)
             check_payload(header, payload[:read])
@@ -186,14 +191,14 @@ class FolderTier:
         part = self._parts / f"{self._process}-{next(self._part_numbers)}"
         fd = self._reserve(part, size, deadline)
         try:
-            self._files.write(fd, header, payload, self._durable)
+            self.files.write(fd, header, payload, self._durable)
             with self._ledger.locked(deadline):
                 self._ledger.begin()
                 if path.exists():
                     part.unlink()
                     self._ledger.add(-allocated(size))
                     return False
-                self._files.publish(part, path)
+                self.files.publish(part, path)
         except (OSError, StoreError) as error:
             self._give_up(part, size)
             raise StoreError(f"{path}: {error}") from error
@@ -214,7 +219,7 @@ class FolderTier:
             self._make_room(allocated(size_bytes), deadline)
             self._ledger.begin()
             try:
-                fd = self._files.create(part, size_bytes)
+                fd = self.files.create(part, size_bytes)
             except OSError as error:
                 # No file has changed, so the release of the lock marks the ledger clean.
                 failure = error
@@ -262,6 +267,7 @@ class FolderTier:
             return
         self._ledger.add(-size_bytes)
         self.counts.evicted += 1
+        self._note_removed(path)
 
     def _drop_corrupt(self, path: Path) -> None:
         self.counts.corrupt += 1
@@ -270,6 +276,12 @@ class FolderTier:
         with self._order_lock:
             self._order.discard(path)
         self._ledger.distrust()
+        self._note_removed(path)
+
+    def _note_removed(self, path: Path) -> None:
+        if self.removed is not None:
+            with contextlib.suppress(ValueError):
+                self.removed.append(ObjectName(bytes.fromhex(path.parent.name), bytes.fromhex(path.name)))
 
     def _touch(self, path: Path) -> None:
         with self._order_lock:
@@ -324,7 +336,7 @@ class FolderTier:
         Raises CorruptObjectError and OSError.
         """
         try:
-            head, state = self._files.head(path)
+            head, state = self.files.head(path)
         except FileNotFoundError:
             raise
         except OSError:

@@ -25,6 +25,7 @@ from connectors.errors import StoreError
 _FIELDS = struct.Struct("<8sQQ")
 _MAGIC = b"TandemLd"
 _POLL_S = 0.001
+_CLOSE_S = 1.0
 BLOCK_BYTES = 4096
 """Allocation unit of the file system."""
 
@@ -100,11 +101,16 @@ class Ledger:
         self._distrusted = True
 
     def close(self) -> None:
-        with self._thread_lock:
-            self._closed = True
+        self._closed = True
+        if not self._thread_lock.acquire(timeout=_CLOSE_S):
+            # A thread hangs in a write: the kernel closes its descriptor with the process.
+            return
+        try:
             if self._folder_fd is not None:
                 os.close(self._folder_fd)
                 self._folder_fd = None
+        finally:
+            self._thread_lock.release()
 
     @contextlib.contextmanager
     def _folder_locked(self, deadline: float) -> Iterator[int]:

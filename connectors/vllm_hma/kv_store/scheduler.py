@@ -33,11 +33,13 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
+from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.identity import Adapters
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -83,13 +85,16 @@ class StoreScheduler:
     """Scheduler side of one engine's store. Ready after ``publish``.
 
     ``answers``  whether to store KV of answers; False with speculative decoding
+    ``events``   whether to report stored and removed objects (``take_events``)
     """
 
-    def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True) -> None:
+    def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True, events: bool = False) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
         # Speculative decoding rejects tokens after it has computed their KV.
         self._answers = answers
+        self._reports_events = events
+        self._events: StoreEvents | None = None
         self._adapters = Adapters()
         self._store: KVStore | None = None
         self.costs = MixCosts()
@@ -103,6 +108,7 @@ class StoreScheduler:
         self._stored: dict[bytes, None] = {}
         self._reported: dict[str, dict[str, float]] = {}
         self._reported_pending = 0
+        self._unreported = TandemStats()
 
     @property
     def store(self) -> KVStore:
@@ -133,6 +139,9 @@ class StoreScheduler:
         limits = StoreLimits(settings.lookup_s, settings.load_s, settings.store_s)
         self._ranks = len(rank_caches)
         self._store = KVStore(plan, space, sizes, tiers, Staging(settings.staging_mib << 20), limits)
+        if self._reports_events:
+            self._store.record_changes()
+            self._events = StoreEvents(plan)
         logger.info(
             "Tandem: KV store %s with chunks of %d tokens in %s",
             space.hex(),
@@ -318,7 +327,7 @@ class StoreScheduler:
 
     def stats(self) -> TandemStats:
         """Return the counts since the last call."""
-        stats = TandemStats()
+        stats, self._unreported = self._unreported, TandemStats()
         if self._store is None:
             return stats
         totals = self._store.totals()
@@ -333,6 +342,12 @@ class StoreScheduler:
             self._reported_pending = pending
             stats.data["ranks"]["store"] = {"store_loads": pending}
         return stats
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return vLLM's KV events for objects stored and removed since the last call."""
+        if self._events is None:
+            return []
+        return self._events.take(*self.store.take_changes())
 
     def close(self) -> None:
         if self._store is not None:
@@ -374,6 +389,7 @@ class StoreScheduler:
 
     def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
         self._remember(self._names(known, fetched.present).values())
+        self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
         if fetched.present:
             self.costs.loaded(fetched.read_bytes, fetched.seconds)
 
@@ -441,6 +457,12 @@ class StoreScheduler:
             self.store.drop(offset)
         else:
             span = self.store.plan.groups[ref.group].span_tokens
+            if self._events is not None:
+                before = ObjectRef(ref.end_token - span, ref.group)
+                names = self._names(known, [ref, before] if before.end_token else [ref])
+                lora = known.request.lora_request
+                tokens = list(known.request.all_token_ids[: ref.end_token])
+                self._events.describe(ref, names, tokens, None if lora is None else lora.lora_name)
             self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN)
             self._remember([name])
         self._forget(known)

@@ -58,17 +58,22 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
 
 def weights_identity(model: ModelConfig) -> str:
     """Return the digest of a local model's weights, or the commit of a Hugging Face Hub model."""
-    path = Path(model.model)
+    return named_weights(model.model, model.revision)
+
+
+def named_weights(name: str, revision: str | None) -> str:
+    """Return the digest of the weights at a path, or the commit of a Hugging Face Hub model."""
+    path = Path(name)
     if path.exists():
         return digest_weights(path)
-    commit = _commit(model.model, model.revision)
+    commit = _commit(name, revision)
     if commit is None:
         logger.warning(
-            "Tandem: revision %s of %s cannot be resolved to a commit; set `revision` to a commit on both engines",
-            model.revision,
-            model.model,
+            "Tandem: revision %s of %s cannot be resolved to a commit; set `revision` to a commit on all engines",
+            revision,
+            name,
         )
-    return f"{model.model}@{commit or model.revision}"
+    return f"{name}@{commit or revision}"
 
 
 def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:

@@ -15,7 +15,7 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.telemetry.latency_breakdown import LatencyBreakdown
-from actors.telemetry.timestamps import CallTimestamps
+from actors.telemetry.timestamps import CallTimestamps, KvTimes
 from configs.settings import RouterLimits
 from tests.actors.behaviours import EVENTS, JSON, event, request
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
@@ -49,7 +49,7 @@ class Engines:
         stats.scheduled_ts = await self.stage("prefill's queue")
         stats.first_token_ts = await self.stage("prefill")
         self._computed.set()
-        watch.first_token(stats, None)
+        watch.first_token(stats, KvTimes())
         await self.stage("prefill's answer")
         yield ResponseStart(200, JSON, watch.take_timings())
         yield b"{}"
@@ -67,7 +67,7 @@ class Engines:
         stats.scheduled_ts = await self.stage("decode's queue")
         await self.stage("recompute")
         stats.first_token_ts = await self.stage("first step")
-        watch.first_token(stats, arrival)
+        watch.first_token(stats, KvTimes(arrival))
         if not body.get("stream"):
             await self.stage("generation")
             yield ResponseStart(200, JSON, watch.take_timings())

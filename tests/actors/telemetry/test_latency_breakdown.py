@@ -55,6 +55,25 @@ def on_decode(**more: Any) -> RequestTimestamps:
     return replace(REMOTE, decode=LegTimestamps(1011, 1082, replace(DECODE, **more)))
 
 
+def test_a_fetch_from_the_store_on_prefill():
+    """Of 3 seconds in prefill's scheduler, the fetch took the second one."""
+    parts = break_down(on_prefill(store_asked_s=3, store_ended_s=4)).parts
+    assert parts == REMOTE_PARTS | {"store": 1, "prefill_queue": 2}
+
+
+def test_a_fetch_on_decode_hides_behind_prefill_or_delays_a_local_request():
+    assert break_down(on_decode(store_asked_s=1.5, store_ended_s=2.5)).parts == REMOTE_PARTS
+    local = replace(on_decode(store_asked_s=5, store_ended_s=25, kv_asked_s=None, kv_ended_s=None), prefill=None)
+    parts = break_down(local).parts
+    assert parts["store"] == 20
+    assert parts["decode_queue"] == 56 - 1 - 20
+
+
+def test_a_second_fetch_after_a_preemption_is_not_counted():
+    parts = break_down(on_prefill(store_asked_s=7, store_ended_s=8)).parts
+    assert parts == REMOTE_PARTS
+
+
 def test_a_remote_request():
     """Every part, by hand."""
     breakdown = break_down(REMOTE)

@@ -8,7 +8,7 @@ from vllm.v1.metrics.stats import RequestStateStats
 
 from actors.replay_log import ServedCall
 from actors.request import StreamChunk
-from actors.telemetry.timestamps import CallTimestamps
+from actors.telemetry.timestamps import CallTimestamps, KvTimes
 
 
 def stats(queued_at: float) -> RequestStateStats:
@@ -19,7 +19,7 @@ def test_seconds_since_the_call_came() -> None:
     """On this host's clock, whatever its zero is."""
     watch = CallTimestamps()
     now = time.monotonic()
-    watch.first_token(stats(now + 10), (now + 11, now + 12, True))
+    watch.first_token(stats(now + 10), KvTimes((now + 11, now + 12, True), (now + 10.5, now + 10.75)))
     told = watch.take_timings()
     assert told is not None
     assert 10 <= told.queued_s < 11
@@ -28,13 +28,17 @@ def test_seconds_since_the_call_came() -> None:
     assert told.kv_ended_s is not None
     assert round(told.kv_ended_s - told.kv_asked_s, 6) == 1
     assert told.kv_failed
+    assert told.store_asked_s is not None
+    assert told.store_ended_s is not None
+    assert round(told.store_asked_s - told.queued_s, 6) == 0.5
+    assert round(told.store_ended_s - told.store_asked_s, 6) == 0.25
 
 
 def test_a_request_waits_from_when_it_is_handed_over() -> None:
     """vLLM's core stamps it when it takes it from its queue, perhaps a long step later."""
     watch = CallTimestamps()
     watch.sent_to_engine("r")
-    watch.first_token(stats(time.monotonic() + 10), None)
+    watch.first_token(stats(time.monotonic() + 10), KvTimes())
     told = watch.take_timings()
     assert told is not None
     assert told.queued_s < 1
@@ -46,8 +50,8 @@ def test_only_the_first_token_counts_and_is_told_of_once() -> None:
     served = ServedCall()
     assert served.chunk(b": ping\n\n") == b": ping\n\n"
     now = time.monotonic()
-    served.timestamps.first_token(stats(now + 10), None)
-    served.timestamps.first_token(stats(now + 99), None)
+    served.timestamps.first_token(stats(now + 10), KvTimes())
+    served.timestamps.first_token(stats(now + 99), KvTimes())
     served.record([7])
     first = served.chunk(b"a")
     assert isinstance(first, StreamChunk)
@@ -61,5 +65,5 @@ def test_an_engine_without_statistics_tells_nothing() -> None:
     """`disable_log_stats`: no statistics, or empty ones."""
     for nothing in (None, RequestStateStats()):
         watch = CallTimestamps()
-        watch.first_token(nothing, None)
+        watch.first_token(nothing, KvTimes())
         assert watch.take_timings() is None

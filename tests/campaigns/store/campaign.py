@@ -34,7 +34,7 @@ def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str
     world = World(root, memory, seed)
     chosen = {fault: weight for fault, weight in FAULTS.items() if fault.__name__ not in without}
     dice = random.Random(f"faults {seed}")
-    grown = _Growth()
+    grown = Growth()
     for number in range(faults):
         fault = dice.choices(list(chosen), list(chosen.values()))[0]
         fault(world)
@@ -49,7 +49,7 @@ def run(root: Path, memory: Path, seed: int, faults: int, without: frozenset[str
     return world.outcome
 
 
-class _Growth:
+class Growth:
     """Memory, threads and descriptors of this process between two moments."""
 
     def __init__(self) -> None:
@@ -86,6 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         outcome = run(Path(root), Path(memory), options.seed, options.faults)
+    return report(outcome, options.seed, time.monotonic() - began, "tokens")
+
+
+def report(outcome: Outcome, seed: int, seconds: float, unit: str) -> int:
+    """Print the results; return 0 if all were right."""
     for kind, findings in (
         ("wrong", outcome.wrong),
         ("late", outcome.late),
@@ -97,10 +102,10 @@ def main(argv: list[str] | None = None) -> int:
     print(", ".join(f"{name} {count}" for name, count in sorted(outcome.faults.items())))
     print(", ".join(f"{name} {count}" for name, count in sorted(outcome.counts.items())))
     print(
-        f"seed {options.seed}: {sum(outcome.faults.values())} faults, {outcome.requests} requests, "
-        f"{outcome.hit_tokens / max(1, outcome.tokens):.0%} of tokens loaded, {len(outcome.wrong)} wrong, "
+        f"seed {seed}: {sum(outcome.faults.values())} faults, {outcome.requests} requests, "
+        f"{outcome.hit_tokens / max(1, outcome.tokens):.0%} of {unit} loaded, {len(outcome.wrong)} wrong, "
         f"{len(outcome.late)} late, longest wait {outcome.longest_wait_s:.2f} s, over budget "
-        f"{len(outcome.over_budget)} times, {len(outcome.leaked)} leaks, {time.monotonic() - began:.0f} s"
+        f"{len(outcome.over_budget)} times, {len(outcome.leaked)} leaks, {seconds:.0f} s"
     )
     return 0 if outcome.right else 1
 

@@ -199,7 +199,7 @@ FAULTS: dict[Fault, int] = {
 
 
 def _space_names(world: World) -> tuple[str, str]:
-    return world.engines[2].store.space.hex(), world.engines[0].store.space.hex()
+    return world.engines[2].space.hex(), world.engines[0].space.hex()
 
 
 def _path(world: World, space: bytes, key: bytes) -> Path:

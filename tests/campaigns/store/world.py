@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,14 +49,15 @@ class FaultyFiles(Files):
         self.go_on.set()
         self.hanging: frozenset[str] = frozenset()
         self.full: frozenset[str] = frozenset()
+        self.waiting = 0
 
     def head(self, path: Path) -> tuple[bytes, os.stat_result]:
         self._pass("head")
         return super().head(path)
 
-    def read(self, path: Path, payload: memoryview) -> tuple[bytes, int, int]:
+    def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
         self._pass("read")
-        return super().read(path, payload)
+        return super().read(path, payload, piece_read)
 
     def create(self, path: Path, size_bytes: int) -> int:
         self._pass("create")
@@ -82,6 +83,7 @@ class FaultyFiles(Files):
 
     def _pass(self, call: str) -> None:
         if call in self.hanging:
+            self.waiting += 1
             self.go_on.wait()
         if call in self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -102,6 +104,10 @@ class Engine:
     store: KVStore
     files: FaultyFiles
     number: int = 0
+
+    @property
+    def space(self) -> bytes:
+        return self.store.space
 
 
 @dataclass

@@ -1,0 +1,84 @@
+"""vLLM's KV events for objects of the KV store: stored and removed chunks, by tier.
+
+vLLM publishes them with its own (``kv_events_config``). A block of an event is an object: its hash
+is the object's key, its size the object's tokens. The parent of full attention is the object
+before it, so a consumer can rebuild prefixes; windows and states have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+
+from connectors.planning.layout import GroupKind
+from connectors.store.planning.prefix import ObjectRef
+from connectors.store.planning.spans import StorePlan
+from connectors.store.tiers.objects import ObjectName
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_MEDIA = {"memory": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
+_KEPT = 4096
+
+Changes = Iterable[tuple[str, ObjectName]]
+"""(tier label, object)."""
+
+
+class StoreEvents:
+    """Events of one engine's store. An object that it stored gets its tokens and parent."""
+
+    def __init__(self, plan: StorePlan) -> None:
+        self._plan = plan
+        self._described: dict[bytes, BlockStored] = {}
+
+    def describe(
+        self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], tokens: list[int], lora_name: str | None
+    ) -> None:
+        """Remember tokens and parent of an object for its event. ``tokens`` are all to its end."""
+        spans = self._plan.groups[ref.group]
+        full = spans.group.kind is GroupKind.FULL
+        begin = ref.end_token - spans.span_tokens
+        parent = names.get(ObjectRef(begin, ref.group)) if full else None
+        self._described[names[ref].key] = BlockStored(
+            block_hashes=[_hash(names[ref])],
+            parent_block_hash=None if parent is None else _hash(parent),
+            token_ids=tokens[begin : ref.end_token],
+            block_size=spans.span_tokens,
+            lora_id=None,
+            medium=None,
+            lora_name=lora_name,
+            group_idx=ref.group,
+            kv_cache_spec_sliding_window=spans.group.window_tokens,
+        )
+        while len(self._described) > _KEPT:
+            del self._described[next(iter(self._described))]
+
+    def take(self, stored: Changes, removed: Changes) -> list[KVCacheEvent]:
+        """Return the events of these changes."""
+        events: list[KVCacheEvent] = []
+        for label, name in stored:
+            event = self._described.get(name.key)
+            if event is not None:
+                events.append(_with_medium(event, _MEDIA[label]))
+        for label in _MEDIA:
+            hashes = [_hash(name) for tier, name in removed if tier == label]
+            if hashes:
+                events.append(BlockRemoved(block_hashes=hashes, medium=_MEDIA[label]))
+        return events
+
+
+def reports_events(config: VllmConfig) -> bool:
+    """Return whether vLLM publishes KV events."""
+    return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
+
+
+def _with_medium(event: BlockStored, medium: str) -> BlockStored:
+    return BlockStored(**{key: getattr(event, key) for key in event.__struct_fields__} | {"medium": medium})
+
+
+def _hash(name: ObjectName) -> ExternalBlockHash:
+    return name.key

@@ -1,0 +1,184 @@
+"""TandemStoreTier under vLLM's own TieringOffloadingManager and CPU tier, loaded by its factory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, Medium
+
+from connectors.errors import ConfigurationError
+from tests.campaigns.store import tier_campaign
+from tests.campaigns.store.tier_world import TieredEngine, keys_of, until
+from tests.campaigns.store.world import FaultyFiles
+
+PATIENT = {"lookup_s": 10.0, "load_s": 10.0, "store_s": 10.0}
+KEYS = keys_of(1, 5)
+
+
+class Host:
+    """Engines over one path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.engines: list[TieredEngine] = []
+
+    def start(self, limits: dict[str, float] = PATIENT, **options: object) -> TieredEngine:
+        engine = TieredEngine(self.path, limits=limits, **options)  # type: ignore[arg-type]
+        self.engines.append(engine)
+        return engine
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path / "disk")
+    yield made
+    for engine in made.engines:
+        engine.close()
+
+
+def stored(engine: TieredEngine) -> None:
+    context = engine.request()
+    assert engine.find(KEYS, context) == 0
+    engine.compute(KEYS, context)
+    engine.finish(context)
+    assert until(engine.settled)
+
+
+def found(engine: TieredEngine) -> int | None:
+    context = engine.request()
+    number = engine.find(KEYS, context)
+    assert engine.wrong(KEYS[:number], context) == []
+    engine.finish(context)
+    assert until(engine.settled)
+    return number
+
+
+def object_files(engine: TieredEngine) -> list[Path]:
+    names = [engine.tier.name(key) for key in KEYS]
+    return [engine.path / "objects" / name.space.hex() / name.key.hex() for name in names]
+
+
+def test_another_engine_loads_stored_chunks(host: Host) -> None:
+    stored(host.start())
+    second = host.start()
+    assert found(second) == 5
+    assert found(second) == 5, "from vLLM's CPU tier"
+    assert second.tier.remembered == 0
+
+
+def test_chunks_of_another_model_are_not_found(host: Host) -> None:
+    stored(host.start())
+    assert found(host.start(model="/nowhere/other")) == 0
+
+
+def test_a_corrupt_chunk_is_a_miss_and_the_others_are_kept(host: Host) -> None:
+    first = host.start()
+    stored(first)
+    path = object_files(first)[3]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    second = host.start()
+    assert found(second) == 3
+    assert second.folder.counts.corrupt == 1
+    assert not path.exists()
+    assert found(second) == 3
+
+
+@pytest.mark.parametrize("call", ["head", "read"])
+def test_a_disk_that_hangs_ends_the_wait_after_lookup_s(host: Host, call: str) -> None:
+    """``load_s`` is an hour. The late read leaves vLLM's memory alone."""
+    stored(host.start())
+    files = FaultyFiles()
+    engine = host.start({"lookup_s": 0.05, "load_s": 3600.0, "store_s": 10.0}, files=files)
+    files.hang(call)
+    context = engine.request()
+    assert engine.find(KEYS, context) == 0
+    before = engine.rows.copy()
+    files.heal()
+    assert until(engine.settled)
+    assert np.array_equal(engine.rows, before)
+    engine.finish(context)
+
+
+def test_a_hanging_write_releases_the_chunks_at_its_deadline(host: Host) -> None:
+    """vLLM's CPU tier cannot evict a chunk before the tier's job has ended."""
+    files = FaultyFiles()
+    engine = host.start(PATIENT | {"store_s": 0.05}, files=files)
+    files.hang("write")
+    context = engine.request()
+    engine.compute(KEYS, context)
+
+    def released() -> bool:
+        engine.step()
+        return not engine.manager.has_pending_work()
+
+    assert until(released)
+    engine.finish(context)
+    engine.rows[:] = 0
+    files.heal()
+    assert until(engine.settled)
+    engine.close()
+    host.engines.clear()
+    # What was written is right, although vLLM has reused its source.
+    assert found(host.start()) is not None
+
+
+def test_a_reset_of_the_cache_ends_the_use_of_stored_chunks(host: Host) -> None:
+    """The weights may have changed in memory."""
+    engine = host.start()
+    stored(engine)
+    engine.manager.reset_cache()
+    assert found(engine) == 0
+    assert found(host.start()) == 5, "a restarted engine has the weights of the files"
+
+
+def test_events_for_stored_and_evicted_chunks(host: Host) -> None:
+    engine = host.start(events=True)
+    stored(engine)
+    (event,) = engine.manager.take_events()
+    assert (event.keys, event.medium, event.removed) == (KEYS, Medium.STORAGE, False)
+    path = object_files(engine)[0]
+    path.write_bytes(b"damaged")
+    engine.forget()
+    assert found(engine) == 0
+    (event,) = engine.manager.take_events()
+    assert (event.keys, event.medium, event.removed) == (KEYS[:1], Medium.STORAGE, True)
+
+
+def test_lookups_retry_until_they_are_answered(host: Host) -> None:
+    engine = host.start()
+    context = engine.request()
+    assert engine.manager.lookup(KEYS[0], context) is LookupResult.RETRY
+    engine.step()
+    assert until(lambda: engine.manager.lookup(KEYS[0], context) is LookupResult.MISS)
+    engine.finish(context)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "relative"}, "store.path must be an absolute path, not 'relative'"),
+        ({"path": "/dev/null/store"}, "/dev/null/store cannot be used"),
+        ({"path": "/tmp", "lookup_s": 0}, "store.lookup_s must be positive"),
+    ],
+)
+def test_wrong_settings_are_refused(host: Host, options: dict[str, object], message: str) -> None:
+    limits = {key: value for key, value in options.items() if key != "path"}
+    with pytest.raises(ConfigurationError, match=message):
+        TieredEngine(Path(str(options["path"])), limits=limits)  # type: ignore[arg-type]
+
+
+def test_a_cut_of_the_fault_campaign(tmp_path: Path) -> None:
+    """Thirty faults; `make store-tier-faults` draws ten thousand."""
+    outcome = tier_campaign.run(tmp_path, seed=2, faults=30)
+    assert outcome.right, outcome
+    assert outcome.hit_tokens > 0
+
+
+def test_the_campaign_finds_a_tier_that_does_not_check_its_payloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda header, payload: None)
+    assert tier_campaign.run(tmp_path, seed=2, faults=30).wrong

@@ -1,0 +1,80 @@
+"""KV events of the store: what vLLM publishes for stored and removed chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from connectors.store.planning.prefix import ObjectRef
+from connectors.store.settings import StoreSettings
+from connectors.vllm_hma.kv_store.orders import StoreReport
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from tests.store.test_service import until
+from tests.vllm_contract.test_prefix_beside_transfer import CACHE, PROMPT
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[StoreScheduler]:
+    settings = StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0)
+    made = StoreScheduler(settings, 4096, events=True)
+    made.publish([CACHE])
+    yield made
+    made.close()
+
+
+def stored(scheduler: StoreScheduler, *refs: ObjectRef) -> list[KVCacheEvent]:
+    """Store objects of the prompt as a request's steps do; return the events."""
+    request = Request("r", PROMPT, SamplingParams(max_tokens=1), None)
+    scheduler.new_request(request)
+    for ref in refs:
+        offset = scheduler.store.reserve(ref)
+        assert offset is not None
+        known = scheduler._requests["r"]  # noqa: SLF001
+        known.filling[offset] = ref
+        scheduler._filling[offset] = (known, 0, False)  # noqa: SLF001
+        scheduler.take(StoreReport(filled={offset: 1}))
+    until(scheduler.store.idle)
+    scheduler.finished(request)
+    return scheduler.take_events()
+
+
+def test_stored_chunks_with_tokens_and_parents(scheduler: StoreScheduler) -> None:
+    events = stored(scheduler, ObjectRef(16, 0), ObjectRef(32, 0), ObjectRef(32, 1))
+    assert all(isinstance(event, BlockStored) for event in events)
+    first, second, window = sorted(events, key=lambda event: (event.group_idx, event.token_ids[0]))
+    assert first.token_ids == PROMPT[:16]
+    assert second.token_ids == PROMPT[16:32]
+    assert first.parent_block_hash is None
+    assert second.parent_block_hash == first.block_hashes[0]
+    assert window.parent_block_hash is None, "a window does not continue another one"
+    assert {(event.block_size, event.medium) for event in (first, second)} == {(16, "STORAGE")}
+    assert scheduler.take_events() == []
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(second))
+    assert decoded["block_hashes"] == second.block_hashes
+
+
+def test_a_removed_chunk(scheduler: StoreScheduler, tmp_path: Path) -> None:
+    (event,) = stored(scheduler, ObjectRef(16, 0))
+    assert isinstance(event, BlockStored)
+    (path,) = (tmp_path / "store" / "objects").glob("*/*")
+    path.write_bytes(b"damaged")
+    request = Request("s", PROMPT, SamplingParams(max_tokens=1), None)
+    scheduler.new_request(request)
+    until(lambda: scheduler.matched_tokens(request, 0) is not None)
+    assert scheduler.take_events() == [BlockRemoved(block_hashes=event.block_hashes, medium="STORAGE")]
+    scheduler.finished(request)
+
+
+def test_without_kv_events_nothing_is_kept(tmp_path: Path) -> None:
+    scheduler = StoreScheduler(
+        StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0), 4096
+    )
+    scheduler.publish([CACHE])
+    assert stored(scheduler, ObjectRef(16, 0)) == []
+    scheduler.close()
