@@ -396,7 +396,7 @@ class Watcher:
     """Thread that prints the stages of the start and then the usage, and ends a failed start."""
 
     def __init__(self, address: str, settings: ServiceSettings, logs: Path, screen: Screen) -> None:
-        from actors.engine.start_progress import StartWatch
+        from actors.engine.startup.start_progress import StartWatch
 
         self.failure: StartFailure | None = None
         self.is_ready = False

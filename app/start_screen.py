@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from actors.engine.start_log import STAGES
+from actors.engine.startup.start_log import STAGES
 from configs.settings import RoleName, ServiceSettings
 
 FIRST_REMINDER_S = 30.0
@@ -15,7 +15,7 @@ LABEL_WIDTH = 66
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine's report of its start (`actors/engine/start_progress.py`)."""
+    """One engine's report of its start (`actors/engine/startup/start_progress.py`)."""
 
     role: str
     stage: str

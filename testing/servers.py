@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from actors.engine.start_log import root_cause
+from actors.engine.startup.start_log import root_cause
 from app.demo.paths import MODEL_DIR
 from testing import fork_server
 from testing.network_namespace import enter_network

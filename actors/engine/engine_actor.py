@@ -14,7 +14,7 @@ from ray import serve
 
 from actors.engine.adapters import SYNC_INTERVAL_S, AdapterStates
 from actors.engine.pair_warmup import PeerReplicas, every
-from actors.engine.start_progress import StartProgress
+from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError

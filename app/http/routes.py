@@ -19,10 +19,10 @@ from actors.router.single_flight import SingleFlight
 from actors.telemetry.access_log import AccessLog
 from app.http.auth import Authenticated
 from app.http.errors import error_body
-from app.http.from_decode import FromDecode
+from app.http.forwarded.from_decode import FromDecode
+from app.http.forwarded.models import AdapterEndpoints, ModelList
 from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
-from app.http.models import AdapterEndpoints, ModelList
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine.start_log import MAX_CAUSE_LINES, STAGE_MESSAGES, root_cause, stage_of
+from actors.engine.startup.start_log import MAX_CAUSE_LINES, STAGE_MESSAGES, root_cause, stage_of
 
 CORE = "(EngineCore pid=10) ERROR 11-22 17:03:12 [core.py:1214] "
 RANK = "(Worker_TP0 pid=11) ERROR 11-22 17:03:11 [multiproc_executor.py:885] "

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.engine import start_progress
-from actors.engine.start_progress import StartProgress, StartWatch
+from actors.engine.startup.start_progress import StartProgress, StartWatch
 from actors.errors import EngineStartError
 from actors.upstream import ray_private
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from actors.engine.start_log import STAGES, Stage, root_cause, stage_of
+from actors.engine.startup.start_log import STAGES, Stage, root_cause, stage_of
 from actors.errors import EngineStartError
 from actors.upstream import ray_private
 

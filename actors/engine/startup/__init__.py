@@ -1,0 +1,1 @@
+"""Records and reports the stages of an engine's start."""

@@ -1,0 +1,1 @@
+"""Endpoints that engines answer: models, adapters, and other requests without a transfer."""
