@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.engine import start_progress
+from actors.engine.startup import start_progress
 from actors.engine.startup.start_progress import StartProgress, StartWatch
 from actors.errors import EngineStartError
 from actors.upstream import ray_private
