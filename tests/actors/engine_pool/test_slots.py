@@ -296,7 +296,7 @@ async def test_no_slot_is_lost() -> None:
 
     ends = await asyncio.gather(*(client() for _ in range(400)), return_exceptions=True)
     assert {type(end) for end in ends} == {type(None), TimeoutError}
-    assert served > 100
+    assert served > 20
     assert (here.waiting, here.ongoing()) == (0, {"a": 0, "b": 0})
     await asyncio.sleep(module.LOOK_AGAIN_S)
     assert len(asyncio.all_tasks()) == 1
