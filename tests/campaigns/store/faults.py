@@ -212,7 +212,10 @@ def _rewrite(world: World, change: Callable[[bytearray], bytearray]) -> None:
     with held(root):
         files = world.object_files(root)
         for path in world.random.sample(files, min(3, len(files))):
-            data = bytes(change(bytearray(path.read_bytes())))
+            try:
+                data = bytes(change(bytearray(path.read_bytes())))
+            except FileNotFoundError:
+                continue  # a reader has found it damaged, and removes such a file without the lock
             if world.random.random() < 0.5:
                 path.write_bytes(data)
             else:
