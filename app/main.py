@@ -30,6 +30,7 @@ from app.http.auth import digests
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
 from app.http.traces import Traces
+from app.tls import TlsFiles, router_files
 from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
 
 SERVE_CALLS = 65536
@@ -83,10 +84,12 @@ class HttpRouter(RouterReplica):
         otlp_traces_endpoint: str | None = None,
         listen: tuple[str, int, float] | None = None,
         access_log: bool = False,
+        tls: TlsFiles | None = None,
     ) -> None:
         """Start the replica.
 
-        `listen` is the host, port and `leave_s` of the router's own HTTP server, or None.
+        `listen` is the host, port and `leave_s` of the router's own HTTP server, or None; `tls` has
+        its certificate files.
         """
         super().__init__(
             limits,
@@ -101,7 +104,7 @@ class HttpRouter(RouterReplica):
         keys = (*key_digests, *digests(AuthSettings().operators_keys()))
         log = open_access_log(log_directory(), own_replica_id()) if access_log else None
         self._surface = build_http(self, keys, traces, log)
-        self._http_server = HttpServer(self._surface, *listen, ready=lambda: self.ready) if listen else None
+        self._http_server = HttpServer(self._surface, *listen, ready=lambda: self.ready, tls=tls) if listen else None
         if self._http_server is not None:
             await self._http_server.open()
 
@@ -135,7 +138,13 @@ def build(args: ServiceSettings) -> serve.Application:
     own = args.router
     listen = None if own.http_port is None else (own.http_host, own.http_port, own.leave_s)
     return router_deployment(args.router).bind(
-        args.router.limits(), models, keys, args.router.otlp_traces_endpoint, listen, args.router.access_log
+        args.router.limits(),
+        models,
+        keys,
+        args.router.otlp_traces_endpoint,
+        listen,
+        args.router.access_log,
+        router_files(args.router),
     )
 
 

@@ -36,6 +36,7 @@ from app.start_screen import (
     replicas_at_start,
     stage_line,
 )
+from app.tls import unverified_context
 from configs.settings import (
     DEMO_SERVED_NAME,
     RoleName,
@@ -62,7 +63,7 @@ RAY_LOGS = "/tmp/ray/session_latest/logs"
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
-    "curl -s http://{address}/v1/completions -H 'Content-Type: application/json' {header}"
+    "curl -s {address}/v1/completions -H 'Content-Type: application/json' {header}"
     '-d \'{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 8, "temperature": 0}}\''
 )
 KEY_HEADER = '-H "Authorization: Bearer $KEY" '
@@ -199,6 +200,12 @@ def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
     return f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
 
 
+def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
+    """Return the URL for clients."""
+    scheme = "https" if settings.router.ssl_certfile else "http"
+    return f"{scheme}://{address_of(config, settings)}"
+
+
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     """Return the Serve config in `path` and Tandem's settings in it. Raises SettingsError."""
     from pydantic import ValidationError
@@ -324,7 +331,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     logs = log_directory()
     if not verbose:
         screen.quiet(logs / "launcher.log")
-    watcher = Watcher(address_of(config, settings), settings, logs, screen)
+    watcher = Watcher(url_of(config, settings), settings, logs, screen)
     stop_routers_soon(config)
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -453,9 +460,9 @@ class Watcher:
     def _print_ready(self) -> None:
         prompt = DEMO_PROMPT if self._model == DEMO_SERVED_NAME else "Hello"
         curl = CURL.format(address=self._address, model=self._model, prompt=prompt, header=self._header)
-        self._screen.say(f"ready after {self._screen.elapsed_s:.1f} s at http://{self._address}")
+        self._screen.say(f"ready after {self._screen.elapsed_s:.1f} s at {self._address}")
         self._screen.line(curl)
-        self._screen.say(f"status page: http://{self._address}/")
+        self._screen.say(f"status page: {self._address}/")
         self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
@@ -467,7 +474,9 @@ class Watcher:
     def _healthy(self) -> bool:
         """Return whether `/health` reports running engines of both roles."""
         try:
-            with urllib.request.urlopen(f"http://{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
+            with urllib.request.urlopen(
+                f"{self._address}/health", timeout=HEALTH_TIMEOUT_S, context=unverified_context()
+            ) as reply:
                 return bool(json.load(reply)["status"] == "ok")
         except (OSError, ValueError):
             return False

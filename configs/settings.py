@@ -367,6 +367,17 @@ class RouterSettings(RouterLimits, PlacementSettings):
         "reconnect, and returns 503 on `/tandem/service`; longer than a load balancer's check interval",
     )
     http_host: str = Field("127.0.0.1", description="interface of `http_port`; `0.0.0.0`: all interfaces of the node")
+    ssl_certfile: str | None = Field(
+        None,
+        description="PEM file with the certificate chain of `http_port`, on each router's node; unset: no TLS. Changed "
+        "files are used from the next connection on ([TLS](operations.md#tls))",
+    )
+    ssl_keyfile: str | None = Field(None, description="PEM file with the unencrypted key of `ssl_certfile`")
+    ssl_ca_certs: str | None = Field(
+        None,
+        description="PEM file with the authorities of client certificates. Set: clients need a certificate, except "
+        "for /, /health, /ping, /load, /metrics and /tandem/service",
+    )
     num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests of Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     drain_s: Seconds = Field(30.0, description="time for which a stopping router may finish its requests")
@@ -380,6 +391,16 @@ class RouterSettings(RouterLimits, PlacementSettings):
         description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "
         "no spans. The engine argument of the same name is vLLM's, for the engines' own spans",
     )
+
+    @model_validator(mode="after")
+    def _tls_is_complete(self) -> "RouterSettings":
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile must be set together")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
+        if self.ssl_certfile is not None and self.http_port is None:
+            raise ValueError("ssl_certfile needs http_port; Ray Serve's proxy has TLS settings of its own")
+        return self
 
     def limits(self) -> RouterLimits:
         return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))

@@ -45,7 +45,6 @@ OWNED = {
 }
 """Engine arguments with a setting of their own, and the message that names it."""
 
-_TLS = "terminate TLS in a proxy in front of the router"
 _CORS = "add CORS headers in a proxy in front of the router"
 _NO_ENDPOINT = "remove it; the router does not serve these endpoints"
 
@@ -54,12 +53,12 @@ WITHOUT_EFFECT = {
     "port": "set `router.http_port`",
     "uds": "set `router.http_port`",
     "api_key": "set `auth.api_keys` or TANDEM_API_KEYS",
-    "ssl_keyfile": _TLS,
-    "ssl_certfile": _TLS,
-    "ssl_ca_certs": _TLS,
-    "enable_ssl_refresh": _TLS,
-    "ssl_cert_reqs": _TLS,
-    "ssl_ciphers": _TLS,
+    "ssl_keyfile": "set `router.ssl_keyfile`",
+    "ssl_certfile": "set `router.ssl_certfile`",
+    "ssl_ca_certs": "set `router.ssl_ca_certs`",
+    "enable_ssl_refresh": "remove it; the router always loads changed certificate files",
+    "ssl_cert_reqs": "set `router.ssl_ca_certs`, which makes client certificates required",
+    "ssl_ciphers": "remove it; the router takes OpenSSL's defaults with TLS 1.2 or later",
     "allow_credentials": _CORS,
     "allowed_origins": _CORS,
     "allowed_methods": _CORS,

@@ -7,12 +7,15 @@ https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_i
 
 import asyncio
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Size limit of a request line and its headers, or of trailers after a body."""
+
+CLIENT_CERTIFICATE = "tandem.client_certificate"
+"""Key of an ASGI scope: whether the client presented a verified certificate."""
 
 HEAD_S = 30.0
 """Timeout for headers, from the connection or their first byte."""
@@ -76,6 +79,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        cast(dict[str, Any], self.scope)[CLIENT_CERTIFICATE] = bool(self.transport.get_extra_info("peercert"))
         self._in_head = True
         self._start_head_timer()
 

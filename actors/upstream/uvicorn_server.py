@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for connection in taken:
             try:
-                await loop.connect_accepted_socket(self._protocol, connection)
+                await loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
             except OSError as error:
                 logger.info("a client disconnected before its connection was accepted: %s", error)
                 connection.close()

@@ -20,6 +20,7 @@ from app.doctor.machine import (
     check_python,
     check_shared_memory,
     check_temporary_directory,
+    check_tls,
     check_ucx_devices,
 )
 from app.doctor.store import check_store
@@ -27,7 +28,7 @@ from app.doctor.transfer import check_transfer
 
 CHECKS = (
     *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "temporary", "ports"),
-    *("ucx", "transfer", "store"),
+    *("tls", "ucx", "transfer", "store"),
 )
 
 
@@ -65,6 +66,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         "shared-memory": lambda: check_shared_memory(settings),
         "temporary": check_temporary_directory,
         "ports": lambda: check_ports(config, settings),
+        "tls": lambda: check_tls(settings),
         "ucx": lambda: check_ucx_devices(settings),
         "transfer": lambda: check_transfer(settings),
         "store": lambda: check_store(settings),

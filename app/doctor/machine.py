@@ -7,13 +7,16 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from app.doctor.finding import Finding
 from app.run import port_taken
+from app.tls import router_files
 from configs.settings import ServiceSettings
+from connectors.errors import ConfigurationError
 
 PYTHON = (3, 11)
 PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -38,6 +41,9 @@ UNIX_SOCKET_BYTES = 107
 """Linux's limit on the path of a Unix socket."""
 
 NUMA = "libnuma.so.1"
+
+EXPIRES_SOON = timedelta(days=3)
+"""Time before the end of a certificate from which the doctor asks to renew it."""
 
 RDMA = Path("/sys/class/infiniband")
 NETWORK = Path("/sys/class/net")
@@ -122,6 +128,21 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
         text = ucx_environment(settings.role(role).environment).get("UCX_TCP_PORT_RANGE", "")
         if text:
             yield _port_range(text)
+
+
+def check_tls(settings: ServiceSettings) -> Iterator[Finding]:
+    """Check the certificate files of the router's port: readable, a pair, and not expired."""
+    files = router_files(settings.router)
+    if files is None:
+        return
+    try:
+        files.load()
+        end = files.expires_at()
+    except ConfigurationError as error:
+        yield Finding("tls", str(error), "renew or replace the files")
+        return
+    soon = "renew it" if end - datetime.now(UTC) < EXPIRES_SOON else ""
+    yield Finding("tls", f"{files.certfile} and its key match; it expires at {end:%Y-%m-%d %H:%M} UTC", soon)
 
 
 def _port(host: str, port: int, setting: str) -> Finding:

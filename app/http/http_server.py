@@ -20,11 +20,15 @@ from urllib.error import HTTPError
 import ray
 import uvicorn
 from ray import serve
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.rpc.address import enable_keepalive
-from actors.upstream.uvicorn_protocol import BoundedHttpProtocol
+from actors.upstream.uvicorn_protocol import CLIENT_CERTIFICATE, BoundedHttpProtocol
 from actors.upstream.uvicorn_server import Server
+from app.http.auth import OPEN_PATHS
+from app.http.errors import error_body
+from app.tls import TlsFiles, server_context, unverified_context
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -65,18 +69,21 @@ class HttpServer:
         leave_s: float = 1.0,
         service: str | None = None,
         ready: Callable[[], bool] = lambda: True,
+        tls: TlsFiles | None = None,
     ) -> None:
         """Create the server.
 
         ``leave_s``  time between `close` and the end of the listener
         ``service``  id of the service, by default of this process's Serve application
         ``ready``    returns whether the router can serve requests
+        ``tls``      certificate files; None: plain HTTP
         """
         self._app = app
         self._where = (host, port)
         self._leave_s = leave_s
         self._service = service or this_service()
         self._ready = ready
+        self._tls = tls
         self._leaving = False
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -84,8 +91,10 @@ class HttpServer:
     async def open(self) -> None:
         """Start to listen.
 
-        Raises PortTakenError, or another ConfigurationError if the address is not on this node.
+        Raises PortTakenError, or another ConfigurationError if the address is not on this node or
+        the certificate files cannot be used.
         """
+        tls = None if self._tls is None else server_context(self._tls)
         give_up_at = time.monotonic() + SETTLES_S
         while True:
             try:
@@ -106,6 +115,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
         )
         self._server = Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http-server")
@@ -125,13 +135,19 @@ class HttpServer:
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
-            await self._app(scope, receive, self._last(send))
+            allowed = scope["type"] != "http" or self._allows(scope)
+            await (self._app if allowed else certificate_required())(scope, receive, self._last(send))
             return
         # For load balancers: 503 while the router is stopping or has no decode engine.
         status = HTTPStatus.OK if self._ready() and not self._leaving else HTTPStatus.SERVICE_UNAVAILABLE
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": self._service.encode()})
+
+    def _allows(self, scope: Scope) -> bool:
+        """Return whether the client has a certificate, or needs none."""
+        needed = self._tls is not None and self._tls.ca_certs is not None and scope["path"] not in OPEN_PATHS
+        return not needed or scope[CLIENT_CERTIFICATE]
 
     def _last(self, send: Send) -> Send:
         """Return `send` with `connection: close` added while the server is stopping."""
@@ -154,9 +170,12 @@ class HttpServer:
                 raise ConfigurationError(f"{where} cannot be used: {error}") from error
         try:
             address = f"[{host}]" if ":" in host else host.replace("0.0.0.0", "127.0.0.1")
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            opener = urllib.request.build_opener(
+                urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified_context())
+            )
+            scheme = "http" if self._tls is None else "https"
             try:
-                reply = opener.open(f"http://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
+                reply = opener.open(f"{scheme}://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
             except HTTPError as error:
                 reply = error  # a router that is stopping
             with reply:
@@ -165,6 +184,12 @@ class HttpServer:
             raise PortTakenError(f"{where} is in use by another program; choose another port: {error!r}") from error
         if found != self._service:
             raise PortTakenError(f"{where} is in use by another program or service; choose another port")
+
+
+def certificate_required() -> JSONResponse:
+    """Return the answer to a client without a certificate."""
+    status = HTTPStatus.FORBIDDEN
+    return JSONResponse(error_body(status, "a client certificate is required"), status_code=status)
 
 
 def this_service() -> str:

@@ -1,0 +1,178 @@
+"""TLS of the router's port: real handshakes, with certificates created by each test."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from app.doctor.machine import check_tls
+from app.http.http_server import SERVICE_PATH, HttpServer
+from app.tls import TlsFiles
+from configs.settings import SettingsError, parse_settings
+from connectors.errors import ConfigurationError
+from testing.ports import free_port
+from tests.app.http.test_http_server import HOST, Behind
+
+NOW = datetime.datetime.now(datetime.UTC)
+
+
+def named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+
+@dataclass
+class Authority:
+    """A certificate authority that writes its certificates to `folder`."""
+
+    folder: Path
+    name: str
+    key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))
+
+    @property
+    def file(self) -> Path:
+        return self._write(self.name, self.name, self.key, 10)[0]
+
+    def issue(self, name: str, days: float = 10) -> tuple[Path, Path]:
+        """Return a certificate and its key; negative `days`: expired."""
+        return self._write(name, self.name, ec.generate_private_key(ec.SECP256R1()), days)
+
+    def _write(self, name: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: float) -> tuple[Path, Path]:
+        builder = x509.CertificateBuilder(named(issuer), named(name), key.public_key(), x509.random_serial_number())
+        builder = builder.not_valid_before(NOW - datetime.timedelta(days=30))
+        builder = builder.not_valid_after(NOW + datetime.timedelta(days=days))
+        builder = builder.add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        files[0].write_bytes(builder.sign(self.key, SHA256()).public_bytes(Encoding.PEM))
+        files[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        return files
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Authority:
+    return Authority(tmp_path, "ours")
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Authority:
+    return Authority(tmp_path, "foreign")
+
+
+@asynccontextmanager
+async def served(files: TlsFiles, port: int) -> AsyncGenerator[str, None]:
+    server = HttpServer(Behind("router").app, HOST, port, 0.1, "ours", tls=files)
+    await server.open()
+    try:
+        yield f"https://localhost:{port}"
+    finally:
+        await server.close()
+
+
+async def get(url: str, ca: Path, own: tuple[Path, Path] | None = None) -> httpx.Response:
+    context = ssl.create_default_context(cafile=str(ca))
+    if own is not None:
+        context.load_cert_chain(*own)
+    async with httpx.AsyncClient(verify=context, timeout=10) as client:
+        return await client.get(url)
+
+
+async def answer(port: int, ca: Path, own: tuple[Path, Path]) -> bytes:
+    """Return the answer to a request; empty if the router closes the connection.
+
+    TLS 1.3 reports a refused client certificate after the client's part of the handshake.
+    """
+    context = ssl.create_default_context(cafile=str(ca))
+    context.load_cert_chain(*own)
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(HOST, port, ssl=context, server_hostname="localhost")
+        try:
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return await reader.read()
+        except OSError:  # also an SSLError
+            return b""
+        finally:
+            writer.close()
+
+
+async def test_clients_verify_the_router(ours: Authority, foreign: Authority) -> None:
+    """Also the second router of the port, which asks the first one for its service."""
+    files, port = TlsFiles(*ours.issue("router")), free_port()
+    async with served(files, port) as url, served(files, port):
+        assert (await get(url, ours.file)).text == "router"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await get(url, foreign.file)
+        with pytest.raises(httpx.HTTPError):
+            await get(url.replace("https", "http"), ours.file)
+
+
+async def test_changed_files_are_used_by_the_next_connection(ours: Authority, foreign: Authority) -> None:
+    files = TlsFiles(*ours.issue("router"))
+    async with served(files, free_port()) as url:
+        assert (await get(url, ours.file)).text == "router"
+        foreign.issue("router")
+        assert (await get(url, foreign.file)).text == "router"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await get(url, ours.file)
+        files.keyfile.write_text("half of a rotation")
+        assert (await get(url, foreign.file)).text == "router"
+
+
+async def test_client_certificates(ours: Authority, foreign: Authority) -> None:
+    """Wrong and expired ones fail the handshake; without one, only probes are answered."""
+    own, client, expired = ours.issue("router"), ours.issue("client"), ours.issue("expired", days=-1)
+    wrong = foreign.issue("client of another")
+    async with served(TlsFiles(*own, ca_certs=ours.file), free_port()) as url:
+        assert (await get(f"{url}/slow2", ours.file, client)).status_code == 404
+        assert (await get(url + SERVICE_PATH, ours.file)).status_code == 200
+        assert (await get(url, ours.file)).text == "router"
+        refused = await get(f"{url}/slow2", ours.file)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (403, "a client certificate is required")
+        port = int(url.rpartition(":")[2])
+        assert b"router" in await answer(port, ours.file, client)
+        assert await answer(port, ours.file, expired) == b""
+        assert await answer(port, ours.file, wrong) == b""
+
+
+def test_files_that_cannot_be_used(ours: Authority, tmp_path: Path) -> None:
+    """Refused by name at the start and by the doctor."""
+    certificate, key = ours.issue("router")
+    other = ours.issue("other")[1]
+    for wrong, message in (
+        (TlsFiles(*ours.issue("old", days=-1)), "router.ssl_certfile: .*old.crt expired at "),
+        (TlsFiles(certificate, other), "router.ssl_keyfile: .*other.key is not .* of the certificate .*router.crt"),
+        (TlsFiles(tmp_path / "none", key), "router.ssl_certfile: .*none has no readable PEM certificate"),
+        (TlsFiles(certificate, tmp_path / "none"), "router.ssl_keyfile: .*none is not"),
+        (TlsFiles(certificate, key, key), "router.ssl_ca_certs: .*router.key has no readable PEM certificate"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            wrong.load()
+    for days, key_file, remedy in ((10, None, ""), (2, None, "renew it"), (10, other, "renew or replace the files")):
+        own = ours.issue("router", days)
+        settings = parse_settings({"router": {"ssl_certfile": str(own[0]), "ssl_keyfile": str(key_file or own[1])}})
+        (found,) = check_tls(settings)
+        assert found.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({"ssl_certfile": "a"}, "ssl_certfile and ssl_keyfile must be set together"),
+        ({"ssl_ca_certs": "a"}, "ssl_ca_certs needs ssl_certfile and ssl_keyfile"),
+        ({"ssl_certfile": "a", "ssl_keyfile": "b", "http_port": None}, "ssl_certfile needs http_port"),
+    ],
+)
+def test_incomplete_settings(router: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        parse_settings({"router": router})
