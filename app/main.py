@@ -23,6 +23,7 @@ from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, own_replica_id
 from actors.telemetry.access_log import open_access_log
+from actors.tls import ClientTls, TlsFiles, router_files, rpc_files
 from actors.upstream.ray_private import log_directory
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
@@ -30,8 +31,7 @@ from app.http.auth import digests
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
 from app.http.traces import Traces
-from app.tls import TlsFiles, router_files
-from configs.settings import AuthSettings, RoleName, RouterLimits, RouterSettings, ServiceSettings
+from configs.settings import AuthSettings, RoleName, RouterSettings, ServiceSettings
 
 SERVE_CALLS = 65536
 """Serve's limit on the ongoing calls of one replica, higher than Tandem's own limits.
@@ -78,34 +78,37 @@ class HttpRouter(RouterReplica):
     # Serve awaits the constructor if it is asynchronous.
     async def __init__(  # type: ignore[misc]
         self,
-        limits: RouterLimits,
+        settings: RouterSettings,
         models: Sequence[DeployedModel],
         key_digests: tuple[bytes, ...] = (),
-        otlp_traces_endpoint: str | None = None,
-        listen: tuple[str, int, float] | None = None,
-        access_log: bool = False,
-        tls: TlsFiles | None = None,
+        rpc_tls: TlsFiles | None = None,
     ) -> None:
-        """Start the replica.
-
-        `listen` is the host, port and `leave_s` of the router's own HTTP server, or None; `tls` has
-        its certificate files.
-        """
+        """Start the replica; `rpc_tls` has the certificate files of the connections to engines."""
+        client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
-            limits,
+            settings.limits(),
             *(
-                ModelEngines(EnginePool(one.prefill), EnginePool(one.decode), one.names, one.allows_adapters)
+                ModelEngines(
+                    EnginePool(one.prefill, client), EnginePool(one.decode, client), one.names, one.allows_adapters
+                )
                 for one in models
             ),
         )
         # Serve may build the application on a node whose environment has no keys, so read them here
         # again.
-        traces = Traces(otlp_traces_endpoint) if otlp_traces_endpoint else None
+        traces = Traces(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         keys = (*key_digests, *digests(AuthSettings().operators_keys()))
-        log = open_access_log(log_directory(), own_replica_id()) if access_log else None
-        self._surface = build_http(self, keys, traces, log)
-        self._http_server = HttpServer(self._surface, *listen, ready=lambda: self.ready, tls=tls) if listen else None
-        if self._http_server is not None:
+        log = open_access_log(log_directory(), own_replica_id()) if settings.access_log else None
+        self._surface = build_http(self, keys, traces, log, settings)
+        if settings.http_port is not None:
+            self._http_server = HttpServer(
+                self._surface,
+                settings.http_host,
+                settings.http_port,
+                settings.leave_s,
+                ready=lambda: self.ready,
+                tls=router_files(settings),
+            )
             await self._http_server.open()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -135,17 +138,7 @@ def build(args: ServiceSettings) -> serve.Application:
         for suffix, one in args.each_model().items()
     ]
     keys = digests(args.auth.operators_keys())
-    own = args.router
-    listen = None if own.http_port is None else (own.http_host, own.http_port, own.leave_s)
-    return router_deployment(args.router).bind(
-        args.router.limits(),
-        models,
-        keys,
-        args.router.otlp_traces_endpoint,
-        listen,
-        args.router.access_log,
-        router_files(args.router),
-    )
+    return router_deployment(args.router).bind(args.router, models, keys, rpc_files(args))
 
 
 def router_deployment(settings: RouterSettings) -> serve.Deployment:

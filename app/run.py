@@ -27,6 +27,7 @@ from typing import Any, TextIO
 import psutil
 import yaml
 
+from actors.tls import unverified_context
 from app.start_screen import (
     EngineReport,
     EngineStages,
@@ -36,7 +37,6 @@ from app.start_screen import (
     replicas_at_start,
     stage_line,
 )
-from app.tls import unverified_context
 from configs.settings import (
     DEMO_SERVED_NAME,
     RoleName,

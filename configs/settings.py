@@ -386,6 +386,19 @@ class RouterSettings(RouterLimits, PlacementSettings):
         description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory "
         "([fields](observing.md#access-log))",
     )
+    request_log: Literal["off", "parameters", "text"] = Field(
+        "off",
+        description="add the body of each request to its line of the access log: `parameters` with lengths instead of "
+        "texts, `text` as it was sent, prompts included ([fields](observing.md#access-log))",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description='origins of web pages that may call `http_port` (CORS), for example `["https://chat.example"]`; '
+        '`["*"]`: all, which is the default of `vllm serve`',
+    )
+    allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="methods for these origins")
+    allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="request headers for these origins")
+    allow_credentials: bool = Field(False, description="whether these origins may send cookies")
     otlp_traces_endpoint: str | None = Field(
         None,
         description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "
@@ -538,6 +551,14 @@ class RoleSettings(PlacementSettings):
         return replicas
 
 
+class RpcTlsSettings(Frozen):
+    """Certificates of the connections between routers and engines."""
+
+    certfile: str = Field(min_length=1, description="PEM file with the certificate chain, on the node of each replica")
+    keyfile: str = Field(min_length=1, description="PEM file with its unencrypted key")
+    ca_certs: str = Field(min_length=1, description="PEM file with the authorities of the other side's certificates")
+
+
 class ScalingSettings(Frozen):
     """Arguments (`policy_kwargs`) of the autoscaling policy for both roles, outside `args`."""
 
@@ -640,6 +661,12 @@ class ServiceSettings(ModelSettings):
     store: KVStoreSettings = Field(KVStoreSettings(), description="the KV store; off by default")
     router: RouterSettings = Field(RouterSettings(), description="the Router deployment")
     auth: AuthSettings = Field(AuthSettings(), description="API keys")
+    rpc_tls: RpcTlsSettings | None = Field(
+        None,
+        description="mutual TLS between routers and engines: `certfile`, `keyfile` and `ca_certs`, PEM files on the "
+        "node of each replica. Both sides present the certificate. Changed files are used from the next connection on "
+        "([TLS](operations.md#tls))",
+    )
     cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU; ignored by roles with `num_gpus`")
 
     @model_validator(mode="after")

@@ -45,7 +45,6 @@ OWNED = {
 }
 """Engine arguments with a setting of their own, and the message that names it."""
 
-_CORS = "add CORS headers in a proxy in front of the router"
 _NO_ENDPOINT = "remove it; the router does not serve these endpoints"
 
 WITHOUT_EFFECT = {
@@ -59,10 +58,10 @@ WITHOUT_EFFECT = {
     "enable_ssl_refresh": "remove it; the router always loads changed certificate files",
     "ssl_cert_reqs": "set `router.ssl_ca_certs`, which makes client certificates required",
     "ssl_ciphers": "remove it; the router takes OpenSSL's defaults with TLS 1.2 or later",
-    "allow_credentials": _CORS,
-    "allowed_origins": _CORS,
-    "allowed_methods": _CORS,
-    "allowed_headers": _CORS,
+    "allow_credentials": "set `router.allow_credentials`",
+    "allowed_origins": "set `router.allowed_origins`",
+    "allowed_methods": "set `router.allowed_methods`",
+    "allowed_headers": "set `router.allowed_headers`",
     "root_path": "remove the prefix in a proxy in front of the router",
     "uvicorn_log_level": "remove it",
     "disable_uvicorn_access_log": "set `router.access_log`",

@@ -22,7 +22,8 @@ from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.telemetry.engine_status import read_status
-from configs.settings import RoleName, RoleSettings, ServiceSettings
+from actors.tls import rpc_files, server_context
+from configs.settings import RoleName, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class EngineActor:
         self._node_ip = ray.util.get_node_ip_address()
         with StartProgress(self.role, self.replica):
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
-            await self._open_rpc_servers(settings.role(self.role))
+            await self._open_rpc_servers(settings)
             await self._prepare(settings)
             if self._changes_adapters:
                 await self._follow_peers()
@@ -82,7 +83,9 @@ class EngineActor:
         """Return the last change of each adapter."""
         return self.engine.adapters.states()
 
-    async def _open_rpc_servers(self, settings: RoleSettings) -> None:
+    async def _open_rpc_servers(self, service: ServiceSettings) -> None:
+        settings, files = service.role(self.role), rpc_files(service)
+        tls = None if files is None else server_context(files)
         slots = settings.max_ongoing_sequences or self.engine.slots
         host = settings.rpc_host or self._node_ip
         self.engines = engine_names(self.replica, len(self.engine.ranks))
@@ -93,7 +96,7 @@ class EngineActor:
             self._rpc_servers.append(server)
             port = settings.rpc_port + rank if settings.rpc_port else 0
             try:
-                address = await server.open(host, port)
+                address = await server.open(host, port, tls)
             except OSError as error:
                 where = f"{self.role}.rpc_host, rpc_port: {host}:{port}"
                 raise EngineStartError(f"{where} cannot be used: {error}") from error

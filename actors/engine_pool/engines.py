@@ -26,6 +26,7 @@ from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channel, Channels, ChannelsSnapshot
 from actors.rpc.messages import RpcFailure, RpcRequest
 from actors.rpc.protocol import GRANT_BYTES, item_bytes
+from actors.tls import ClientTls
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -140,13 +141,13 @@ class EngineCall:
 class EnginePool:
     """The engines of one role."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle, tls: ClientTls | None = None) -> None:
         # A handle with options receives Serve's updates at once; a plain handle receives them only
         # after its first call.
         self._handle = handle.options()
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
         self._router = uuid.uuid4().hex
-        self._channels = Channels()
+        self._channels = Channels(tls)
         self._unsubscribe: Callable[[], None] | None = None
 
     async def take(

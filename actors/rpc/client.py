@@ -1,6 +1,7 @@
 """A router's connections to engines, one per engine: sockets and timers around `protocol.py`."""
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -10,6 +11,7 @@ from actors.request import Item
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import Reply, RpcFailure, RpcProtocolError, RpcRequest, StreamItem
 from actors.rpc.protocol import RouterProtocol
+from actors.tls import ClientTls
 
 CONNECT_S = 5.0
 """Timeout of a TCP connect, which normally takes less than a millisecond."""
@@ -51,9 +53,12 @@ class _Answer:
 class Channel(asyncio.Protocol):
     """Connection to one engine. The constructor starts to connect; calls may be sent at once."""
 
-    def __init__(self, address: RpcAddress, closed: Callable[["Channel"], None]) -> None:
+    def __init__(
+        self, address: RpcAddress, closed: Callable[["Channel"], None], tls: ssl.SSLContext | None = None
+    ) -> None:
         """Start to connect; call `closed` when the connection ends or cannot be opened."""
         self.address = address
+        self._tls = tls
         self._closed = closed
         self._protocol = RouterProtocol(address.key)
         self._listeners: dict[int, Listener] = {}
@@ -131,7 +136,9 @@ class Channel(asyncio.Protocol):
     async def _connect(self) -> None:
         try:
             async with asyncio.timeout(CONNECT_S):
-                await asyncio.get_running_loop().create_connection(lambda: self, self.address.host, self.address.port)
+                await asyncio.get_running_loop().create_connection(
+                    lambda: self, self.address.host, self.address.port, ssl=self._tls
+                )
         except (OSError, TimeoutError) as error:
             self._end(f"cannot connect: {error!r}")
 
@@ -176,14 +183,17 @@ class ChannelsSnapshot:
 class Channels:
     """A router's connections to the engines of one role."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ClientTls | None = None) -> None:
+        self._tls = tls
         self._channels: dict[RpcAddress, Channel] = {}
 
     def to(self, address: RpcAddress) -> Channel:
         """Return the connection to an engine; open one if there is none."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = Channel(address, self._closed)
+            channel = self._channels[address] = Channel(
+                address, self._closed, None if self._tls is None else self._tls.context()
+            )
         return channel
 
     def close(self) -> None:

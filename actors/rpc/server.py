@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 UNREAD_S = 120.0
 """Timeout for a router that acknowledges no data. Longer than `UNREAD_S` of `http_server.py`, so
 that a slow client does not look like a dead engine."""
+
+HANDSHAKE_S = 10.0
+"""Timeout of a TLS handshake."""
 
 SLOT_WAIT_S = 0.1
 """Time for which a call waits for a slot before the engine refuses it. A router frees a slot at the
@@ -78,14 +82,17 @@ class RpcServer:
         self._idle.set()
         self.ongoing = 0
 
-    async def open(self, host: str, port: int) -> RpcAddress:
+    async def open(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> RpcAddress:
         """Listen on `host`, an address of this node; port 0 selects a free port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
         enable_keepalive(listener, UNREAD_S)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ServerConnection(self._key, self._answer, self._call_method, self._connections), sock=listener
+            lambda: ServerConnection(self._key, self._answer, self._call_method, self._connections),
+            sock=listener,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
         )
         return RpcAddress(host, listener.getsockname()[1], self._key)
 

@@ -1,4 +1,7 @@
-"""Access log of a router: one JSON line per request, without prompts, answers or keys."""
+"""Access log of a router: one JSON line per request, without prompts, answers or keys.
+
+With `router.request_log`, a line also has the parameters of the request, or its whole body.
+"""
 
 import json
 import logging
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,6 +31,11 @@ OLD_FILES = 3
 ENTRY = "tandem.access"
 """Key of a request's `AccessEntry` in its ASGI scope."""
 
+RequestLog = Literal["off", "parameters", "text"]
+
+SHOWN_TEXTS = frozenset({"model", "type", "tool_choice", "reasoning_effort", "service_tier", "encoding_format"})
+"""Fields whose texts are parameters. All other texts are replaced by their lengths."""
+
 _USAGE = (b'"usage":{', b'"usage": {')
 _TOKENS = {
     "prompt_tokens": re.compile(rb'"(?:prompt|input)_tokens": ?(\d+)'),
@@ -43,6 +51,9 @@ class AccessEntry:
     """One request. The HTTP layer sets `key`, `request_id` and `answered`."""
 
     request_id: str | None
+    request_log: RequestLog = "off"
+    request: Any = None
+    """The body of the request, as far as `request_log` asks for it."""
     key: str | None = None
     """First digits of the digest of the API key."""
     answer: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +62,11 @@ class AccessEntry:
     sent_bytes: int = 0
     complete: bool = False
     usage: dict[str, int] = field(default_factory=dict)
+
+    def received(self, body: Mapping[str, Any]) -> None:
+        """Keep the body of the request as `request_log` asks for it."""
+        if self.request_log != "off":
+            self.request = body if self.request_log == "text" else parameters_of(body)
 
     def answered(self, **fields: Any) -> None:
         """Add fields of an answer, for example `route`, or `late_status`."""
@@ -75,9 +91,10 @@ class AccessEntry:
 class AccessLog:
     """ASGI middleware that writes a line when a request has ended, however it ends."""
 
-    def __init__(self, app: ASGIApp, write: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp, write: Callable[[str], None], request_log: RequestLog = "off") -> None:
         self._app = app
         self._write = write
+        self._request_log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
@@ -86,7 +103,7 @@ class AccessLog:
             return
         began_at = time.monotonic()
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
-        entry = AccessEntry(None if given is None else given.decode("latin-1"))
+        entry = AccessEntry(None if given is None else given.decode("latin-1"), self._request_log)
 
         async def noted(message: Message) -> None:
             await send(message)
@@ -116,8 +133,23 @@ def line_of(scope: Mapping[str, Any], path: str, entry: AccessEntry, began_at: f
         "total_ms": _ms(now - began_at),
         **entry.answer,
         **entry.usage,
+        **({} if entry.request is None else {"request": entry.request}),
     }
     return json.dumps(line)
+
+
+def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request's body with the lengths of texts and lists instead of their contents."""
+    return {
+        str(name)[:MAX_PATH_CHARACTERS]: parameters_of(value) if isinstance(value, Mapping) else _shown(name, value)
+        for name, value in body.items()
+    }
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:MAX_PATH_CHARACTERS] if name in SHOWN_TEXTS else f"{len(value)} characters"
+    return f"{len(value)} items" if isinstance(value, list) else value
 
 
 def _ms(seconds: float) -> float:

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from actors.tls import router_files
 from app.doctor.finding import Finding
 from app.run import port_taken
-from app.tls import router_files
 from configs.settings import ServiceSettings
 from connectors.errors import ConfigurationError
 

@@ -82,6 +82,8 @@ class Generate:
         try:
             with self._router.admitted() as count:
                 request = await self._read(Request(scope, receive))
+                if (entry := scope.get(ENTRY)) is not None:
+                    entry.received(request.body)
                 model = await self._router.model_of(request.body.get("model"))
                 tally.metrics = model.metrics
                 count(request.sequences)

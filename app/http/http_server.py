@@ -24,11 +24,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.rpc.address import enable_keepalive
+from actors.tls import TlsFiles, server_context, unverified_context
 from actors.upstream.uvicorn_protocol import CLIENT_CERTIFICATE, BoundedHttpProtocol
 from actors.upstream.uvicorn_server import Server
 from app.http.auth import OPEN_PATHS
 from app.http.errors import error_body
-from app.tls import TlsFiles, server_context, unverified_context
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

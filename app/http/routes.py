@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
+from configs.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +42,13 @@ def build_http(
     key_digests: Sequence[bytes] = (),
     traces: Traces | None = None,
     access_log: Callable[[str], None] | None = None,
+    settings: RouterSettings | None = None,
 ) -> ASGIApp:
     """Return the application of `router`.
 
     ``key_digests``  digests of valid API keys; empty to admit all requests
     ``access_log``   receives one line per request
+    ``settings``     of web pages' origins and of the requests in the access log; None: the defaults
     """
 
     async def merged() -> str:
@@ -90,8 +94,17 @@ def build_http(
         ],
         exception_handlers={HTTPException: refuse_route},
     )
-    authenticated = Authenticated(surface, router, key_digests)
-    return authenticated if access_log is None else AccessLog(authenticated, access_log)
+    own = settings or RouterSettings()
+    app: ASGIApp = Authenticated(surface, router, key_digests)
+    if own.allowed_origins:
+        app = CORSMiddleware(  # before the keys: browsers ask for permission without one
+            app,
+            allow_origins=own.allowed_origins,
+            allow_methods=own.allowed_methods,
+            allow_headers=own.allowed_headers,
+            allow_credentials=own.allow_credentials,
+        )
+    return app if access_log is None else AccessLog(app, access_log, own.request_log)
 
 
 def _models_routes(router: RouterReplica) -> list[Route]:

@@ -106,7 +106,10 @@ def test_every_wrong_key_is_named_at_once():
         ({"engine": {"enable_elastic_ep": True}}, "engine.enable_elastic_ep: cannot be set here"),
         ({"frontend": {"tool_parser": "x"}}, "frontend.tool_parser: vLLM has no such argument"),
         ({"frontend": {"ssl_certfile": "a.pem"}}, "frontend.ssl_certfile: has no effect; set `router.ssl_certfile`"),
-        ({"frontend": {"allowed_origins": ["*"]}}, "frontend.allowed_origins: has no effect; add CORS headers in a"),
+        (
+            {"frontend": {"allowed_origins": ["*"]}},
+            "frontend.allowed_origins: has no effect; set `router.allowed_origins`",
+        ),
         ({"frontend": {"port": 80}}, "frontend.port: has no effect; set `router.http_port`"),
         ({"frontend": {"api_key": ["x"]}}, "frontend.api_key: has no effect; set `auth.api_keys`"),
         ({"frontend": {"enable_auto_tool_choice": True}}, "frontend.enable_auto_tool_choice: needs `tool_call_parser`"),

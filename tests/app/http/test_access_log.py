@@ -16,6 +16,7 @@ from actors.telemetry import access_log
 from actors.telemetry.access_log import open_access_log
 from app.http.auth import digest
 from app.http.routes import build_http
+from configs.settings import RouterSettings
 from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, well
 from tests.actors.fleet import at_rest
 
@@ -40,10 +41,15 @@ ANSWERED = {"route", "reason", "prefill", "decode", "stream", "parts_ms", "promp
 class Logged:
     """A router's HTTP side over in-process replicas, and its written lines."""
 
-    def __init__(self, prefill: list[Any], decode: list[Any], *keys: str) -> None:
+    def __init__(self, prefill: list[Any], decode: list[Any], *keys: str, **settings: Any) -> None:
         self.router, *self.handles = fleet(prefill, decode)
         self.lines: list[str] = []
-        app = build_http(cast(Any, self.router), [digest(key) for key in keys], access_log=self.lines.append)
+        app = build_http(
+            cast(Any, self.router),
+            [digest(key) for key in keys],
+            access_log=self.lines.append,
+            settings=RouterSettings(**settings),
+        )
         transport = httpx.ASGITransport(cast(Any, app), client=("192.0.2.7", 123))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
@@ -82,6 +88,42 @@ async def test_a_streamed_request_over_both_engines() -> None:
     }
     assert 0 < line["first_byte_ms"] <= line["total_ms"]
     assert "secret" not in logged.lines[0]
+    assert KEY not in logged.lines[0]
+
+
+BODY = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "a secret"}],
+    "max_tokens": 5,
+    "stop": "secret",
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "secret"}},
+    "logit_bias": None,
+}
+
+
+async def test_parameters_of_requests() -> None:
+    """Numbers and names, and lengths instead of texts."""
+    logged = Logged([], [answers(200, {})], KEY, request_log="parameters")
+    await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
+    assert (await logged.line())["request"] == {
+        "model": "m",
+        "messages": "1 items",
+        "max_tokens": 5,
+        "stop": "6 characters",
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "6 characters"}},
+        "logit_bias": None,
+    }
+    assert "secret" not in logged.lines[0]
+    assert KEY not in logged.lines[0]
+
+
+async def test_texts_of_requests() -> None:
+    """As they were sent, without the key."""
+    logged = Logged([], [answers(200, {})], KEY, request_log="text")
+    await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
+    assert (await logged.line())["request"] == BODY
     assert KEY not in logged.lines[0]
 
 

@@ -3,61 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from actors.tls import TlsFiles
 from app.doctor.machine import check_tls
 from app.http.http_server import SERVICE_PATH, HttpServer
-from app.tls import TlsFiles
 from configs.settings import SettingsError, parse_settings
 from connectors.errors import ConfigurationError
+from testing.certificates import Authority
 from testing.ports import free_port
 from tests.app.http.test_http_server import HOST, Behind
-
-NOW = datetime.datetime.now(datetime.UTC)
-
-
-def named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-
-
-@dataclass
-class Authority:
-    """A certificate authority that writes its certificates to `folder`."""
-
-    folder: Path
-    name: str
-    key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))
-
-    @property
-    def file(self) -> Path:
-        return self._write(self.name, self.name, self.key, 10)[0]
-
-    def issue(self, name: str, days: float = 10) -> tuple[Path, Path]:
-        """Return a certificate and its key; negative `days`: expired."""
-        return self._write(name, self.name, ec.generate_private_key(ec.SECP256R1()), days)
-
-    def _write(self, name: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: float) -> tuple[Path, Path]:
-        builder = x509.CertificateBuilder(named(issuer), named(name), key.public_key(), x509.random_serial_number())
-        builder = builder.not_valid_before(NOW - datetime.timedelta(days=30))
-        builder = builder.not_valid_after(NOW + datetime.timedelta(days=days))
-        builder = builder.add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        files[0].write_bytes(builder.sign(self.key, SHA256()).public_bytes(Encoding.PEM))
-        files[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        return files
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""TLS of the router's port: certificate files, reloaded when they change."""
+"""TLS of the router's port and of the connections to engines: files, reloaded when they change."""
 
 import logging
 import ssl
@@ -9,7 +9,7 @@ from typing import Any
 
 from cryptography import x509
 
-from configs.settings import RouterSettings
+from configs.settings import RouterSettings, ServiceSettings
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -19,43 +19,55 @@ Signature = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of the router's port.
+    """PEM files of one side of a connection.
 
-    ``certfile``  certificate chain, the server's certificate first
+    ``certfile``  certificate chain, this side's certificate first
     ``keyfile``   its private key, without a passphrase
-    ``ca_certs``  authorities of client certificates; None: clients need no certificate
+    ``ca_certs``  authorities of the other side's certificate; None: clients need no certificate
+    ``mutual``    whether a client without a certificate fails the handshake
+    ``prefix``    of the settings' names in errors
     """
 
     certfile: Path
     keyfile: Path
     ca_certs: Path | None = None
+    mutual: bool = False
+    prefix: str = "router.ssl_"
 
-    def load(self) -> ssl.SSLContext:
-        """Return a context. Raises ConfigurationError that names the setting and the file."""
-        certificate = _certificates("ssl_certfile", self.certfile)[0]
-        _check_dates("ssl_certfile", self.certfile, certificate)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    def load(self, client: bool = False) -> ssl.SSLContext:
+        """Return a context of a server or a `client`.
+
+        Raises ConfigurationError that names the setting and the file.
+        """
+        _check_dates(f"{self.prefix}certfile", self.certfile, self._own_certificate())
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if client else ssl.PROTOCOL_TLS_SERVER)
+        # Routers find engines by address, which certificates need not name; the authority decides.
+        context.check_hostname = False
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        if not self.mutual:
+            context.set_alpn_protocols(["http/1.1"])
         try:
             # The empty password refuses an encrypted key; OpenSSL would ask on the terminal.
             context.load_cert_chain(self.certfile, self.keyfile, password="")
         except (OSError, ValueError) as error:
             raise ConfigurationError(
-                f"router.ssl_keyfile: {self.keyfile} is not the readable, unencrypted private key of the certificate "
+                f"{self.prefix}keyfile: {self.keyfile} is not the readable, unencrypted private key of the certificate "
                 f"{self.certfile}: {error}"
             ) from error
         if self.ca_certs is not None:
-            _certificates("ssl_ca_certs", self.ca_certs)
+            _certificates(f"{self.prefix}ca_certs", self.ca_certs)
             context.load_verify_locations(self.ca_certs)
             # A wrong certificate fails the handshake. The HTTP server refuses requests without one,
             # because probes have none.
-            context.verify_mode = ssl.CERT_OPTIONAL
+            context.verify_mode = ssl.CERT_REQUIRED if client or self.mutual else ssl.CERT_OPTIONAL
         return context
 
+    def _own_certificate(self) -> x509.Certificate:
+        return _certificates(f"{self.prefix}certfile", self.certfile)[0]
+
     def expires_at(self) -> datetime:
-        """Return the end of the server certificate. Raises ConfigurationError."""
-        return _certificates("ssl_certfile", self.certfile)[0].not_valid_after_utc
+        """Return the end of the certificate. Raises ConfigurationError."""
+        return self._own_certificate().not_valid_after_utc
 
     def signature(self) -> Signature:
         """Return a value that changes when a file is written or replaced. Raises OSError."""
@@ -88,6 +100,30 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return outer
 
 
+class ClientTls:
+    """Contexts of a client; changed files are used by the next connection."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Load the files. Raises ConfigurationError."""
+        self._files = files
+        self._loaded = _signature(files)
+        self._context = files.load(client=True)
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for a new connection.
+
+        Files that cannot be loaded leave the previous ones in use.
+        """
+        if (found := _signature(self._files)) != self._loaded:
+            self._loaded = found
+            try:
+                self._context = self._files.load(client=True)
+                logger.info("loaded the new TLS certificate %s", self._files.certfile)
+            except ConfigurationError as error:
+                logger.error("the previous TLS certificate stays in use: %s", error)
+        return self._context
+
+
 def _signature(files: TlsFiles) -> Signature | None:
     try:
         return files.signature()
@@ -99,18 +135,16 @@ def _certificates(setting: str, file: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"router.{setting}: {file} has no readable PEM certificate: {error}") from error
+        raise ConfigurationError(f"{setting}: {file} has no readable PEM certificate: {error}") from error
 
 
 def _check_dates(setting: str, file: Path, certificate: x509.Certificate) -> None:
     now = datetime.now(UTC)
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
-        raise ConfigurationError(f"router.{setting}: {file} expired at {end:%Y-%m-%d %H:%M} UTC; renew it")
+        raise ConfigurationError(f"{setting}: {file} expired at {end:%Y-%m-%d %H:%M} UTC; renew it")
     if now < start:
-        raise ConfigurationError(
-            f"router.{setting}: {file} is valid from {start:%Y-%m-%d %H:%M} UTC only; check the clock"
-        )
+        raise ConfigurationError(f"{setting}: {file} is valid from {start:%Y-%m-%d %H:%M} UTC only; check the clock")
 
 
 def router_files(settings: RouterSettings) -> TlsFiles | None:
@@ -119,6 +153,14 @@ def router_files(settings: RouterSettings) -> TlsFiles | None:
         return None
     ca_certs = None if settings.ssl_ca_certs is None else Path(settings.ssl_ca_certs)
     return TlsFiles(Path(settings.ssl_certfile), Path(settings.ssl_keyfile), ca_certs)
+
+
+def rpc_files(settings: ServiceSettings) -> TlsFiles | None:
+    """Return the files of both sides of the connections to engines, or None without TLS."""
+    own = settings.rpc_tls
+    if own is None:
+        return None
+    return TlsFiles(Path(own.certfile), Path(own.keyfile), Path(own.ca_certs), mutual=True, prefix="rpc_tls.")
 
 
 def unverified_context() -> ssl.SSLContext:

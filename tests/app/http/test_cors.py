@@ -1,0 +1,56 @@
+"""Web pages of other origins (CORS)."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from app.http.auth import digest
+from app.http.routes import build_http
+from configs.settings import RouterSettings
+from tests.actors.behaviours import engine, fleet, well
+
+ORIGIN = "https://chat.example"
+ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+
+
+def client(**settings: Any) -> httpx.AsyncClient:
+    router, *_ = fleet([well], [engine(1, [1])])
+    app = build_http(cast(Any, router), [digest("key")], settings=RouterSettings(**settings))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://tandem")
+
+
+async def test_an_allowed_origin() -> None:
+    """Browsers ask without the key; the answer to a request names the origin, also a refusal."""
+    async with client(allowed_origins=[ORIGIN]) as http:
+        asked = await http.options("/v1/completions", headers={"Origin": ORIGIN, **ASKS})
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == ORIGIN
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert asked.headers["access-control-allow-headers"] == "authorization, content-type"
+        for key, status in (("key", 200), ("another", 401)):
+            headers = {"Origin": ORIGIN, "Authorization": f"Bearer {key}"}
+            reply = await http.post("/v1/completions", json={"prompt": "a", "stream": True}, headers=headers)
+            assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, ORIGIN)
+
+
+@pytest.mark.parametrize("allowed", [[], [ORIGIN]])
+async def test_other_origins(allowed: list[str]) -> None:
+    """The answer does not name them, so browsers keep it from the page."""
+    async with client(allowed_origins=allowed) as http:
+        headers = {"Origin": "https://other.example", "Authorization": "Bearer key"}
+        assert (await http.options("/v1/completions", headers={**headers, **ASKS})).status_code >= 400
+        reply = await http.get("/health", headers=headers)
+        assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_settings() -> None:
+    """The names and values of `vllm serve`."""
+    settings = {"allowed_origins": ["*"], "allowed_methods": ["GET"], "allow_credentials": True}
+    async with client(**settings) as http:
+        asked = await http.options("/v1/models", headers={"Origin": ORIGIN, "Access-Control-Request-Method": "PUT"})
+        assert asked.status_code == 400
+        reply = await http.get("/health", headers={"Origin": ORIGIN})
+        assert reply.headers["access-control-allow-credentials"] == "true"
