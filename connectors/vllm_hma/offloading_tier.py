@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import vllm
+from transformers import PretrainedConfig
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -53,7 +54,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from connectors.errors import StoreError
+from connectors.errors import ConfigurationError, StoreError
 from connectors.store.keys.names import KEY_BYTES, NAMESPACE_BYTES
 from connectors.store.settings import parse_settings
 from connectors.store.tiers.folder import FolderTier
@@ -76,6 +77,8 @@ _QUEUED_WRITES = 1024
 # vLLM does not tell how long a chunk took to compute: all objects cost the same per byte.
 _COST_NS_PER_BYTE = 1
 _KNOWN_KEYS = 100_000
+# Keys of a lookup call: a long prompt's answers arrive in parts, and a slow part is late alone.
+_KEYS_PER_LOOKUP = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +116,8 @@ class TandemStoreTier(SecondaryTierManager):
     ``revision``          commit of a Hugging Face Hub model, if the hub's cache does not know it
     ``identity``          what else changes KV: vLLM does not report hf_overrides, quantization and
                           the content of adapters to tiers
+    ``media_is_hashed``   whether vLLM names images by content: with ``mm_processor_cache_gb`` above
+                          0 or with prefix caching. Models with images or audio need it
     ``enable_kv_events``  whether to report stored and removed chunks
     ``locality``          LOCAL or REMOTE, for vLLM's tier filters
     """
@@ -133,10 +138,13 @@ class TandemStoreTier(SecondaryTierManager):
         store_s: float = 30.0,
         revision: str | None = None,
         identity: str = "",
+        media_is_hashed: bool = False,
         enable_kv_events: bool = False,
         locality: str | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if not media_is_hashed:
+            _check_media(offloading_spec.config.model.name, revision)
         self.locality = Locality(locality) if locality is not None else None
         limits = {"lookup_s": lookup_s, "load_s": load_s, "store_s": store_s}
         settings = parse_settings({"store": {"path": path, "disk_gib": disk_gib, **limits}})
@@ -160,7 +168,7 @@ class TandemStoreTier(SecondaryTierManager):
         self._jobs: list[_Job] = []
         self._finished: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
-        self._known: dict[bytes, OffloadKey] | None = None
+        self._known: dict[tuple[bytes, bytes], OffloadKey] | None = None
         if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._known = {}
             self.folder.removed = deque(maxlen=_KNOWN_KEYS)
@@ -202,20 +210,20 @@ class TandemStoreTier(SecondaryTierManager):
                 del self._lookups[key]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Submit the step's lookups in one call."""
+        """Submit the step's lookups, in the order of their prompts."""
         self._take_lookups()
-        asked, self._unasked = [each for each in self._unasked if each.request_ids], []
-        if not asked:
-            return
+        waiting, self._unasked = [each for each in self._unasked if each.request_ids], []
         now = time.monotonic()
-        names = [self.name(each.key) for each in asked]
-        call = self._lookup_lane.submit(partial(self.folder.find_all, names), now + self._settings.lookup_s)
-        for each in asked:
-            each.asked_at = now
-            if call is None:
-                each.exists = False
-        if call is not None:
-            self._asked.append((asked, call))
+        for begin in range(0, len(waiting), _KEYS_PER_LOOKUP):
+            asked = waiting[begin : begin + _KEYS_PER_LOOKUP]
+            names = [self.name(each.key) for each in asked]
+            call = self._lookup_lane.submit(partial(self.folder.find_all, names), now + self._settings.lookup_s)
+            for each in asked:
+                each.asked_at = now
+                if call is None:
+                    each.exists = False
+            if call is not None:
+                self._asked.append((asked, call))
 
     def _take_lookups(self) -> None:
         now, waiting = time.monotonic(), []
@@ -223,10 +231,12 @@ class TandemStoreTier(SecondaryTierManager):
             if call.over:
                 answers = call.result if call.state is CallState.ENDED and call.result else [False] * len(asked)
                 for each, exists in zip(asked, answers, strict=True):
-                    each.exists = exists
+                    if each.exists is None:  # else it was stored meanwhile
+                        each.exists = exists
             elif asked[0].asked_at is not None and now >= asked[0].asked_at + self._settings.lookup_s:
                 for each in asked:
-                    each.exists = False
+                    if each.exists is None:
+                        each.exists = False
             else:
                 waiting.append((asked, call))
         self._asked = waiting
@@ -264,20 +274,34 @@ class TandemStoreTier(SecondaryTierManager):
                 break
             time.sleep(0.001)
         self.space = os.urandom(NAMESPACE_BYTES)
+        if self._known:
+            self._events.append(self._event(list(self._known.values()), removed=True))
+            self._known.clear()
         self._asked.clear()
         for each in self._lookups.values():
             each.exists = False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return stored chunks, and those of them that this process has removed."""
+        """Return stored chunks, then those of them that this process has removed.
+
+        A chunk that was removed and stored again since the last call is reported as removed.
+        """
+        self._note_removals()
         events, self._events = self._events, []
+        return events
+
+    def _note_removals(self) -> None:
         removed = []
         while self._known is not None and self.folder.removed:
-            key = self._known.pop(self.folder.removed.popleft().key, None)
+            name = self.folder.removed.popleft()
+            # The folder may have chunks of other models and namespaces.
+            key = self._known.pop((name.space, name.key), None)
             removed += [key] if key is not None else []
         if removed:
-            events.append(OffloadingEvent(removed, self.medium, removed=True, locality=self.locality))
-        return events
+            self._events.append(self._event(removed, removed=True))
+
+    def _event(self, keys: list[OffloadKey], removed: bool) -> OffloadingEvent:
+        return OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality)
 
     def shutdown(self) -> None:
         """Stop without waiting. Unwritten chunks are lost."""
@@ -339,10 +363,10 @@ class TandemStoreTier(SecondaryTierManager):
             self._lookups[key].exists = True
         if self._known is None or not keys:
             return
-        self._known.update({self.name(key).key: key for key in keys})
+        self._known.update({(self.space, self.name(key).key): key for key in keys})
         while len(self._known) > _KNOWN_KEYS:
             del self._known[next(iter(self._known))]
-        self._events.append(OffloadingEvent(keys, self.medium, removed=False, locality=self.locality))
+        self._events.append(self._event(keys, removed=False))
 
     # On threads.
 
@@ -354,6 +378,8 @@ class TandemStoreTier(SecondaryTierManager):
         return True
 
     def _load(self, job: _Job, name: ObjectName, chunk: int, progress: Progress) -> bool:
+        if job.abandoned:
+            raise StoreError("the transfer has ended")  # queued behind a disk that hung
         payload = np.empty(self.block_size_bytes, np.uint8)
         self._verified.read(name, payload.data, progress)
         with self._memory_lock:
@@ -383,6 +409,7 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
     config = Path(spec.config.model.name) / "config.json"
     described = {
         "layout": layout.get_run_config() | {"model_name": "", "rank": layout.rank},
+        "kv_cache_layout": [spec.config.kv_cache_layout, os.environ.get("VLLM_KV_CACHE_LAYOUT")],
         "weights": named_weights(spec.config.model.name, revision),
         "config": hashlib.blake2b(config.read_bytes() if config.is_file() else b"").hexdigest(),
         "identity": identity,
@@ -391,3 +418,16 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
     }
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES, person=b"tandem-tier").digest()
+
+
+def _check_media(model: str, revision: str | None) -> None:
+    """Raise ConfigurationError for a model with images or audio, whose names vLLM may count."""
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+    except (OSError, ValueError):  # no config.json: vLLM would not serve images from it
+        return
+    if found := sorted({"vision_config", "audio_config"} & config.keys()):
+        raise ConfigurationError(
+            f"secondary_tiers: {model} has a {found[0]}; set media_is_hashed to true if vLLM names images by content: "
+            "with mm_processor_cache_gb above 0, or with prefix caching"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, Medium
 
 from connectors.errors import ConfigurationError
+from connectors.store.tiers.objects import ObjectName
 from tests.campaigns.store import tier_campaign
-from tests.campaigns.store.tier_world import TieredEngine, keys_of, until
+from tests.campaigns.store.tier_world import BLOCK_BYTES, TieredEngine, keys_of, until
 from tests.campaigns.store.world import FaultyFiles
 
 PATIENT = {"lookup_s": 10.0, "load_s": 10.0, "store_s": 10.0}
@@ -135,16 +138,19 @@ def test_a_reset_of_the_cache_ends_the_use_of_stored_chunks(host: Host) -> None:
 
 
 def test_events_for_stored_and_evicted_chunks(host: Host) -> None:
-    engine = host.start(events=True)
+    """The disk has room for three of five chunks; then vLLM resets its caches."""
+    room = 3 * (BLOCK_BYTES + 4096) / (1 << 30)
+    engine = host.start(PATIENT | {"disk_gib": room}, events=True)
     stored(engine)
-    (event,) = engine.manager.take_events()
-    assert (event.keys, event.medium, event.removed) == (KEYS, Medium.STORAGE, False)
-    path = object_files(engine)[0]
-    path.write_bytes(b"damaged")
-    engine.forget()
-    assert found(engine) == 0
-    (event,) = engine.manager.take_events()
-    assert (event.keys, event.medium, event.removed) == (KEYS[:1], Medium.STORAGE, True)
+    first, evicted = engine.manager.take_events()
+    assert (first.keys, first.medium, first.removed) == (KEYS, Medium.STORAGE, False)
+    assert (evicted.medium, evicted.removed) == (Medium.STORAGE, True)
+    kept = [key for key, path in zip(KEYS, object_files(engine), strict=True) if path.exists()]
+    assert sorted(evicted.keys) == sorted(set(KEYS) - set(kept))
+    assert len(kept) == 3
+    engine.manager.reset_cache()
+    (rest,) = engine.manager.take_events()
+    assert (sorted(rest.keys), rest.removed) == (sorted(kept), True)
 
 
 def test_lookups_retry_until_they_are_answered(host: Host) -> None:
@@ -154,6 +160,45 @@ def test_lookups_retry_until_they_are_answered(host: Host) -> None:
     engine.step()
     assert until(lambda: engine.manager.lookup(KEYS[0], context) is LookupResult.MISS)
     engine.finish(context)
+
+
+def test_another_layout_of_pages_is_another_namespace(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads and tokens would be exchanged, and every digest would be right."""
+    stored(host.start())
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    assert found(host.start()) == 0
+
+
+def test_models_with_images_need_hashed_images(tmp_path: Path) -> None:
+    """vLLM may name images by counters, which begin anew with each process."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
+    with pytest.raises(ConfigurationError, match="has a vision_config; set media_is_hashed"):
+        TieredEngine(tmp_path / "disk", model=str(model))
+    TieredEngine(tmp_path / "disk", model=str(model), limits=PATIENT | {"media_is_hashed": True}).close()
+
+
+def test_part_of_a_long_prompt_is_found_in_time(host: Host) -> None:
+    """A call looks up 64 keys, so those of the beginning are answered although later ones are
+    late.
+    """
+    stored(host.start())
+    engine = host.start({"lookup_s": 1.0, "load_s": 10.0, "store_s": 10.0})
+    find_all, calls = engine.folder.find_all, 0
+
+    def slow_after_the_first(names: list[ObjectName]) -> list[bool]:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            time.sleep(1.5)
+        return find_all(names)
+
+    engine.folder.find_all = slow_after_the_first  # type: ignore[method-assign]
+    context = engine.request()
+    assert engine.find(keys_of(1, 100), context) == 5
+    engine.finish(context)
+    assert until(engine.settled)
 
 
 @pytest.mark.parametrize(
