@@ -22,8 +22,8 @@ from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.telemetry.engine_status import read_status
-from actors.tls import rpc_files, server_context
-from configs.settings import RoleName, ServiceSettings
+from actors.tls import TlsFiles, rpc_files, server_context
+from configs.settings import RoleName, RoleSettings, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class EngineActor:
         self._node_ip = ray.util.get_node_ip_address()
         with StartProgress(self.role, self.replica):
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
-            await self._open_rpc_servers(settings)
+            await self._open_rpc_servers(settings.role(self.role), rpc_files(settings))
             await self._prepare(settings)
             if self._changes_adapters:
                 await self._follow_peers()
@@ -83,8 +83,7 @@ class EngineActor:
         """Return the last change of each adapter."""
         return self.engine.adapters.states()
 
-    async def _open_rpc_servers(self, service: ServiceSettings) -> None:
-        settings, files = service.role(self.role), rpc_files(service)
+    async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
         tls = None if files is None else server_context(files)
         slots = settings.max_ongoing_sequences or self.engine.slots
         host = settings.rpc_host or self._node_ip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -187,7 +187,7 @@ def test_part_of_a_long_prompt_is_found_in_time(host: Host) -> None:
     engine = host.start({"lookup_s": 1.0, "load_s": 10.0, "store_s": 10.0})
     find_all, calls = engine.folder.find_all, 0
 
-    def slow_after_the_first(names: list[ObjectName]) -> list[bool]:
+    def slow_after_the_first(names: Sequence[ObjectName]) -> list[bool]:
         nonlocal calls
         calls += 1
         if calls > 1:
