@@ -85,11 +85,12 @@ def deploy(port: int) -> None:
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         max_ongoing_requests=SLOTS,
     )
-    settings = RouterSettings(routing=RoutingSettings(policy="always_remote"))
+    routing = RoutingSettings(policy="always_remote")
+    settings = RouterSettings(http_port=port, leave_s=0.1, access_log=False, routing=routing)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
     router = router_deployment(settings)
     model = DeployedModel(prefill.bind("prefill"), decode.bind("decode"))
-    serve.run(router.bind(settings.limits(), [model], listen=("127.0.0.1", port, 0.1)), name="tandem")
+    serve.run(router.bind(settings, [model]), name="tandem")
 
 
 @contextmanager

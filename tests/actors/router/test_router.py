@@ -33,12 +33,14 @@ from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from app.http.routes import OPEN_AGE_S
 from app.main import ROUTER_ENVIRONMENT, DeployedModel, HttpRouter
-from configs.settings import RouterLimits, RoutingSettings
+from configs.settings import RouterSettings, RoutingSettings
 from testing.sse import said
 from testing.timing import server_timing
 from tests.actors.behaviours import TOKENS, engine
 
-LIMITS = RouterLimits(
+SETTINGS = RouterSettings(
+    http_port=None,
+    access_log=False,
     request_timeout_s=5,
     first_token_timeout_s=5,
     idle_timeout_s=5,
@@ -185,7 +187,7 @@ def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": ROUTER_ENVIRONMENT}}
     router = serve.deployment(HttpRouter).options(ray_actor_options=options, num_replicas=routers)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode", num_replicas=2)
-    serve.run(router.bind(LIMITS, [DeployedModel(prefill.bind("prefill"), decode.bind("decode"))]), name="tandem")
+    serve.run(router.bind(SETTINGS, [DeployedModel(prefill.bind("prefill"), decode.bind("decode"))]), name="tandem")
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from configs.settings import (
     API_KEYS_VARIABLE,
     AuthSettings,
     RouterLimits,
+    RouterSettings,
     ServiceSettings,
     SettingsError,
     parse_settings,
@@ -228,7 +229,8 @@ async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
     undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper reports its use to the cluster
     handle: Any = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
     router = undecorated.__new__(undecorated)
-    await router.__init__(LIMITS, [DeployedModel(handle, handle)], key_digests)
+    settings = RouterSettings(**LIMITS.model_dump(), http_port=None, access_log=False)
+    await router.__init__(settings, [DeployedModel(handle, handle)], key_digests)
     transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
