@@ -24,7 +24,7 @@ ADDRESS ?=
 TESTS ?=
 BUDGET_S ?= 600
 # Two processes start engines.
-PARALLEL ?= -n 2 --dist loadscope --no-loadscope-reorder
+PARALLEL ?= -n 3 --dist loadscope --no-loadscope-reorder
 # Tests that only compute take what the others leave of the two cores. Ray actors have niceness 5 (conftest.py).
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=

@@ -35,7 +35,7 @@ WAITING = ("tests/actors/router/test_router.py", "tests/app/test_deployment_opti
 """Tests that wait more than they compute, so they run beside those that start engines."""
 
 LONG = ("tests/vllm_contract/test_stopped_rank.py", "tests/app/http/test_http_server.py", "tests/fuzz/")
-"""Tests without engines that would otherwise be the last to end, beside an idle process."""
+"""The longest tests without engines."""
 
 OVER_BUDGET = 1.5
 """A run may take this multiple of its budget."""
@@ -52,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
 class GroupScheduling(LoadScopeScheduling):
     """Run the tests of a file in one process, and those of all engines with two ranks.
 
+    The last process takes files from the end of the queue, where no test starts an engine. Most of
+    these tests wait, so they take the processor time that the engines of the others leave.
+
     Not ``--dist loadgroup``: pytest-xdist 3.8 sets ``Item._nodeid``, which pytest 9.2 does not
     read.
     """
@@ -59,13 +62,18 @@ class GroupScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return "two ranks" if nodeid.startswith(TWO_RANKS) else nodeid.partition("::")[0]
 
+    def _assign_work_unit(self, node: Any) -> None:
+        if len(self.nodes) > 2 and node is self.nodes[-1]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
     return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the groups that take longest; the others fill the gaps."""
+    """Sort tests so that both ends of the queue start with the groups that take longest."""
     items.sort(key=_rank)
 
 
@@ -73,14 +81,14 @@ def _rank(item: pytest.Item) -> int:
     """Return the sort key of a test.
 
     In this order: the service, waiting tests, engines with two ranks, other engines, engines that
-    are killed, long tests without engines, everything else.
+    are killed, tests without engines, the longest of them.
     The service has two ranks, so the other tests with two start when it is about to stop.
     """
     marker = item.get_closest_marker("engine")
     if item.nodeid.startswith(WAITING):
         return 1
     if marker is None:
-        return 5 if item.nodeid.startswith(LONG) else 6
+        return 6 if item.nodeid.startswith(LONG) else 5
     if marker.kwargs.get("first"):
         return 0
     return 2 if item.nodeid.startswith(TWO_RANKS) else 4 if marker.kwargs.get("killed") else 3

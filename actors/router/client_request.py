@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,17 @@ class ClientRequest:
     async def prepare(self) -> None:
         """Compute `prompt` and `fields` in a thread if the body is large."""
         if len(self.raw) > OFF_LOOP_BYTES:
-            await asyncio.to_thread(lambda: (self.prompt, self.fields))
+            # Not through the properties: until Python 3.12 a cached_property holds one lock for all
+            # instances while it computes (https://github.com/python/cpython/issues/87634).
+            prompt, fields = await asyncio.to_thread(lambda: (read_prompt(self.body), as_written(self.raw, self.body)))
+            vars(self).update(prompt=prompt, fields=fields)
+
+    def with_metadata(self, **changes: Any) -> "ClientRequest":
+        """Return a copy with other attributes, but the same body and what was computed from it."""
+        assert not changes.keys() & {"raw", "body"}
+        copy = replace(self, **changes)
+        vars(copy).update({name: vars(self)[name] for name in ("prompt", "fields") if name in vars(self)})
+        return copy
 
     @property
     def streams(self) -> bool:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from contextvars import Context
-from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -112,7 +111,7 @@ class Generate:
                     request, self._endpoint, limits.max_body_bytes, limits.max_prompts, limits.client_priority
                 )
                 session = request.headers.get(limits.routing.session_header)
-                found = replace(found, session=session, explain=wants_explanation(request.scope["headers"]))
+                found = found.with_metadata(session=session, explain=wants_explanation(request.scope["headers"]))
                 await found.prepare()
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"

@@ -6,7 +6,6 @@ after the answer has started, so that they do not delay it. `Traces` imports SDK
 that a router without tracing needs neither.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
@@ -34,7 +33,7 @@ class RequestTrace:
             attributes={"url.path": request.endpoint, "tandem.request_id": request.request_id},
         )
         self._context = set_span_in_context(self._span)
-        self.request = replace(request, headers=self._forwarded(request.headers))
+        self.request = request.with_metadata(headers=self._forwarded(request.headers))
         """The request for the engines, whose trace headers have this span as parent."""
 
     def refused(self, status: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from starlette.types import Message
 
 from actors.engine import request_json
 from actors.large_json import OFF_LOOP_BYTES, loads
+from actors.policy.prompts import read_prompt
+from actors.router import client_request
+from actors.router.client_request import ClientRequest
 from app.http.errors import MalformedError
 from app.http.parsing import parse_body, read_request
 
@@ -84,3 +88,34 @@ async def test_both_ways_decode_the_same(size: int) -> None:
 def test_a_large_malformed_body_has_the_error_of_a_small_one(end: bytes) -> None:
     with pytest.raises(MalformedError, match="not valid JSON"):
         parse_body(b'{"prompt": [' + b"1, " * OFF_LOOP_BYTES + end)
+
+
+async def test_small_requests_do_not_wait_for_a_large_one_to_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until Python 3.12 a `cached_property` computes under one lock of all instances."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def slow(body: Any) -> Any:
+        if len(body["prompt"]) > OFF_LOOP_BYTES:
+            began.set()
+            assert may_end.wait(30)
+        return read_prompt(body)
+
+    monkeypatch.setattr(client_request, "read_prompt", slow)
+    large = ClientRequest("/v1/completions", (), b"x" * (OFF_LOOP_BYTES + 1), {"prompt": "x" * (OFF_LOOP_BYTES + 1)})
+    small = ClientRequest("/v1/completions", (), b"{}", {"prompt": "short"})
+    preparing = asyncio.create_task(large.prepare())
+    await asyncio.to_thread(began.wait, 30)
+    found = await asyncio.wait_for(asyncio.to_thread(lambda: small.prompt), 10)
+    may_end.set()
+    await preparing
+    assert found.answers == 1
+
+
+async def test_a_copy_keeps_what_was_computed_from_the_body() -> None:
+    request = await read_request(http(b'{"prompt": "one"}'), "/v1/completions", BODY_BYTES)
+    copy = request.with_metadata(
+        session=str(request.prompt.answers), arrived_at=request.arrived_at + len(request.fields)
+    )
+    assert copy.prompt is request.prompt
+    assert copy.fields is request.fields
+    assert copy.session == "1"

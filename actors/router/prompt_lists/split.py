@@ -49,7 +49,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
 def begun(request: ClientRequest) -> ClientRequest:
     """Return `request` as of now, if it streams: its timeout to the first token begins when it is
     sent, not when its list arrived."""
-    return replace(request, arrived_at=time.monotonic()) if request.streams else request
+    return request.with_metadata(arrived_at=time.monotonic()) if request.streams else request
 
 
 def parent_id(request: ClientRequest) -> str:
