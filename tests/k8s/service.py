@@ -21,6 +21,8 @@ RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 UCX_PORTS = "UCX_TCP_PORT_RANGE"
 # UCX listens on each interface of each worker, on random ports: room for many engine workers.
 FEWEST_UCX_PORTS = 100
+# Ports that network-policies.yaml admits for the data-parallel ranks of a replica.
+RANK_PORTS = 16
 
 
 def problems(service: dict[str, Any]) -> list[str]:
@@ -211,6 +213,12 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
             yield (
                 f"{name}: port `rpc` is {declared.get('rpc')}, but {role}.rpc_port {settings.role(role).rpc_port}: "
                 "it must be fixed, or no NetworkPolicy can name it"
+            )
+        ranks = settings.role(role).data_parallel_size
+        if group in groups_for(settings.role(role), [group]) and ranks > RANK_PORTS:
+            yield (
+                f"{name}: {role}.data_parallel_size {ranks}, but network-policies.yaml admits {RANK_PORTS} ranks: "
+                "raise endPort of both ports, or use more replicas"
             )
     variables = environment(group)
     low, _, high = variables.get(UCX_PORTS, {}).get("value", "").partition("-")

@@ -7,11 +7,13 @@ import pytest
 from tests.k8s.check import DIRECTORIES, ROOT, only, pods
 from tests.k8s.kustomize import Manifest, render
 from tests.k8s.network import Pod, allowed
+from tests.k8s.service import RANK_PORTS
 
 RAY = (6379, 6380, 6381, 6382, 6383, 8265, 10010, 10999, 52365)
-SIDE_CHANNEL, NIXL, HTTP, RAY_METRICS, REDIS = 5600, (20000, 20999), 8000, 8080, 6379
-RPC, ROUTER = 5700, 8100
-OTHERS = (22, 443, 5601, 5701, 6384, 8001, 8101, 9000, 10001, 11000, 19999, 21000, 35000)
+NIXL, HTTP, RAY_METRICS, REDIS, ROUTER = (20000, 20999), 8000, 8080, 6379, 8100
+SIDE_CHANNEL, RPC = (5600, 5600 + RANK_PORTS - 1), (5700, 5700 + RANK_PORTS - 1)
+AROUND = (5599, 5600 + RANK_PORTS, 5699, 5700 + RANK_PORTS)
+OTHERS = (22, 443, *AROUND, 6384, 8001, 8101, 9000, 10001, 11000, 19999, 21000, 35000)
 NODES = ("head", "router", "prefill", "decode")
 
 DNS = Pod({"k8s-app": "kube-dns"}, "kube-system")
@@ -44,10 +46,10 @@ def tandem(manifests: list[Manifest]) -> dict[str, Pod]:
 def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
     """The whole table: every pair of pods, every used port and some others."""
     wanted = {(a, b, port) for a in NODES for b in NODES for port in RAY}
-    wanted |= {("decode", "prefill", SIDE_CHANNEL), ("head", "redis", REDIS)}
-    wanted |= {("router", "prefill", RPC), ("router", "decode", RPC)}
+    wanted |= {("head", "redis", REDIS), *(("decode", "prefill", port) for port in SIDE_CHANNEL)}
+    wanted |= {("router", role, port) for role in ("prefill", "decode") for port in RPC}
     wanted |= {(a, b, port) for a, b in (("decode", "prefill"), ("prefill", "decode")) for port in NIXL}
-    ports = {*RAY, SIDE_CHANNEL, RPC, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}
+    ports = {*RAY, *SIDE_CHANNEL, *RPC, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}
     found = {
         (a, b, port)
         for a, source in tandem.items()
@@ -69,7 +71,7 @@ def test_dns_and_nothing_else_of_it(policies: list[Manifest], tandem: dict[str, 
 
 def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
     """Clients to the proxies and the routers, the operator to the head; no other flow."""
-    ports = {HTTP, ROUTER, RPC, *RAY, SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
+    ports = {HTTP, ROUTER, *RPC, *RAY, *SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
     for stranger in (OUTSIDE, IN_CLUSTER):
         assert not any(allowed(policies, stranger, pod, port) for pod in tandem.values() for port in ports)
     for client in (CLIENT, INGRESS):
