@@ -18,6 +18,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from connectors.store.planning.fetch import Fetch
 from connectors.store.planning.prefix import ObjectRef
@@ -97,7 +98,7 @@ class _Fetch:
     """State of one request's fetch.
 
     ``lookups``     (tier, objects, call) of each unanswered lookup
-    ``unanswered``  number of lookups without an answer, by object
+    ``unanswered``  numbers of the tiers whose lookup has no answer, by object
     ``tiers``       numbers of the tiers that have the object, by object
     ``readings``    reads in progress
     ``offsets``     slots of the verified objects
@@ -112,7 +113,7 @@ class _Fetch:
     began_at: float
     read_at: float
     lookups: list[tuple[int, list[ObjectRef], LaneCall[list[bool]]]] = field(default_factory=list)
-    unanswered: dict[ObjectRef, int] = field(default_factory=dict)
+    unanswered: dict[ObjectRef, set[int]] = field(default_factory=dict)
     tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
     readings: list[_Reading] = field(default_factory=list)
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
@@ -204,7 +205,7 @@ class KVStore:
         self._fetches[request_id] = fetch
         self.counts["queries"] += 1
         candidates = [ref for ref in machine.candidates if ref in names]
-        fetch.unanswered = dict.fromkeys(candidates, 0)
+        fetch.unanswered = {ref: set() for ref in candidates}
         for number, tier in enumerate(self._tiers):
             for first in range(0, len(candidates), _LOOKUPS_PER_CALL):
                 refs = candidates[first : first + _LOOKUPS_PER_CALL]
@@ -213,7 +214,7 @@ class KVStore:
                 if call is not None:
                     fetch.lookups.append((number, refs, call))
                     for ref in refs:
-                        fetch.unanswered[ref] += 1
+                        fetch.unanswered[ref].add(number)
         machine.found((), [ref for ref in machine.candidates if not fetch.unanswered.get(ref)])
 
     def has_fetch(self, request_id: str) -> bool:
@@ -305,18 +306,30 @@ class KVStore:
             fetch.looked_s = max(fetch.looked_s, min(call.seconds, self._limits.lookup_s))
             answers = call.result if call.state is CallState.ENDED and call.result is not None else [False] * len(refs)
             for ref, found in zip(refs, answers, strict=True):
-                fetch.unanswered[ref] -= 1
+                fetch.unanswered[ref].discard(number)
                 if found:
                     fetch.tiers.setdefault(ref, []).append(number)
-            fetch.machine.found(
-                [ref for ref in refs if ref in fetch.tiers],
-                [ref for ref in refs if ref not in fetch.tiers and not fetch.unanswered[ref]],
-            )
+            self._decide(fetch, refs)
         fetch.lookups = waiting
         if waiting and now >= fetch.began_at + self._limits.lookup_s:
             self.counts["late_lookups"] += len(waiting)
             fetch.lookups = []
+            for _, refs, _ in waiting:
+                for ref in refs:
+                    fetch.unanswered[ref].clear()
+                self._decide(fetch, refs)
             fetch.machine.stop_looking()
+
+    def _decide(self, fetch: _Fetch, refs: Sequence[ObjectRef]) -> None:
+        """Report the objects whose fastest tier is known, and those that no tier has."""
+        decided = [
+            ref
+            for ref in refs
+            if not fetch.unanswered[ref] or min(fetch.tiers.get(ref, ()), default=inf) < min(fetch.unanswered[ref])
+        ]
+        fetch.machine.found(
+            [ref for ref in decided if ref in fetch.tiers], [ref for ref in decided if ref not in fetch.tiers]
+        )
 
     def _take_reads(self, fetch: _Fetch) -> None:
         reading = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,25 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     assert totals["store_loaded_seconds"]["memory"] > 0
     assert totals["store_stored_bytes"] == {"memory": 0, "disk": 0}
     assert not any(totals["store_problems"].values())
+
+
+@pytest.mark.parametrize(("delay_s", "lookup_s", "tier"), [(0.2, 5.0, "memory"), (1.0, 0.1, "disk")])
+def test_the_fastest_tier_is_read_within_the_deadline_of_lookups(
+    host: Host, monkeypatch: pytest.MonkeyPatch, delay_s: float, lookup_s: float, tier: str
+) -> None:
+    """Disk answers first; memory, which has the objects too, later or too late."""
+    save(host.start(), *ALL)
+    find_all = FolderTier.find_all
+
+    def find_later(folder: FolderTier, names: Sequence[ObjectName]) -> list[bool]:
+        if folder.label == "memory":
+            time.sleep(delay_s)
+        return find_all(folder, names)
+
+    monkeypatch.setattr(FolderTier, "find_all", find_later)
+    fetched = fetch(host.start(replace(LIMITS, lookup_s=lookup_s)))
+    assert fetched.end_token == 384
+    assert fetched.tier == tier
 
 
 def test_objects_without_a_name_are_missing(host: Host) -> None:
