@@ -23,7 +23,7 @@ PORT ?=
 ADDRESS ?=
 TESTS ?=
 BUDGET_S ?= 600
-# Two processes start engines.
+# Two processes start engines; the third runs the other files (conftest.py).
 PARALLEL ?= -n 3 --dist loadscope --no-loadscope-reorder
 # Tests that only compute take what the others leave of the two cores. Ray actors have niceness 5 (conftest.py).
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
@@ -90,7 +90,7 @@ two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (ro
 	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
-test: $(STAMP) ## Run the whole suite beside lint, formatting and types (11 minutes on two cores): TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0
+test: $(STAMP) ## Run the whole suite beside lint, formatting and types (10 minutes on two cores): TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else

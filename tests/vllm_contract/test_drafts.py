@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,15 @@ TARGET_LAYERS, TARGET_HEADS = 6, 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
-@pytest.fixture(autouse=True)
-def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+@pytest.fixture(scope="module", autouse=True)
+def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep digests of weights out of the user's cache.
+
+    One folder for all tests: vLLM inspects a model class in a new process if its cache is empty.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture
