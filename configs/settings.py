@@ -645,6 +645,12 @@ class ModelSettings(Frozen):
         """Model name in client requests."""
         return self.model_names[0]
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters that `frontend.lora_modules` loads at the start."""
+        modules = self.frontend.get("lora_modules") or ()
+        return tuple(str(one["name"]) for one in modules if isinstance(one, dict) and "name" in one)
+
     def role(self, name: RoleName) -> RoleSettings:
         return self.prefill if name == "prefill" else self.decode
 
@@ -678,9 +684,9 @@ class ServiceSettings(ModelSettings):
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> "ServiceSettings":
-        names = [name for one in self.models for name in one.model_names]
+        names = [name for one in self.models for name in (*one.model_names, *one.adapter_names)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"models: {', '.join(twice)}: only one model may have this name")
+            raise ValueError(f"models: {', '.join(twice)}: only one model or adapter may have this name")
         if len(self.each_model()) < len(self.models):
             raise ValueError(
                 "models: names that differ only in characters other than letters, digits and `._-` give two "

@@ -8,6 +8,7 @@ loaded while they ran are forgotten, as in vLLM.
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -71,7 +72,9 @@ class EngineAdapters:
     async def unload(self, name: str, version: int) -> dict[str, Any] | None:
         """Refuse later requests for an adapter. Return None, or the error in vLLM's form."""
         async with self._lock:
-            return await self._unload(name, version)
+            own = self._states.get(name)
+            # The clock of this router may be behind that of the router that loaded the adapter.
+            return await self._unload(name, version if own is None else max(version, own.version + 1))
 
     async def revert(self, name: str, version: int) -> None:
         """Unload an adapter that the change `version` loaded: it failed on another engine."""
@@ -87,21 +90,31 @@ class EngineAdapters:
                 async with self._lock:
                     own = self._states.get(name)
                     if version > (own.version if own is not None else 0):
-                        await self._take(name, AdapterState(version, path, is_3d))
+                        await self._take_or_log(name, AdapterState(version, path, is_3d))
 
-    async def _take(self, name: str, change: AdapterState) -> None:
+    async def _take_or_log(self, name: str, change: AdapterState) -> None:
+        """Take one change. Log its error once: the next `merge` tries again."""
+        try:
+            problem = await self._take(name, change)
+        except Exception as error:  # the other adapters are independent of this one
+            problem = repr(error)
+        if problem is not None and (name, change.version) not in self._refused:
+            self._refused.add((name, change.version))
+            logger.error("cannot load adapter %s, which peers have: %s", name, problem)
+
+    async def _take(self, name: str, change: AdapterState) -> str | None:
+        """Take one change. Return None, or the reason why the adapter cannot be loaded."""
         if name in self._models.lora_requests:
             await self._unload(name, change.version)
         if change.path is None:
             self._states[name] = change
-            return
+            return None
         self._states.pop(name, None)
         problem = await self._load(name, change.path, change.is_3d, change.version)
-        if problem is None:
-            logger.info("loaded adapter %s as its peers have it", name)
-        elif (name, change.version) not in self._refused:
-            self._refused.add((name, change.version))
-            logger.error("cannot load adapter %s, which peers have: %s", name, problem["error"]["message"])
+        if problem is not None:
+            return str(problem["error"]["message"])
+        logger.info("loaded adapter %s as its peers have it", name)
+        return None
 
     async def _load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
@@ -113,7 +126,10 @@ class EngineAdapters:
             return _error(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"a newer request has unloaded '{name}'; retry later", "Conflict"
             )
-        files = _files(path)
+        try:
+            files = await asyncio.to_thread(_files, path)
+        except OSError as error:
+            return _error(HTTPStatus.BAD_REQUEST, f"'{path}' cannot be read: {error}", "InvalidUserInput")
         if self._files.get((name, path), files) != files:
             # vLLM's prefix cache knows an adapter by name and path.
             return _error(
@@ -162,9 +178,13 @@ def _error(status: HTTPStatus, message: str, kind: str) -> dict[str, Any]:
 
 
 def _files(path: str) -> object:
-    """Return what changes when the files in a folder do; None for an adapter of a hub."""
+    """Return what changes when the files of an adapter do; None if the folder contains none.
+
+    vLLM reads no subfolders of an adapter. Raises OSError if the folder cannot be read.
+    """
     folder = Path(path)
-    if not folder.is_dir():
+    if not (folder / "adapter_config.json").is_file():
         return None
-    stats = ((str(one.relative_to(folder)), one.stat()) for one in sorted(folder.rglob("*")) if one.is_file())
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    with os.scandir(folder) as entries:
+        stats = {entry.name: entry.stat() for entry in entries if entry.is_file()}
+    return tuple((name, stats[name].st_size, stats[name].st_mtime_ns) for name in sorted(stats))

@@ -123,7 +123,7 @@ class VllmEngine:
             logger.info("this engine cannot continue streams of other engines: %s", cannot_resume)
         stack = AsyncExitStack()
         load = LoadLogger(config) if settings.role(role).scaled else None
-        llm = ReplayingLLM.start(config, engine_args, load)
+        llm = ReplayingLLM.start(config, engine_args, load, settings.allow_runtime_lora_updating)
         stack.callback(llm.shutdown)
         try:
             namespace = _frontend_namespace(engine_args, settings.frontend)

@@ -40,7 +40,8 @@ class Router:
             for one in engines
         ]
         self._by_name = {name: model for model in self.models for name in model.names}
-        self._adapters = AdapterNames(self.models)
+        self.adapters = AdapterNames(self.models)
+        """Which model has which adapter."""
         self._were_ready: set[ModelRouter] = set()
         self._ongoing = self._sequences = 0
 
@@ -116,7 +117,8 @@ class Router:
         """Return the model that serves requests for `name`: its own name, an alias or an adapter.
 
         The only model of a service gets every request: its engines check the name. Raises
-        UnknownModelError, or NoModelNamedError if the request must name a model.
+        UnknownModelError, NoModelNamedError if the request must name a model, or UnavailableError
+        if the engines of a model that may have the adapter do not answer.
         """
         if not self._by_name:
             return self.models[0]
@@ -124,14 +126,10 @@ class Router:
             raise NoModelNamedError(f"name one of the models {', '.join(self._by_name)} in `model`")
         if not isinstance(name, str):
             return self.models[0]  # its engines refuse a name of another type
-        found = self._by_name.get(name) or await self._adapters.model_of(name)
+        found = self._by_name.get(name) or await self.adapters.model_of(name)
         if found is None:
             raise UnknownModelError(f"The model `{name}` does not exist. Valid aliases: {', '.join(self._by_name)}.")
         return found
-
-    async def model_of_adapter(self, name: str) -> ModelRouter | None:
-        """Return the model that has the adapter `name`, or None."""
-        return await self._adapters.model_of(name)
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:

@@ -127,14 +127,20 @@ class ReplayingLLM(AsyncLLM):
     """
 
     arrivals: KvArrivals
+    adapters_change: bool
 
     @classmethod
     def start(
-        cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
+        cls,
+        config: VllmConfig,
+        engine_args: AsyncEngineArgs,
+        load: StatLoggerBase | None = None,
+        adapters_change: bool = False,
     ) -> "ReplayingLLM":
         """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV.
 
-        `load` receives the statistics of each step.
+        ``load``             receives the statistics of each step
+        ``adapters_change``  whether another adapter may take the name of an unloaded one
         """
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]
@@ -148,6 +154,7 @@ class ReplayingLLM(AsyncLLM):
             stat_loggers=[_always(logger) for logger in loggers] or None,
         )
         llm.arrivals = arrivals
+        llm.adapters_change = adapters_change
         return llm
 
     async def ping_rank(self, rank: int) -> None:
@@ -180,6 +187,8 @@ class ReplayingLLM(AsyncLLM):
             if served.replay:
                 raise served.fail("only a single streamed answer can be resumed")
             served = None
+        if served is not None and served.replay and self.adapters_change and options.get("lora_request"):
+            raise served.fail("its adapter may have changed since it began (`allow_runtime_lora_updating`)")
         params = self._forced(sampling_params, served)
         samples = samples_first_token(params)
         if served is not None:

@@ -57,7 +57,11 @@ def test_the_deployments_of_a_service(args: dict[str, Any] | None, deployments: 
         ({"models": MODELS, "model": "demo"}, "model: set these for each of `models`"),
         ({"models": [{"served_model_name": ["x", "x"]}]}, "each only once"),
         ({"models": [{"served_model_name": []}]}, "at least one name"),
-        ({"models": [{}, {}]}, "tandem-demo: only one model may have this name"),
+        ({"models": [{}, {}]}, "tandem-demo: only one model or adapter may have this name"),
+        (
+            {"models": [{"model": name, "frontend": {"lora_modules": [{"name": "x", "path": "/x"}]}} for name in "ab"]},
+            "x: only one model or adapter may have this name",
+        ),
         ({"models": [{"served_model_name": "x/y"}, {"served_model_name": "x y"}]}, "give two deployments one name"),
         ({"models": [{"modle": "x"}]}, "models.0.modle: no such setting; did you mean model?"),
         ({"models": [{"prefill": {"replica": 1}}]}, "models.0.prefill.replica: no such setting; did you mean replicas"),

@@ -396,7 +396,7 @@ async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    ("after_s", "facts", "tokens"), [(2.0, 4, 1500), (0.03, 200, 600)], ids=["in decode", "in prefill"]
+    ("after_s", "facts", "tokens"), [(0.5, 4, 1500), (0.03, 200, 600)], ids=["in decode", "in prefill"]
 )
 async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts, tokens):
     """Requests and blocks of both engines return to zero long before the answer would have

@@ -1,5 +1,6 @@
 """Adapters (LoRA) of running engines: which model has which, and changes on all engines at once."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,21 +39,75 @@ class AdapterNames:
 
     def __init__(self, models: Sequence[ModelRouter]) -> None:
         self._models = models
-        self._known: dict[str, ModelRouter] = {}
+        self._names: dict[ModelRouter, frozenset[str]] = {}
+        """Names from the last answer of each model's engines."""
+        self._unanswered: list[ModelRouter] = []
+        """Models whose engines did not answer the last time."""
+        self._lock = asyncio.Lock()
         self._read_at = float("-inf")
+        """Time at which the last reading began."""
 
     async def model_of(self, name: str) -> ModelRouter | None:
         """Return the model that has the adapter `name`, or None.
 
-        Asks the engines for an unknown name: another router may have loaded it just now.
+        Asks the engines for an unknown name: another router may have loaded it just now. Raises
+        UnavailableError if no model is known to have it and the engines of one do not answer.
         """
-        if name not in self._known or time.monotonic() - self._read_at > NAMES_AGE_S:
-            known: dict[str, ModelRouter] = {}
-            for model in self._models:
-                for adapters in await model.pools["decode"].ask_all("adapters", NAMES_S):
-                    known |= {one: model for one, (_, path, _) in adapters.items() if path is not None}
-            self._known, self._read_at = known, time.monotonic()
-        return self._known.get(name)
+        if not self._with(name) or time.monotonic() - self._read_at > NAMES_AGE_S:
+            await self._read()
+        found = self._with(name)
+        if not found and self._unanswered:
+            raise self._unavailable(name)
+        return found[0] if found else None
+
+    async def models_of(self, name: str) -> list[ModelRouter]:
+        """Return all models that have the adapter `name`, from their engines.
+
+        Raises UnavailableError if the engines of a model do not answer.
+        """
+        await self._read()
+        if self._unanswered:
+            raise self._unavailable(name)
+        return self._with(name)
+
+    def forget(self) -> None:
+        """Read the names again before the next use, after a change of adapters."""
+        self._read_at = float("-inf")
+
+    def _with(self, name: str) -> list[ModelRouter]:
+        return [model for model, names in self._names.items() if name in names]
+
+    def _unavailable(self, name: str) -> UnavailableError:
+        unanswered = ", ".join(model.names[0] for model in self._unanswered if model.names) or "the model"
+        return UnavailableError(
+            f"`{name}` may be an adapter of {unanswered}, whose decode engines do not answer; retry later"
+        )
+
+    async def _read(self) -> None:
+        """Read the names from the engines. Callers that wait for one reading share the next."""
+        arrived = time.monotonic()
+        async with self._lock:
+            if self._read_at > arrived:
+                return
+            began = time.monotonic()
+            replies = await asyncio.gather(
+                *(model.pools["decode"].ask_all("adapters", NAMES_S) for model in self._models)
+            )
+            for model, answers in zip(self._models, replies, strict=True):
+                if answers:
+                    self._names[model] = _loaded(answers)
+            self._unanswered = [model for model, answers in zip(self._models, replies, strict=True) if not answers]
+            self._read_at = began
+
+
+def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> frozenset[str]:
+    """Return the names of loaded adapters by the newest change of each in `engines`."""
+    newest: dict[str, tuple[int, str | None, bool]] = {}
+    for adapters in engines:
+        for name, state in adapters.items():
+            if name not in newest or state[0] > newest[name][0]:
+                newest[name] = state
+    return frozenset(name for name, (_, path, _) in newest.items() if path is not None)
 
 
 async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) -> None:

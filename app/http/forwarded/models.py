@@ -1,5 +1,6 @@
 """ASGI endpoints of several models and their adapters: the list, loading, unloading."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from actors.errors import UnavailableError
+from actors.errors import EngineError, UnavailableError
 from actors.request import Call
 from actors.router.models.adapters import AdapterError, load, unload
 from actors.router.models.model_router import ModelRouter
@@ -39,10 +40,13 @@ class ModelList:
             if not model.ready:
                 continue
             try:
-                async with model.ask_decode(call) as (_, body):
-                    cards += json.loads(b"".join([piece async for piece in body]))["data"]
-                    answered = True
-            except TandemError as error:
+                async with model.ask_decode(call) as (start, body):
+                    content = b"".join([piece async for piece in body])
+                if start.status != HTTPStatus.OK:
+                    raise EngineError(f"status {start.status}: {content[:200].decode(errors='replace')}")
+                cards += json.loads(content)["data"]
+                answered = True
+            except (TandemError, ValueError, KeyError, TypeError) as error:
                 logger.warning("cannot list the models of %s: %s", model.names[0], error)
         if not answered:
             nobody = UnavailableError("no decode engine runs; retry later")
@@ -55,6 +59,7 @@ class AdapterEndpoints:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._loading = asyncio.Lock()
 
     async def load(self, request: Request) -> Response:
         """Load an adapter on all engines of its model, or on none."""
@@ -66,12 +71,7 @@ class AdapterEndpoints:
 
     async def _answer(self, request: Request, change: Any) -> Response:
         try:
-            body = bytearray()
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise BadRequestError("the body is too large", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            return Response(await change(parse_body(bytes(body))))
+            return Response(await change(parse_body(await self._body(request))))
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)
         except AdapterError as error:
@@ -80,6 +80,20 @@ class AdapterEndpoints:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a change of adapters failed")
             return error_response(error, self._router.limits.retry_after_s)
+
+    async def _body(self, request: Request) -> bytes:
+        timeout_s = self._router.limits.body_timeout_s
+        body = bytearray()
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > MAX_BODY_BYTES:
+                        raise BadRequestError("the body is too large", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        except TimeoutError:
+            message = f"the body did not arrive within {timeout_s:g} s"
+            raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
+        return bytes(body)
 
     async def _load(self, body: dict[str, Any]) -> str:
         name, path = _text(body, "lora_name"), _text(body, "lora_path")
@@ -93,10 +107,18 @@ class AdapterEndpoints:
         if any(name in one.names for one in self._router.models):
             raise _invalid(f"The lora adapter '{name}' conflicts with a served base model.")
         model = self._model(_text(body, "base_model_name"))
-        other = await self._router.model_of_adapter(name)
-        if other is not None and other is not model:
-            raise _invalid(f"The lora adapter '{name}' has already been loaded for the model '{other.names[0]}'.")
-        await load(model, name, path, body.get("is_3d_lora_weight") is True)
+        async with self._loading:
+            await self._refuse_second_model(name, model)
+            try:
+                await load(model, name, path, body.get("is_3d_lora_weight") is True)
+            finally:
+                self._router.adapters.forget()
+            try:
+                # Another router may have loaded it for another model meanwhile.
+                await self._refuse_second_model(name, model)
+            except (InvalidAdapterError, UnavailableError):
+                await unload(model, name)
+                raise
         logger.info("loaded adapter %s from %s", name, path)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -106,14 +128,25 @@ class AdapterEndpoints:
             raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
         base = _text(body, "base_model_name")
         model = self._model(base) if base or len(self._router.models) == 1 else None
-        model = model or await self._router.model_of_adapter(name)
+        model = model or await self._router.adapters.model_of(name)
         if model is None:
             raise BadRequestError(f"The lora adapter '{name}' cannot be found.", status=HTTPStatus.NOT_FOUND)
         if not model.allows_adapters:
             raise _not_allowed(model.names)
-        await unload(model, name)
+        try:
+            await unload(model, name)
+        finally:
+            self._router.adapters.forget()
         logger.info("unloaded adapter %s", name)
         return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def _refuse_second_model(self, name: str, model: ModelRouter) -> None:
+        """Raise InvalidAdapterError if another model than `model` has an adapter of this name."""
+        if len(self._router.models) == 1:
+            return
+        for other in await self._router.adapters.models_of(name):
+            if other is not model:
+                raise _invalid(f"The lora adapter '{name}' has already been loaded for the model '{other.names[0]}'.")
 
     def _model(self, name: str) -> ModelRouter:
         """Return the model of `base_model_name`, optional in a service of one model."""

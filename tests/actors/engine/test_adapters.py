@@ -10,7 +10,7 @@ import pytest
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-from actors.engine.adapters import EngineAdapters
+from actors.engine.adapters import AdapterState, EngineAdapters
 
 
 class Core:
@@ -70,6 +70,33 @@ async def test_the_answers_are_vllms() -> None:
     assert engine.paths == {}
 
 
+async def test_an_unload_by_a_router_whose_clock_is_behind_is_the_newest_change() -> None:
+    """Otherwise the engine would take the adapter again from a peer that missed the unload."""
+    engine, peer = Engine(), Engine()
+    for one in (engine, peer):
+        await one.adapters.load("x", "/x", False, 9)
+    assert await engine.adapters.unload("x", 3) is None
+    await engine.take_from(peer)
+    assert engine.paths == {}
+    await peer.take_from(engine)
+    assert peer.paths == {}
+
+
+async def test_an_adapter_that_cannot_be_taken_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    engine, peer = Engine(), Engine()
+    unreadable = "/x" * 3000  # OSError: file name too long
+    for name, path in (("bad", unreadable), ("good", "/good")):
+        await peer.adapters.load(name, "/x", False, 1)
+        peer.adapters._states[name] = AdapterState(1, path)  # noqa: SLF001
+    for _ in range(2):
+        await engine.take_from(peer)
+    assert engine.paths == {"good": "/good"}
+    assert caplog.text.count("cannot load adapter bad") == 1
+    reply = await engine.adapters.load("bad", unreadable, False, 2)
+    assert reply is not None
+    assert (reply["error"]["code"], "cannot be read" in reply["error"]["message"]) == (400, True)
+
+
 async def test_a_change_is_reverted_only_if_it_is_the_last_one() -> None:
     engine = Engine()
     await engine.adapters.load("x", "/x", False, 5)
@@ -118,6 +145,7 @@ async def test_an_older_load_does_not_undo_a_newer_unload() -> None:
 
 async def test_changed_files_are_refused(tmp_path: Path) -> None:
     """vLLM's prefix cache knows an adapter by name and path."""
+    (tmp_path / "adapter_config.json").write_text("{}")
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"one")
     engine = Engine()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 import httpx
@@ -29,9 +30,20 @@ class Engines(Handle):
         self.failing: dict[str, Any] = {}
         """By replica: its answer when it is to load an adapter."""
         self.told: list[tuple[str, str]] = []
+        self.silent = False
+        """Whether its adapters cannot be asked for."""
+        self.asked = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+        """Called when an adapter is loaded."""
+        self.models_reply: tuple[int, str] | None = None
+        """Status and body of its answer to `/v1/models`; None for a list of its model."""
         self._known = True
 
     async def _serve(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
+        if call.path == "/v1/models" and self.models_reply is not None:
+            yield ResponseStart(self.models_reply[0], JSON)
+            yield self.models_reply[1].encode()
+            return
         if call.path == "/v1/models":
             body: Any = {"object": "list", "data": [{"id": self.model}]}
         else:
@@ -41,9 +53,13 @@ class Engines(Handle):
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
         assert method == "adapters"
-        return [self.adapters[replica.name] for replica in self.replicas]
+        self.asked += 1
+        await asyncio.sleep(0)
+        return [] if self.silent else [self.adapters[replica.name] for replica in self.replicas]
 
     async def tell_all(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
+        if method == "load_adapter":
+            self.meanwhile()
         return {replica.name: self._change(replica.name, method, *arguments) for replica in self.replicas}
 
     def _change(self, replica: str, method: str, name: str, *arguments: Any) -> Any:
@@ -74,11 +90,11 @@ def error(message: str, kind: str, code: int) -> dict[str, Any]:
 class Service:
     """Two models: `a` (alias `a2`, adapter `a-lora`, loads adapters) and `b`."""
 
-    def __init__(self) -> None:
+    def __init__(self, b_loads: bool = False) -> None:
         self.a = (Engines("pa", model="a", adapters=("a-lora",)), Engines("da", "da2", model="a", adapters=("a-lora",)))
         self.b = (Engines("pb", model="b"), Engines("db", model="b"))
         a, b = cast(Any, self.a), cast(Any, self.b)
-        models = (ModelEngines(a[0], a[1], ("a", "a2"), True), ModelEngines(b[0], b[1], ("b",)))
+        models = (ModelEngines(a[0], a[1], ("a", "a2"), True), ModelEngines(b[0], b[1], ("b",), b_loads))
         self.router = RouterReplica(LIMITS, *models)
         transport = httpx.ASGITransport(cast(Any, build_http(self.router)))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
@@ -94,6 +110,14 @@ class Service:
 @pytest.fixture
 async def service() -> AsyncGenerator[Service, None]:
     made = Service()
+    yield made
+    await made.at_rest()
+
+
+@pytest.fixture
+async def two_loading() -> AsyncGenerator[Service, None]:
+    """Both models load adapters."""
+    made = Service(b_loads=True)
     yield made
     await made.at_rest()
 
@@ -138,6 +162,15 @@ async def test_the_list_has_the_models_of_all_engines(service: Service) -> None:
     assert reply.json() == {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}
     service.a[1].replicas.clear()
     assert [one["id"] for one in (await service.http.get("/v1/models")).json()["data"]] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "answer", [(500, '{"error": {}}'), (200, "not JSON"), (200, "[]"), (200, "{}")], ids=lambda one: one[1]
+)
+async def test_the_list_leaves_out_a_model_that_fails(service: Service, answer: tuple[int, str]) -> None:
+    service.a[1].models_reply = answer
+    reply = await service.http.get("/v1/models")
+    assert [one["id"] for one in reply.json()["data"]] == ["b"]
 
 
 async def test_health_is_that_of_all_models(service: Service) -> None:
@@ -186,6 +219,70 @@ async def test_an_adapter_is_loaded_on_all_engines_of_its_model_and_unloaded(ser
     assert all("new" not in one.loaded() for one in service.a)
     again = await service.post("/v1/unload_lora_adapter", lora_name="new", base_model_name="a")
     assert (again.status_code, again.json()["error"]["type"]) == (404, "NotFoundError")
+
+
+async def test_a_known_adapter_keeps_its_model_while_that_does_not_answer(service: Service) -> None:
+    """404 would tell clients that the adapter does not exist."""
+    assert (await service.post("/v1/completions", model="a-lora", prompt="x")).status_code == 200
+    service.a[1].silent = True
+    service.router.adapters.forget()
+    assert (await service.post("/v1/completions", model="a-lora", prompt="x")).json()["answered_by"] == "a"
+    unknown = await service.post("/v1/completions", model="c", prompt="x")
+    assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
+    assert "`c` may be an adapter of a, whose decode engines do not answer" in unknown.json()["error"]["message"]
+
+
+async def test_requests_for_unknown_names_share_the_question(service: Service) -> None:
+    replies = await asyncio.gather(*(service.post("/v1/completions", model="c", prompt="x") for _ in range(20)))
+    assert {reply.status_code for reply in replies} == {404}
+    assert service.b[1].asked <= 2
+
+
+async def test_an_unload_that_one_engine_missed_counts(service: Service) -> None:
+    service.a[1].adapters["da"]["a-lora"] = (7, None, False)
+    assert (await service.post("/v1/completions", model="a-lora", prompt="x")).status_code == 404
+
+
+async def test_an_adapter_moves_to_another_model(two_loading: Service) -> None:
+    service = two_loading
+    for model in ("a", "b"):
+        load = {"lora_name": "new", "lora_path": "/new", "base_model_name": model}
+        assert (await service.post("/v1/load_lora_adapter", **load)).status_code == 200
+        assert (await service.post("/v1/completions", model="new", prompt="x")).json()["answered_by"] == model
+        assert (await service.post("/v1/unload_lora_adapter", lora_name="new")).status_code == 200
+
+
+async def test_one_of_two_models_gets_an_adapter_of_a_name(two_loading: Service) -> None:
+    service = two_loading
+    replies = await asyncio.gather(
+        *(
+            service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name=model)
+            for model in ("a", "b")
+        )
+    )
+    assert sorted(reply.status_code for reply in replies) == [200, 400]
+    assert "has already been loaded for the model 'a'" in replies[1].json()["error"]["message"]
+    assert "new" not in service.b[1].loaded()
+
+
+async def test_two_routers_do_not_give_two_models_an_adapter_of_one_name(two_loading: Service) -> None:
+    """The other router loads it for `b` while this one loads it for `a`."""
+    service = two_loading
+    service.a[1].meanwhile = lambda: service.b[1].adapters["db"].update(new=(1, "/new", False))
+    reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
+    assert (reply.status_code, "model 'b'" in reply.json()["error"]["message"]) == (400, True)
+    assert "new" not in service.a[1].loaded()
+
+
+async def test_a_slow_body_of_a_change_gets_408(service: Service) -> None:
+    service.router.reconfigure({"body_timeout_s": 0.05})
+
+    async def slow() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    reply = await service.http.post("/v1/load_lora_adapter", content=slow())
+    assert (reply.status_code, reply.json()["error"]["message"]) == (408, "the body did not arrive within 0.05 s")
 
 
 @pytest.mark.parametrize("failing", ["pa", "da2"])
