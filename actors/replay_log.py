@@ -12,7 +12,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from itertools import islice
 
-from actors.errors import CannotResumeError
+from actors.errors import CannotResumeError, TandemError
 from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenGroup
 from actors.telemetry.timestamps import CallTimestamps
 
@@ -57,7 +57,7 @@ class ServedCall:
 
     replay: ReplayLog = ()
     data_parallel_rank: int = 0
-    problem: CannotResumeError | None = None
+    problem: TandemError | None = None
     taken: Callable[[], None] = lambda: None
     """Callback after the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
@@ -92,10 +92,14 @@ class ServedCall:
             return FirstTokenChunk(body, groups, timings, prompt_tokens)
         return StreamChunk(body, groups, timings)
 
-    def fail(self, why: str) -> CannotResumeError:
+    def fail(self, why: str) -> TandemError:
+        """Record and return the error of a replay log that the engine cannot repeat."""
+        return self.end(CannotResumeError(why))
+
+    def end(self, problem: TandemError) -> TandemError:
         """Record and return the error that ends the call."""
-        self.problem = CannotResumeError(why)
-        return self.problem
+        self.problem = problem
+        return problem
 
     def check(self) -> None:
         """Raise the error that `fail` recorded; vLLM's serving layer converts it to a response."""

@@ -74,8 +74,8 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
         return "one_engine"
     if endpoint == "/v1/messages":
         return _why_local_message(body)
-    if body.get("n") not in (None, 1):
-        return "n"
+    if choices_of(body) is None:
+        return "malformed"
     if body.get("best_of") not in (None, 1):
         return "best_of"
     for field in ("use_beam_search", "echo", "prompt_embeds"):
@@ -88,6 +88,14 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
     if endpoint == "/v1/responses":
         return _why_local_response(body)
     return _why_local_turns(body)
+
+
+def choices_of(body: Body) -> int | None:
+    """Return the number of choices for each prompt; None if vLLM would refuse it or convert it."""
+    choices = body.get("n")
+    if choices is None:
+        return 1
+    return choices if type(choices) is int and choices > 0 else None
 
 
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
@@ -128,7 +136,8 @@ def is_one_token(endpoint: Endpoint, body: Body) -> bool:
     most = body.get("max_tokens")
     if endpoint == "/v1/chat/completions" and body.get("max_completion_tokens") is not None:
         most = body["max_completion_tokens"]
-    return endpoint != "/v1/responses" and type(most) is int and most == 1
+    one = type(most) is int and most == 1 and choices_of(body) == 1
+    return one and endpoint != "/v1/responses"
 
 
 def needs_seed(body: Body) -> bool:

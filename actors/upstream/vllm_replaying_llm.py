@@ -15,16 +15,20 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerFactory
 from vllm.v1.metrics.stats import SchedulerStats
 
+from actors.errors import EngineDownError
 from actors.replay_log import SERVED_CALL, ServedCall
 from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from actors.upstream.vllm_sendable import check_sendable
+
+ABORTED = str(FinishReason.ABORT)
 
 
 def why_not_replayable(config: VllmConfig) -> str | None:
@@ -177,7 +181,7 @@ class ReplayingLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         check_sendable(prompt, sampling_params, options)
-        served = SERVED_CALL.get()
+        call = served = SERVED_CALL.get()
         if served is not None:
             # The router chose the rank; vLLM's responses API has no parameter for it.
             options["data_parallel_rank"] = served.data_parallel_rank
@@ -198,6 +202,11 @@ class ReplayingLLM(AsyncLLM):
         try:
             async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
+                    if any(one.finish_reason == ABORTED for one in output.outputs):
+                        # From an engine core that stops (v1/engine/core.py): nobody reads the
+                        # outputs of a cancelled call. vLLM's serving layer would answer 200.
+                        lost = EngineDownError("the engine stopped and aborted the request")
+                        raise lost if call is None else call.end(lost)
                     if timestamps is not None:
                         timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
                     if served is not None:

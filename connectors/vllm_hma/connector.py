@@ -120,6 +120,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 drafts_read_next_token=reads_next_token(vllm_config),
                 speculates=vllm_config.speculative_config is not None,
                 whole_images=reads_whole_images(vllm_config),
+                caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None
@@ -195,6 +196,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         with a transfer may load a stored prefix beside it, and waits for it only as long as that
         can pay (``store/mixing.py``). Other requests load stored tokens within the step.
         """
+        if self.scheduler.awaits_prefix(request.request_id):
+            return None, False
         store = self._store_scheduler
         if store is not None and not self.scheduler.consumes(request.request_id):
             return store.matched_tokens(request, num_computed_tokens), False

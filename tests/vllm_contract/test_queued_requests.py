@@ -5,6 +5,7 @@ wait.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,57 @@ def test_prompts_start_that_the_next_step_can_reach() -> None:
     first.status = RequestStatus.FINISHED_ABORTED
     half.finished(first)
     assert orders(half).starts == ["c"]
+
+
+# ---- choices of one request --------------------------------------------------------------------
+
+
+def follower(half: SchedulerConnector) -> tuple[Request, Request]:
+    """Return a request that receives a prompt, and another choice of the same client request."""
+    one, two = request("0_d", 50, CONSUME), request("1_d", 50, CONSUME)
+    half.new_request(one)
+    half.new_request(two)
+    return one, two
+
+
+def test_another_choice_waits_for_the_first_ones_prompt() -> None:
+    half = scheduler(busy=False)
+    one, two = follower(half)
+    assert half.awaits_prefix("1_d")
+    assert half.matched_tokens(two, 0) == 0
+    half.after_alloc(one, ([1, 2],), 49)
+    assert half.awaits_prefix("1_d")
+    assert not half.awaits_prefix("0_d")
+    pool: Any = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 9))
+    half.quarantine.bind(pool)
+    half.receiving_finished({"0_d"}, set())
+    assert not half.awaits_prefix("1_d")
+    assert len(orders(half).receives) == 1
+    late = request("2_d", 50, CONSUME)
+    half.new_request(late)
+    assert (half.awaits_prefix("2_d"), half.matched_tokens(late, 0)) == (False, 0)
+    for each in (one, two, late):
+        leave(half, each)
+    assert (half.snapshot().followers, orders(half)) == (frozenset(), Orders())
+
+
+@pytest.mark.parametrize("allocated", [False, True])
+def test_another_choice_goes_on_when_the_first_one_is_aborted(allocated: bool) -> None:
+    half = scheduler(busy=False)
+    one, _ = follower(half)
+    if allocated:
+        half.after_alloc(one, ([1, 2],), 49)
+    leave(half, one)
+    assert not half.awaits_prefix("1_d")
+    found = orders(half)
+    assert (found.releases, found.aborts) == (([], ["0_d"]) if allocated else ([Release("t", PRODUCER)], []))
+
+
+def test_without_a_prefix_cache_no_choice_waits() -> None:
+    half = SchedulerConnector(parse_config({}), "c", 1, (), STEP_TOKENS, caches_prefixes=False)
+    _, two = follower(half)
+    assert not half.awaits_prefix("1_d")
+    assert half.matched_tokens(two, 0) == 0
 
 
 # ---- workers -----------------------------------------------------------------------------------

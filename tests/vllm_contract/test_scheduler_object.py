@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from connectors.vllm_hma.orders import Orders
-from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, Engine
+from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, Engine, Rank
 
 STEPS = 600
 
@@ -51,6 +51,8 @@ def test_steps_have_seen_everything(totals: Counter[str]) -> None:
         "aborted",
         "aborted productions",
         "aborted receptions",
+        "choices after the first",
+        "aborted followers",
         "failed receptions",
         "quarantines",
         "preempted",
@@ -64,7 +66,7 @@ def test_random_steps_with_drafts(blocks: int, prefix_caching: bool, asynchronou
     """Lookahead slots, placeholders and rejected drafts leave transfers and the pool as exact as
     without them.
     """
-    engine = Engine(0, blocks, prefix_caching, asynchronous, drafts=3)
+    engine = Engine(1, blocks, prefix_caching, asynchronous, drafts=3)
     try:
         engine.run(STEPS)
     finally:
@@ -72,6 +74,43 @@ def test_random_steps_with_drafts(blocks: int, prefix_caching: bool, asynchronou
     for what in ("produced", "consumed", "placeholders", "accepted drafts", "rejected drafts", "preempted"):
         assert engine.counts[what] >= 10, (what, engine.counts)
     assert engine.counts["failed receptions"] > 0
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "fails", "computed"),
+    [(True, False, [1, 4, 4]), (True, True, [100, 4, 4]), (False, False, [1, 100, 100])],
+    ids=["received", "failed", "no prefix cache"],
+)
+def test_the_choices_of_a_request_share_its_prompt(prefix_caching: bool, fails: bool, computed: list[int]) -> None:
+    """Of 99 received tokens, or 100 computed ones, the prefix cache has six blocks of 16."""
+    engine = Engine(0, 60, prefix_caching, asynchronous=False)
+    try:
+        engine.scheduler.max_num_scheduled_tokens = 400
+        engine.later = lambda most=40: engine.steps + 3  # type: ignore[method-assign]
+        engine.rng.random = lambda: 0.1 if fails else 0.9  # type: ignore[method-assign]
+        params = {"do_remote_prefill": True, "transfer_id": "t"}
+        params |= {"remote_engine_id": "other", "remote_host": "127.0.0.1", "remote_port": 9}
+        names = ["0_r", "1_r", "2_r"]
+        for name in names:
+            sampling = SamplingParams(max_tokens=3, extra_args={"kv_transfer_params": params})
+            prompt = list(range(10, 110))
+            engine.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=engine.hasher))
+        scheduled = Counter[str]()
+        receives = 0
+        while engine.scheduler.requests:
+            engine.steps += 1
+            output = engine.scheduler.schedule()
+            scheduled.update(output.num_scheduled_tokens)
+            receives += len(output.kv_connector_metadata.receives)
+            engine.scheduler.update_from_output(output, engine.execute(output))
+        # The last of three tokens is not computed on.
+        assert [scheduled[name] - 2 for name in names] == computed
+        assert receives == 1
+        if prefix_caching:
+            engine.ranks = [Rank() for _ in engine.ranks]  # of a failed transfer: its quarantine
+            assert not engine.connector.scheduler.snapshot().followers
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(("step_tokens", "divided"), [(BLOCK_TOKENS, False), (4, True)])

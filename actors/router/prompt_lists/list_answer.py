@@ -10,6 +10,7 @@ from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists.merge import MergedStream, error_event, merged_body
 from actors.router.prompt_lists.split import begun
+from actors.router.request_shaping import choices_of
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import Pair
 from configs.settings import RoleName
@@ -37,6 +38,7 @@ class ListAnswer:
 
     def __init__(self, requests: Sequence[ClientRequest], parent_id: str, serve: Serve, at_once: int) -> None:
         self._requests = requests
+        self._choices = choices_of(requests[0].body) or 1
         self._parent_id = parent_id
         self._serve = serve
         self._at_once = asyncio.Semaphore(at_once)
@@ -135,7 +137,7 @@ class ListAnswer:
             yield self._whole(merged_body(heads, answer_id))
             return
         self.start = ResponseStart(self.start.status, self._headers())
-        merged = MergedStream(len(self._requests), answer_id)
+        merged = MergedStream(len(self._requests), self._choices, answer_id)
         while not merged.done:
             piece = await self._pieces.get()
             if isinstance(piece, Exception):

@@ -38,10 +38,12 @@ def error_event(body: bytes) -> bytes:
 class MergedStream:
     """Merges the events of several streams; `feed` returns the bytes for the client."""
 
-    def __init__(self, streams: int, answer_id: str) -> None:
+    def __init__(self, streams: int, choices: int, answer_id: str) -> None:
+        """Merge streams with the same number of choices each."""
         self.done = False
         """True once `feed` has returned the last event."""
         self._open = set(range(streams))
+        self._choices = choices
         self._id = answer_id
         self._created: Any = None
         self._first: int | None = None
@@ -71,7 +73,7 @@ class MergedStream:
             self._usages[stream] = chunk
             return b""
         for choice in chunk["choices"]:
-            choice["index"] = stream  # each stream has one choice
+            choice["index"] += stream * self._choices
         return DATA + _encode(chunk) + END
 
     def _ended(self, stream: int) -> bytes:

@@ -84,6 +84,10 @@ class Quarantine:
                 admitted.add(request_id)
         return admitted
 
+    def delays(self, request_id: str) -> bool:
+        """Return whether the request's transfer has ended but too few blocks are free for it."""
+        return request_id in self._waiting
+
     def left(self, request_id: str) -> None:
         """Record that the request has ended: it needs no blocks."""
         if request_id in self._waiting:

@@ -17,6 +17,10 @@ lets a connector claim all tokens and recompute the last one (vllm/v1/core/sched
 that token's window, and a state has already consumed it. The producer therefore removes the last
 token from the prompt on arrival: its windows and states end where the consumer resumes.
 
+The requests of one client request with several choices (``n``) have the same transfer id. The first
+one receives the prompt's KV. The others wait until its transfer has ended and find the prompt in
+this engine's prefix cache (docs/decisions/0056).
+
 With ``first_token``, the producer computes the whole prompt and samples the answer's first token
 (docs/decisions/0046). It sends the KV of whole blocks only, and computes the tokens after them in
 one more step, while their KV is sent: that step writes to other blocks. The consumer computes the
@@ -72,6 +76,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED_TRANSFERS = 4096
+"""Number of transfer ids whose receiving request is known. Requests that share one arrive
+together."""
+
 
 @dataclass(slots=True)
 class _Production:
@@ -107,6 +115,7 @@ class SchedulerSnapshot:
     ``consumptions``       decode requests whose transfer has not started
     ``queued``             consumptions whose prompt has not started
     ``receptions``         decode requests whose transfer is in progress
+    ``followers``          decode requests that share another request's transfer
     ``has_orders``         whether orders for the next step are pending
     ``side_channel_port``  port of the side channel; None before ``publish``
     """
@@ -115,6 +124,7 @@ class SchedulerSnapshot:
     consumptions: frozenset[str]
     queued: frozenset[str]
     receptions: frozenset[str]
+    followers: frozenset[str]
     has_orders: bool
     side_channel_port: int | None
 
@@ -132,6 +142,7 @@ class SchedulerConnector:
         drafts_read_next_token: bool = False,
         speculates: bool = False,
         whole_images: bool = False,
+        caches_prefixes: bool = True,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -141,6 +152,7 @@ class SchedulerConnector:
         self._first_token_multiple = 0 if speculates else first_token_multiple(groups)
         self._drafts_read_next_token = drafts_read_next_token
         self._whole_images = whole_images
+        self._caches_prefixes = caches_prefixes
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
         # Remaining prompt tokens of prefill requests, in order of arrival.
@@ -149,6 +161,10 @@ class SchedulerConnector:
         self._queued: set[str] = set()
         # Producer's incarnation of each transfer in progress, by request id.
         self._taken: dict[str, str] = {}
+        # The request that receives each transfer, also after it has ended; the latest ones.
+        self._receivers: dict[str, str] = {}
+        # Requests that share a transfer, with the one that receives it.
+        self._followers: dict[str, str] = {}
         self._adapters = Adapters()
         self.quarantine = Quarantine()
         self._stats = TandemStats()
@@ -260,6 +276,8 @@ class SchedulerConnector:
                 Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
             )
         elif isinstance(params, ConsumeParams):
+            if self._follows_other(request, params):
+                return
             if self._divides_image(request, _end_token(request, params)):
                 # The producer finds the same, and sends nothing.
                 self._stats.count("requests", "recomputed")
@@ -270,6 +288,27 @@ class SchedulerConnector:
             if others_wait and not params.computed:
                 self._queued.add(request.request_id)
                 self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
+
+    def _follows_other(self, request: Request, params: ConsumeParams) -> bool:
+        """Return whether another request of this transfer id receives the KV."""
+        receiver = self._receivers.setdefault(params.transfer_id, request.request_id)
+        if len(self._receivers) > REMEMBERED_TRANSFERS:
+            del self._receivers[next(iter(self._receivers))]
+        if receiver == request.request_id:
+            return False
+        if self._caches_prefixes and not request.skip_reading_prefix_cache:
+            self._followers[request.request_id] = receiver
+        return True
+
+    def awaits_prefix(self, request_id: str) -> bool:
+        """Return whether the request waits for another one to receive their prompt.
+
+        The deadlines of the other request's transfer bound the wait.
+        """
+        receiver = self._followers.get(request_id)
+        return receiver is not None and (
+            receiver in self._consumptions or receiver in self._taken or self.quarantine.delays(receiver)
+        )
 
     def _divides_image(self, request: Request, token: int) -> bool:
         """Return whether a producer that stops at ``token`` would compute other KV of an image."""
@@ -365,6 +404,7 @@ class SchedulerConnector:
         self.quarantine.left(request_id)
         self._tokens_left.pop(request_id, None)
         self._queued.discard(request_id)
+        self._followers.pop(request_id, None)
         params = self._consumptions.pop(request_id, None)
         if params is not None:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
@@ -425,6 +465,7 @@ class SchedulerConnector:
             consumptions=frozenset(self._consumptions),
             queued=frozenset(self._queued),
             receptions=frozenset(self._taken),
+            followers=frozenset(self._followers),
             has_orders=self._orders != Orders(),
             side_channel_port=None if self._server is None else self._server.port,
         )

@@ -94,7 +94,8 @@ STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
     "a stream": ([well], [short], {}),
     "decode alone": ([], [short], {}),
     "n of 2": ([well], [short], {"n": 2}),
-    "n of 2, not streamed": ([well], [OK], {"stream": False, "n": 2}),
+    "echo": ([well], [short], {"echo": True}),
+    "echo, not streamed": ([well], [OK], {"stream": False, "echo": True}),
     "decode refuses": ([well], [answers(400, {}, 0.01)], {}),
     "a prefill leg dies": ([dies, well], [short, short], {}),
     "a prefill leg is late": ([hangs, well], [OK], {"stream": False}),
@@ -140,5 +141,5 @@ async def test_cancelled_at_each_wait(story):
         fetched = {one for one in transfers(p) if one in p.delivered} - set(p.discarded)
         assert fetched <= set(transfers(d)), "KV waits for a decode engine without the request"
         discards += len(p.discarded)
-    splits = bool(prefill) and TRANSFER_FIELD not in wanted.body and wanted.body.get("n") is None
+    splits = bool(prefill) and TRANSFER_FIELD not in wanted.body and "echo" not in wanted.body
     assert (discards > 0) == (splits and "no prefill" not in story)

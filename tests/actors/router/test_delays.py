@@ -139,7 +139,7 @@ async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
 async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
     """Decode computes the prompt with its first step."""
     engines = Engines(**{stage: DELAY_S})
-    parts = (await ledger_of(engines, request(n=2))).parts
+    parts = (await ledger_of(engines, request(echo=True))).parts
     assert max(parts, key=parts.__getitem__) == part, parts
     assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
 

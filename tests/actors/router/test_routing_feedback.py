@@ -186,11 +186,11 @@ async def test_decisions_are_counted_and_logged(caplog):
     engines = Engines(limits(policy="never_remote"))
     with caplog.at_level(logging.DEBUG, logger="actors.router.routing_feedback"):
         await engines.ask(ids(100))
-        await engines.ask(ids(100), n=2)
+        await engines.ask(ids(100), echo=True)
     assert counted(engines.router, "tandem_decisions_total", route="local", reason="policy") == 1
-    assert counted(engines.router, "tandem_decisions_total", route="local", reason="n") == 1
+    assert counted(engines.router, "tandem_decisions_total", route="local", reason="echo") == 1
     lines = [json.loads(record.message.removeprefix("decision ")) for record in caplog.records]
-    assert [line["reason"] for line in lines] == ["policy", "n"]
+    assert [line["reason"] for line in lines] == ["policy", "echo"]
     await at_rest(engines.p, engines.d)
 
 

@@ -94,5 +94,5 @@ async def test_an_event_of_a_stream_before_its_first_token_is_no_token():
     router.limits = LIMITS.model_copy(update={"idle_timeout_s": 20.0, "first_token_timeout_s": 0.3})
     with pytest.raises(DeadlineError):
         async with asyncio.timeout(10):
-            await ask(router, request(n=2))
+            await ask(router, request(echo=True))
     await at_rest(p, d)

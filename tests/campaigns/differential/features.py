@@ -107,8 +107,8 @@ FEATURES: tuple[Feature, ...] = (
     everywhere("logit_bias", {"logit_bias": {"270": 100, "12": -100}}),
     generating("allowed_token_ids", {"allowed_token_ids": [300, 301, 302], "ignore_eos": True}),
     generating("bad_words", {"bad_words": ["1", "4", "7", "mira"]}),
-    Feature("n", {"n": 3, **sampled(12)}, {"n": 3, **sampled(12)}, None, route="local"),
-    Feature("n, greedy", {"n": 2}, {"n": 2}, None, route="local"),
+    Feature("n", {"n": 3, **sampled(12)}, {"n": 3, **sampled(12)}, None),
+    Feature("n, greedy", {"n": 2}, {"n": 2}, None),
     Feature("n 1", {"n": 1}, {"n": 1}),
     Feature("best_of", {"best_of": 3, **sampled(13)}, None, None, route="local"),
     Feature("best_of 1", {"best_of": 1}),
@@ -357,4 +357,4 @@ def prompt_cases() -> Iterator[Case]:
             for stream in (False, True):
                 name = f"{COMPLETIONS} {form} {sorted(more)}{', streamed' if stream else ''}"
                 body = completion(name, prompt=make(name), **more) | _streaming(COMPLETIONS, stream)
-                yield Case(name, (request(COMPLETIONS, body),), "local" if route and "n" in more else route)
+                yield Case(name, (request(COMPLETIONS, body),), route)

@@ -86,9 +86,12 @@ def cache_cases() -> Iterator[Case]:
     models: tuple[dict[str, Any], ...] = ({}, {"model": ADAPTER}, {"model": ADAPTER}, {})
     yield Case(name, tuple(request(COMPLETIONS, completion(name, **model)) for model in models), "remote", alone=True)
     name = f"{COMPLETIONS} alone, then apart"
-    several: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5}
-    both: tuple[dict[str, Any], ...] = (several, {}, {"echo": True}, several)
+    alone: dict[str, Any] = {"best_of": 2, "temperature": 1.0, "seed": 5}
+    both: tuple[dict[str, Any], ...] = (alone, {}, {"echo": True}, alone)
     yield Case(name, tuple(request(COMPLETIONS, completion(name, **more)) for more in both), "local")
+    name = f"{COMPLETIONS} several choices, then the same again"
+    several: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 5}
+    yield Case(name, tuple(request(COMPLETIONS, completion(name, **more)) for more in (several, {}, several)), "remote")
 
 
 def token_cases() -> Iterator[Case]:

@@ -140,8 +140,12 @@ class Engine:
         sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": params})
         sampling.stop_token_ids = [STOP_TOKEN]
         features = self.add_images(prompt) if self.images else None
-        request = Request(f"r{number}", prompt, sampling, None, mm_features=features, block_hasher=self.hasher)
-        self.scheduler.add_request(request)
+        choices = self.rng.choice([1, 1, 2, 4]) if kind == "consumed" else 1
+        self.counts["choices after the first"] += choices - 1
+        for choice in range(choices):
+            name = f"{choice}_r{number}" if choices > 1 else f"r{number}"
+            request = Request(name, prompt, sampling, None, mm_features=features, block_hasher=self.hasher)
+            self.scheduler.add_request(request)
 
     def add_images(self, prompt: list[int]) -> list[MultiModalFeatureSpec]:
         """Replace parts of the prompt with up to three images; return their positions."""
@@ -199,9 +203,20 @@ class Engine:
             self.counts["aborted"] += 1
             ours = self.connector.scheduler.snapshot()
             request_id = self.rng.choice(
-                [*self.scheduler.requests, *ours.productions, *sorted(ours.receptions) * 3, *sorted(ours.queued) * 2]
+                [
+                    *self.scheduler.requests,
+                    *ours.productions,
+                    *sorted(ours.receptions) * 3,
+                    *sorted(ours.queued) * 2,
+                    *sorted(ours.followers) * 2,
+                ]
             )
-            known_by = {"productions": ours.productions, "receptions": ours.receptions, "queued": ours.queued}
+            known_by = {
+                "productions": ours.productions,
+                "receptions": ours.receptions,
+                "queued": ours.queued,
+                "followers": ours.followers,
+            }
             for what, known in known_by.items():
                 self.counts[f"aborted {what}"] += request_id in known
             self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -441,7 +456,7 @@ class Engine:
         assert scheduler.get_request_counts() == (0, 0)
         assert self.pool.get_num_free_blocks() == self.baseline
         left = ours.snapshot()
-        remembered = [*left.productions, *left.consumptions, *left.queued, *left.receptions]
+        remembered = [*left.productions, *left.consumptions, *left.queued, *left.receptions, *left.followers]
         assert not remembered, "the connector remembers requests"
         assert not ours.quarantine, "the connector keeps blocks"
         assert not left.has_orders, "orders were never given"

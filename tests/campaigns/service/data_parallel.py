@@ -74,7 +74,11 @@ async def ask(http: httpx.AsyncClient, prompt: RecallPrompt) -> bool | None:
     if reply.status_code != 200:
         print(f"HTTP {reply.status_code}: {reply.text[:200]}", flush=True)
         return None
-    return bool(reply.json()["choices"][0]["text"].strip() == prompt.answer)
+    choice = reply.json()["choices"][0]
+    if choice["text"].strip() != prompt.answer:
+        print(f"wrong: {prompt.answer} is the fact, the answer is {choice}, {dict(reply.headers)}", flush=True)
+        return False
+    return True
 
 
 async def ask_all(url: str, count: int, seed: int, kill: psutil.Process | None = None) -> Asked:

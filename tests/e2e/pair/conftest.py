@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from connectors.vllm_hma.worker_side.trace import read_trace
@@ -56,6 +60,28 @@ async def alone(pair: Pair, prompt: list[int], tokens: int = MAX_TOKENS) -> Answ
     answer = await generate(pair.decode, prompt, tokens)
     assert await pair.decode.reset_prefix_cache()
     return answer
+
+
+async def answers(engine: AsyncLLM, prompt: list[int], tokens: int, n: int, transfer: dict[str, Any] | None) -> Any:
+    """Send one request and return the token ids of all `n` answers, each the likeliest.
+
+    vLLM refuses several greedy answers, but not several answers limited to one candidate.
+    """
+    sampling = SamplingParams(
+        temperature=1.0,
+        top_k=1,
+        n=n,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"kv_transfer_params": transfer} if transfer else None,
+    )
+    final = None
+    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), sampling, uuid.uuid4().hex):
+        final = output
+    assert final is not None
+    return [tuple(one.token_ids) for one in final.outputs]
 
 
 @pytest.fixture(scope="package")

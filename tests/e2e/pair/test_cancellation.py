@@ -13,13 +13,10 @@ import uuid
 from typing import Any
 
 import pytest
-from vllm import SamplingParams, TokensPrompt
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.identity import random_prompt
 from testing.sequential_proxy import PRODUCE
-from tests.e2e.pair.conftest import Engines
+from tests.e2e.pair.conftest import Engines, answers
 
 pytestmark = pytest.mark.engine
 
@@ -42,28 +39,6 @@ STILL_OPEN = ("offer", "chunk", "write")
 
 Exception: this process was descheduled until the whole transfer had ended ("received").
 """
-
-
-async def answers(engine: AsyncLLM, prompt: list[int], tokens: int, n: int, transfer: dict[str, Any] | None) -> Any:
-    """Send one request and return the token ids of all `n` answers, each the likeliest.
-
-    vLLM refuses several greedy answers, but not several answers limited to one candidate.
-    """
-    sampling = SamplingParams(
-        temperature=1.0,
-        top_k=1,
-        n=n,
-        max_tokens=tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"kv_transfer_params": transfer} if transfer else None,
-    )
-    final = None
-    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), sampling, uuid.uuid4().hex):
-        final = output
-    assert final is not None
-    return [tuple(one.token_ids) for one in final.outputs]
 
 
 async def traced(engines: Engines, start: int, name: str, unless: asyncio.Future[Any]) -> None:

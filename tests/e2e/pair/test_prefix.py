@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.engines import Answer, Pair, generate
 from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference, random_prompt
-from tests.e2e.pair.conftest import Engines, alone
+from tests.e2e.pair.conftest import Engines, alone, answers
 
 pytestmark = pytest.mark.engine
 
@@ -187,6 +187,30 @@ def test_nothing_is_computed_or_sent_twice(engines: Engines, name: str, order: s
     found = engines.runner.run(run())
     assert found.computed == chunks
     check_moved(found, blocks, 2)
+
+
+@pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])
+def test_the_choices_of_a_request_share_one_transfer(engines: Engines, direction: str) -> None:
+    """Of 699 tokens 22 blocks move once, with windows from block 571 // 32 = 17 on."""
+    pair: Pair = getattr(engines, direction)
+    prompt = random_prompt(700, seed=75)
+
+    async def run() -> Seen:
+        assert await engines.idle()
+        reference = await answers(pair.decode, prompt, MAX_TOKENS, 3, None)
+        assert await engines.idle()
+        start, transfer_id = len(engines.events()), uuid.uuid4().hex
+        leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        prefill = asyncio.ensure_future(answers(pair.prefill, prompt, 1, 1, leg))
+        choices = await answers(pair.decode, prompt, MAX_TOKENS, 3, {**pair.address, "transfer_id": transfer_id})
+        await prefill
+        assert choices == reference
+        found = seen(engines, start)
+        assert await engines.idle()
+        return found
+
+    found = engines.runner.run(run())
+    check_moved(found, [5, 5, 22], pair.decode.vllm_config.parallel_config.tensor_parallel_size)
 
 
 def test_the_dropped_token_is_in_no_cached_block(engines: Engines) -> None:

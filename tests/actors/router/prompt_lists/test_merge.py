@@ -49,7 +49,7 @@ def read(events: bytes) -> list[Any]:
 
 def test_a_stream():
     """Events as they come, each with its prompt's index; one usage and one end."""
-    merged = MergedStream(2, "cmpl-r")
+    merged = MergedStream(2, 1, "cmpl-r")
     head = {"id": "cmpl-r", "created": 3}
     assert merged.feed(1, b": ping\n\n") == b": ping\n\n"
     assert read(merged.feed(1, chunk(1, "b", 3, usage=usage(2, 1)))) == [
@@ -68,15 +68,26 @@ def test_a_stream():
     assert merged.done
 
 
+def test_several_choices_for_each_prompt():
+    """vLLM numbers the choices of the second prompt after those of the first."""
+    merged = MergedStream(2, 3, "cmpl-r")
+    events = [merged.feed(stream, chunk(stream, "a").replace(b'"index": 0', b'"index": 2')) for stream in (1, 0)]
+    assert [read(one)[0]["choices"][0]["index"] for one in events] == [5, 2]
+    pair = json.dumps({"choices": [{"index": 0}, {"index": 1}], "usage": usage(2, 4)}).encode()
+    answer = json.loads(merged_body([pair, pair], "cmpl-r"))
+    assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"] == usage(4, 8)
+
+
 def test_a_stream_without_usage():
-    merged = MergedStream(2, "cmpl-r")
+    merged = MergedStream(2, 1, "cmpl-r")
     assert merged.feed(0, DONE) == b""
     assert merged.feed(1, DONE) == DONE
 
 
 def test_an_error_ends_the_stream():
     """Whatever else comes is dropped."""
-    merged = MergedStream(2, "cmpl-r")
+    merged = MergedStream(2, 1, "cmpl-r")
     error = {"error": {"message": "no", "code": 400}}
     assert read(merged.feed(1, error_event(json.dumps(error).encode()))) == [error, "data: [DONE]"]
     assert merged.done

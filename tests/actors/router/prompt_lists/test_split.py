@@ -30,7 +30,8 @@ def request(body: object, endpoint: Endpoint = "/v1/completions", **headers: str
         ({"prompt": ["a", 1]}, []),
         ({"prompt": [[1], []]}, []),
         ({"prompt": [[1], [True]]}, []),
-        ({"prompt": ["a", "b"], "n": 2}, []),
+        ({"prompt": ["a", "b"], "n": 2}, [["a"], ["b"]]),
+        ({"prompt": ["a", "b"], "n": "2"}, []),
         ({"prompt": ["a", "b"], "echo": True}, []),
         ({"prompt": ["a", "b"], "prompt_logprobs": 0}, []),
         ({"prompt": ["a", "b"], "use_beam_search": True}, []),
@@ -45,7 +46,7 @@ def test_split(body, prompts):
     assert [one.body["prompt"] for one in found] == prompts
     assert [json.loads(one.raw) for one in found] == [{**body, "prompt": prompt} for prompt in prompts]
     assert [one.request_id for one in found] == [f"r-{index}" for index in range(len(prompts))]
-    assert all(one.sequences == 1 for one in found)
+    assert all(one.sequences == body.get("n", 1) for one in found)
     assert [one.part for one in found] == [index > 0 for index in range(len(prompts))]
 
 
