@@ -379,9 +379,10 @@ def stop_on_signals() -> None:
 
 
 def end_ray(family: list[psutil.Process]) -> None:
-    """Leave the Ray cluster, or end it with all processes of `family`.
+    """Disconnect from Ray, then kill the processes of `family` that outlive END_S.
 
-    Engines interrupted during their start do not detect the end of their actor in time.
+    `family` is empty for a cluster that this process joined. Engines interrupted during their start
+    do not detect the end of their actor in time.
     """
     import ray
 

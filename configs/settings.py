@@ -193,7 +193,9 @@ class TransferSettings(Frozen):
 class KVStoreSettings(Frozen):
     """Settings of the KV store, disabled without `path` and `memory_gib`."""
 
-    path: str = Field("", description="folder on a local disk of each engine's node, of its own; empty: no disk tier")
+    path: str = Field(
+        "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
+    )
     disk_gib: Positive = Field(64.0, description="bytes below `path`, of all engines that share it (GiB)")
     memory_gib: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="host memory of all engines of a node (GiB); 0: no memory tier"
@@ -265,7 +267,7 @@ class RoutingSettings(Frozen):
     prefix_tokens_per_engine: int = Field(
         1_000_000, ge=0, description="prompt tokens that the router assumes to be cached per engine; 0: none"
     )
-    fades_s: Seconds = Field(600.0, description="time in which a measurement loses most of its weight")
+    fades_s: Seconds = Field(600.0, description="time constant of the exponential decay of measurements")
     assumed_prefill_overhead_s: Seconds = Field(
         0.02, description="assumed until measured: duration of a prefill without tokens"
     )
@@ -679,7 +681,7 @@ class ServiceSettings(ModelSettings):
     def _one_form(self) -> "ServiceSettings":
         both = sorted(self.model_fields_set & ModelSettings.model_fields.keys())
         if self.models and both:
-            raise ValueError(f"{', '.join(both)}: set these for each of `models`, not beside the list")
+            raise ValueError(f"{', '.join(both)}: set these for each of `models`, not at the top level")
         return self
 
     @model_validator(mode="after")

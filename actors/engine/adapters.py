@@ -84,7 +84,7 @@ class EngineAdapters:
                 await self._unload(name, version + 1)
 
     async def merge(self, peers: Iterable[AdapterStates]) -> None:
-        """Take the changes of peers that are newer than this engine's."""
+        """Load and unload adapters where a peer's state has a higher version than this engine's."""
         for states in peers:
             for name, (version, path, is_3d) in states.items():
                 async with self._lock:

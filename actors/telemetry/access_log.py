@@ -26,7 +26,7 @@ MAX_PATH_CHARACTERS = 200
 
 FILE_BYTES = 64 << 20
 OLD_FILES = 3
-"""A router keeps this many full files beside the one that it writes."""
+"""Number of rotated log files that a router keeps."""
 
 ENTRY = "tandem.access"
 """Key of a request's `AccessEntry` in its ASGI scope."""

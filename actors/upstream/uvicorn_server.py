@@ -22,7 +22,7 @@ LOOKS = 50
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server in a process whose signals belong to Ray, on a shared listener."""
+    """Uvicorn's server in a process whose signals Ray handles, on a shared listener."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Checks that NIXL's back ends start and move bytes between two processes."""
+"""Checks that NIXL's backends start and move bytes between two processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
     missing = [one for one in backends if plugins and one not in plugins]
     if missing:
         remedy = f"set transfer.backends to some of {', '.join(plugins)}"
-        yield Finding("transfer", f"NIXL has no back end {', '.join(missing)}", remedy)
+        yield Finding("transfer", f"NIXL has no backend {', '.join(missing)}", remedy)
         return
     if "error" not in report:
         megabytes, milliseconds = report["bytes"] / 2**20, report["seconds"] * 1e3

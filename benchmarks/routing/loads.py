@@ -168,7 +168,7 @@ def ill_engine(seed: int) -> Load:
     make = Maker(seed)
     _mixed(make, make.arrivals(400, 12.0))
     slow = ((8.0, "p0", 4.0), (18.0, "p0", 1.0), (20.0, "d0", 2.0), (28.0, "d0", 1.0))
-    return Load("an ill engine", GPU, 2, 2, tuple(make.requests), {}, slow)
+    return Load("a degraded engine", GPU, 2, 2, tuple(make.requests), {}, slow)
 
 
 def multi_turn(seed: int) -> Load:

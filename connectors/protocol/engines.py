@@ -49,7 +49,7 @@ class Suspect:
 
 
 class ProducerEngines:
-    """Producer engines by incarnation, and the Cancels that wait for a handshake.
+    """Producer engines by incarnation, and the ``Cancel`` messages pending until a handshake.
 
     ``partners``  known ranks of each engine
     ``stale``     known engines whose next request starts with a handshake

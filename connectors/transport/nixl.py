@@ -1,6 +1,6 @@
 """Transport over NIXL. No other product module imports nixl.
 
-Each worker has one agent with the UCX back end. NIXL's own progress thread is off, because it spins
+Each worker has one agent with the UCX backend. NIXL's own progress thread is off, because it spins
 and takes a core per worker, idle or not. The transport's owner calls ``poll`` and ``notifications``
 often enough for writes to progress (docs/decisions/0003). Every NIXL error becomes a TransportError
 that names the peer.
@@ -34,13 +34,13 @@ class NixlTransport:
     kind = "nixl"
 
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",), devices: Sequence[str] = ()) -> None:
-        """Start the agent and its back ends.
+        """Start the agent and its backends.
 
         ``devices``  UCX names of the network devices to use, for all transports that this process
                      creates from now on; empty: UCX's environment variables decide, else all
                      devices
 
-        Raises ConfigurationError for a back end that this NIXL build lacks, TransportError if one
+        Raises ConfigurationError for a backend that this NIXL build lacks, TransportError if one
         fails to start.
         """
         self.name = name
@@ -64,14 +64,14 @@ class NixlTransport:
         missing = [backend for backend in backends if backend not in known]
         if missing:
             raise ConfigurationError(
-                f"transfer.backends (kv_connector_extra_config: backends): NIXL has no back end {', '.join(missing)}; "
+                f"transfer.backends (kv_connector_extra_config: backends): NIXL has no backend {', '.join(missing)}; "
                 f"available are {', '.join(known)}"
             )
         try:
             for backend in backends:
                 self._agent.create_backend(backend, _PARAMETERS.get(backend, {}))
         except Exception as error:
-            raise TransportError(name, f"NIXL could not start with back ends {list(backends)}: {error}") from error
+            raise TransportError(name, f"NIXL could not start with backends {list(backends)}: {error}") from error
         self._registered: list[object] = []
         self._handles: dict[int, tuple[str, nixl_xfer_handle]] = {}
         self._metadata: dict[str, bytes] = {}

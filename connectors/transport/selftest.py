@@ -1,7 +1,7 @@
 """NIXL transfer between two processes of this host: `python -m connectors.transport.selftest`.
 
 A receiver and a sender register memory, write, compare digests and send a message, as engines do.
-The output is one JSON object: `seconds` and `bytes`, or `error`; and `plugins`, the back ends of
+The output is one JSON object: `seconds` and `bytes`, or `error`; and `plugins`, the backends of
 this NIXL build. UCX reads its settings from the environment; `--sender-env` and `--receiver-env`
 (JSON objects) add to it.
 """
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m connectors.transport.selftest", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--backends", default="UCX", help="NIXL back ends, separated by commas")
+    parser.add_argument("--backends", default="UCX", help="NIXL backends, separated by commas")
     parser.add_argument("--devices", default="", help="network devices for UCX, separated by commas; empty: all")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="limit of the transfer itself, in seconds")
     parser.add_argument("--sender-env", type=json.loads, default={}, help="environment variables of the sender (JSON)")
@@ -196,7 +196,7 @@ def _rest(give_up_at: float, otherwise: str) -> None:
 
 
 def _plugins() -> list[str]:
-    """Return the back ends of this NIXL build; empty if they cannot be listed."""
+    """Return the backends of this NIXL build; empty if they cannot be listed."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     try:

@@ -26,7 +26,7 @@ class ConnectorConfig:
                            listens on this port + r
     ``advertise_host``     host name or address at which peers reach side_channel_host; required if
                            that is 0.0.0.0
-    ``backends``           NIXL back ends
+    ``backends``           NIXL backends
     ``devices``            network devices for UCX; if empty, all on a host with RDMA devices, else
                            the interface of side_channel_host
     ``integrity``          full: compare digests of all transferred bytes before a request runs;

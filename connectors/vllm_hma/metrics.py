@@ -224,7 +224,7 @@ class RankTally:
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics with vLLM's labels and one of outcome, group, stage or peer."""
+    """Prometheus metrics with vLLM's labels and at most one of their own, such as ``outcome``."""
 
     def __init__(
         self,

@@ -72,8 +72,8 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("changes", "message", "remedy"),
     [
-        ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no back end TCPX", "set transfer.backends to some of"),
-        ({"transfer": {"backends": ["GDS"]}}, "could not start with back ends ['GDS']", "install the libraries of GDS"),
+        ({"transfer": {"backends": ["UCX", "TCPX"]}}, "NIXL has no backend TCPX", "set transfer.backends to some of"),
+        ({"transfer": {"backends": ["GDS"]}}, "could not start with backends ['GDS']", "install the libraries of GDS"),
         ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, "the receiver", "check the UCX_ variables"),
     ],
 )

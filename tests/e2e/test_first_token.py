@@ -57,6 +57,9 @@ def runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+ATTEMPTS = 5
+
+
 @pytest.fixture(scope="module")
 def pair(runner: asyncio.Runner) -> Iterator[EnginePair]:
     pair = runner.run(EnginePair.start())
@@ -89,15 +92,26 @@ def dated(sent: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("name", [*KINDS, *SEAM])
 def test_streams_are_those_of_decode(runner: asyncio.Runner, pair: EnginePair, name: str) -> None:
-    """Every event, with usage, logprobs, tool calls and finish reason."""
+    """Every event, with usage, logprobs, tool calls and finish reason.
+
+    vLLM joins outputs that the serving layer has not read, so a busy machine may change the number
+    of events in one of the streams.
+    """
     kind = SEAM[name] if name in SEAM else long(KINDS[name])
 
     async def run() -> None:
         if "echo" in kind[1]:
             return
-        expected, _ = await stream(pair, kind, "decode")
-        sent, router = await stream(pair, kind, "prefill")
-        if kind[1].get("temperature") == 0 or kind[1].get("seed") is not None:
+        exact = kind[1].get("temperature") == 0 or kind[1].get("seed") is not None
+        for _ in range(ATTEMPTS):
+            expected, _ = await stream(pair, kind, "decode")
+            sent, router = await stream(pair, kind, "prefill")
+            if not exact:
+                break
+            assert said(sent) == said(expected)
+            if dated(sent) == dated(expected):
+                break
+        else:
             assert dated(sent) == dated(expected)
         ended = kind[1]["max_tokens"] == 1
         assert counted(router, "tandem_first_tokens_total", outcome="ended" if ended else "repeated") == 1
@@ -116,11 +130,11 @@ def test_one_token_without_a_stream(runner: asyncio.Runner, pair: EnginePair, ki
     async def answer(first_token: str) -> tuple[dict[str, Any], int]:
         router, prefill, decode = pair.router(first_token)
         async with router.answer(request(endpoint, body)) as given:
-            said = json.loads(b"".join([some async for some in given.body()]))
+            whole = json.loads(b"".join([some async for some in given.body()]))
             assert given.sampled_by == ("prefill" if first_token == "prefill" else None)
         await at_rest_of(prefill, decode)
-        assert said["usage"]["completion_tokens"] == 1
-        return {**said, "created": 0}, len(decode.calls)
+        assert whole["usage"]["completion_tokens"] == 1
+        return {**whole, "created": 0}, len(decode.calls)
 
     async def run() -> None:
         expected, calls = await answer("decode")

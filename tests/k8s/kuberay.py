@@ -114,7 +114,7 @@ def _fault_tolerance(service: dict[str, Any]) -> Iterator[str]:
         if parameters.get(key):
             yield f"head: rayStartParams {key} beside gcsFaultToleranceOptions"
     if options.get("backend", "redis") == "redis" and options.get("storage"):
-        yield "gcsFaultToleranceOptions.storage is for the rocksdb back end"
+        yield "gcsFaultToleranceOptions.storage is for the rocksdb backend"
 
 
 def _autoscaler(cluster: dict[str, Any], groups: dict[str, dict[str, Any]]) -> Iterator[str]:

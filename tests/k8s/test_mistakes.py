@@ -79,7 +79,7 @@ def test_a_typo_in_a_field(
         (put(f"{CLUSTER}/headGroupSpec{RAY}/env", [{"name": "REDIS_PASSWORD", "value": "x"}]), "REDIS_PASSWORD beside"),
         (put(f"{CLUSTER}/headGroupSpec/rayStartParams/redis-password", "x"), "redis-password beside"),
         (put("/metadata/annotations", {"ray.io/ft-enabled": "true"}), "annotation ray.io/ft-enabled beside"),
-        (put(f"{CLUSTER}/gcsFaultToleranceOptions/storage", {"size": "1Gi"}), "is for the rocksdb back end"),
+        (put(f"{CLUSTER}/gcsFaultToleranceOptions/storage", {"size": "1Gi"}), "is for the rocksdb backend"),
         (
             put(f"{CLUSTER}/headGroupSpec{RAY}/env", [{"name": "RAY_enable_autoscaler_v2", "value": "1"}]),
             "beside autoscalerOptions.version",

@@ -59,5 +59,5 @@ def test_without_devices_it_listens_everywhere() -> None:
 
 def test_a_back_end_that_does_not_exist() -> None:
     """The error names the setting and the possible values."""
-    with pytest.raises(ConfigurationError, match=r"transfer.backends .*: NIXL has no back end UCZ; .*UCX"):
+    with pytest.raises(ConfigurationError, match=r"transfer.backends .*: NIXL has no backend UCZ; .*UCX"):
         NixlTransport("here/0", ("UCX", "UCZ"))

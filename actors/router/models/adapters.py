@@ -71,7 +71,7 @@ class AdapterNames:
         return self._with(name)
 
     def forget(self) -> None:
-        """Read the names again before the next use, after a change of adapters."""
+        """Invalidate the cached names after a change; the next lookup reads them again."""
         self._read_at = float("-inf")
 
     def _with(self, name: str) -> list[ModelRouter]:

@@ -141,7 +141,7 @@ class AdapterEndpoints:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _refuse_second_model(self, name: str, model: ModelRouter) -> None:
-        """Raise InvalidAdapterError if another model than `model` has an adapter of this name."""
+        """Raise InvalidAdapterError if a model other than `model` has an adapter of this name."""
         if len(self._router.models) == 1:
             return
         for other in await self._router.adapters.models_of(name):

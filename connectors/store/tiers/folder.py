@@ -389,7 +389,7 @@ def check_folder(path: Path) -> None:
             "(chmod o-w)"
         )
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"store: this process may not write to {path}; configure another path")
+        raise ConfigurationError(f"store: this process has no write permission for {path}; configure another path")
     if not (path / _MARKER).exists():
         others = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}
         if others:

@@ -23,7 +23,7 @@ class Progress:
 
 @dataclass(slots=True)
 class TierReads:
-    """Reads of one tier, of several threads. ``progress`` is that of all of them."""
+    """Reads of one tier by several threads. ``progress``: time of the last piece of any read."""
 
     folder: FolderTier
     progress: Progress = field(default_factory=Progress)

@@ -44,7 +44,7 @@ class PeersSnapshot:
 class Peers:
     """Peers of one worker.
 
-    Thread-safe: ``lock`` is the lock under which the owner calls the machines.
+    Thread-safe. ``lock`` also guards the Producer and Consumer state machines.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Peers:
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
-        """Keep the peer and its connection during its handshake, even if a machine removes it.
+        """Keep a peer and its connection during its handshake, even if a state machine removes it.
 
         Raises HandshakeError if the table is full of busy peers.
         """

@@ -91,7 +91,9 @@ class _Page:
         return self.part(_Section(name, 1, total, size_bytes), offset, size_bytes, 1, size_bytes)
 
     def part(self, section: _Section, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
-        """Return one part: ``section`` in ``rows`` rows, with its width in bytes."""
+        """Return one part of the page: ``section``, stored as ``rows`` rows.
+
+        ``section.width`` is in bytes."""
         return LayerPages(
             layer=self.layer,
             address=self.address + offset,

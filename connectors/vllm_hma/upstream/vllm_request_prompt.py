@@ -52,11 +52,11 @@ def show_last_tokens(request: Request) -> None:
 
 
 def sample_last_token(request: Request) -> None:
-    """Let the request sample its prompt's last token, and no other.
+    """Restrict sampling to the prompt's last token.
 
-    Call it before ``drop_last_token``. EAGLE and MTP compute KV of a position from the next token.
-    At the end of a prompt that is the sampled one, which would be a guess here: the consumer
-    continues with the prompt's own last token.
+    Call it before ``drop_last_token``. EAGLE and MTP compute the drafter's KV of a position from
+    the token after it. After the last prompt token is dropped, that token would be one that this
+    engine samples; the consumer continues with the prompt's last token instead.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.sampling_params is None:
         return
