@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -28,9 +30,9 @@ def scheduler(tmp_path: Path) -> Iterator[StoreScheduler]:
     made.close()
 
 
-def stored(scheduler: StoreScheduler, *refs: ObjectRef) -> list[KVCacheEvent]:
+def stored(scheduler: StoreScheduler, *refs: ObjectRef, **of_request: Any) -> list[KVCacheEvent]:
     """Store objects of the prompt as a request's steps do; return the events."""
-    request = Request("r", PROMPT, SamplingParams(max_tokens=1), None)
+    request = Request("r", PROMPT, SamplingParams(max_tokens=1), None, **of_request)
     scheduler.new_request(request)
     for ref in refs:
         offset = scheduler.store.reserve(ref)
@@ -57,6 +59,16 @@ def test_stored_chunks_with_tokens_and_parents(scheduler: StoreScheduler) -> Non
     assert scheduler.take_events() == []
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(second))
     assert decoded["block_hashes"] == second.block_hashes
+
+
+def test_the_events_have_vllms_extra_keys(scheduler: StoreScheduler) -> None:
+    """The adapter is in those of every block, the salt in those of the first one only."""
+    lora = LoRARequest("adapter", 1, "/adapter")
+    events = stored(scheduler, ObjectRef(16, 0), ObjectRef(32, 0), lora_request=lora, cache_salt="salt")
+    assert [(event.lora_name, event.extra_keys) for event in events] == [
+        ("adapter", [("adapter", "salt")]),
+        ("adapter", [("adapter",)]),
+    ]
 
 
 def test_a_removed_chunk(scheduler: StoreScheduler, tmp_path: Path) -> None:

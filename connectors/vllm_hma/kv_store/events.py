@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash, generate_block_hash_extra_keys, to_event_extra_keys
 
 from connectors.planning.layout import GroupKind
 from connectors.store.planning.prefix import ObjectRef
@@ -20,6 +20,7 @@ from connectors.store.tiers.objects import ObjectName
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 _MEDIA = {"memory": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
 _KEPT = 4096
@@ -35,22 +36,23 @@ class StoreEvents:
         self._plan = plan
         self._described: dict[bytes, BlockStored] = {}
 
-    def describe(
-        self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], tokens: list[int], lora_name: str | None
-    ) -> None:
-        """Remember tokens and parent of an object for its event. ``tokens`` are all to its end."""
+    def describe(self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], request: Request) -> None:
+        """Remember tokens, parent and extra keys of an object of ``request`` for its event."""
         spans = self._plan.groups[ref.group]
         full = spans.group.kind is GroupKind.FULL
         begin = ref.end_token - spans.span_tokens
         parent = names.get(ObjectRef(begin, ref.group)) if full else None
+        lora = request.lora_request
+        extra_keys, _ = generate_block_hash_extra_keys(request, begin, ref.end_token, 0)
         self._described[names[ref].key] = BlockStored(
             block_hashes=[_hash(names[ref])],
             parent_block_hash=None if parent is None else _hash(parent),
-            token_ids=tokens[begin : ref.end_token],
+            token_ids=list(request.all_token_ids[begin : ref.end_token]),
             block_size=spans.span_tokens,
             lora_id=None,
             medium=None,
-            lora_name=lora_name,
+            lora_name=None if lora is None else lora.lora_name,
+            extra_keys=to_event_extra_keys([extra_keys]),
             group_idx=ref.group,
             kv_cache_spec_sliding_window=spans.group.window_tokens,
         )

@@ -460,9 +460,7 @@ class StoreScheduler:
             if self._events is not None:
                 before = ObjectRef(ref.end_token - span, ref.group)
                 names = self._names(known, [ref, before] if before.end_token else [ref])
-                lora = known.request.lora_request
-                tokens = list(known.request.all_token_ids[: ref.end_token])
-                self._events.describe(ref, names, tokens, None if lora is None else lora.lora_name)
+                self._events.describe(ref, names, known.request)
             self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN)
             self._remember([name])
         self._forget(known)
