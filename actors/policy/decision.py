@@ -17,6 +17,9 @@ NO_PREFILL = "no_prefill"
 PREFILL_FAILED = "prefill_failed"
 """Prefill legs of this request failed before decode's first byte, and no replica is left to try."""
 
+SEVERAL_CHOICES = "n"
+"""The prefix cache of decode cannot share a received prompt among several choices."""
+
 POLICY = "policy"
 """The policy does not compare local with remote."""
 

@@ -22,7 +22,7 @@ from actors.errors import (
     RefusedError,
     UnavailableError,
 )
-from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, Decision
+from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
 from actors.policy.prompts import Prompt
@@ -32,6 +32,7 @@ from actors.router.leg import Leg, Response, choose, deadline
 from actors.router.prefill_leg import PrefillLeg
 from actors.router.raw_json import write
 from actors.router.request_shaping import (
+    choices_of,
     decode_leg,
     first_token_leg,
     is_one_token,
@@ -401,13 +402,19 @@ class Dispatcher:
                 return None, None
             transfer_id = uuid.uuid4().hex
             producer = ProducerAddress.from_params(prefill_slot.metadata["producer"])
+            if (choices_of(self.request.body) or 1) > 1 and not producer.first_token_multiple:
+                # Decode's prefix cache would lack states or drafts of the received prompt, so the
+                # other choices would compute it (docs/decisions/0056).
+                self._local_reason = SEVERAL_CHOICES
+                return None, None
             body = self.request.fields if self._seed is None else {**self.request.fields, "seed": self._seed}
             samples = self._prefill_samples and not replay_log and producer.first_token_multiple > 0
             prefill_call = self._call(
                 first_token_leg(body, transfer_id) if samples else prefill_leg(self.request.endpoint, body, transfer_id)
             )
             multiple = producer.first_token_multiple if samples else 0
-            decode_call = self._call(decode_leg(body, transfer_id, producer, multiple), replay_log)
+            decode_body = decode_leg(body, transfer_id, producer, multiple)
+            decode_call = self._call(decode_body, replay_log, self.request.sequences)
             if decode_slot.maybe_full:
                 # Without this wait, prefill could compute prompts repeatedly for a decode engine
                 # that refuses the call, and delay other requests.
@@ -569,8 +576,8 @@ class Dispatcher:
         self._decode_replica = slot.replica_id
         return slot
 
-    def _call(self, body: Mapping[str, Any], replay_log: ReplayLog = ()) -> Call:
-        return Call("POST", self.request.endpoint, self.request.headers, write(body), replay_log)
+    def _call(self, body: Mapping[str, Any], replay_log: ReplayLog = (), sequences: int = 1) -> Call:
+        return Call("POST", self.request.endpoint, self.request.headers, write(body), replay_log, sequences)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -68,6 +68,11 @@ class ReplayCollector:
         if not isinstance(output, RequestOutput):
             self._collector.put(output)
             return
+        if output.outputs[0].finish_reason == ABORTED:
+            # The engine core stops, so the replay log cannot end.
+            self._waiting.clear()
+            self._collector.put(output)
+            return
         self._waiting.append(output)
         self._advance()
 

@@ -27,7 +27,15 @@ from configs.settings import RouterLimits
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
 """Behaviour of a replica for its n-th call (from 1)."""
 
-METADATA = {"producer": {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}}
+METADATA: dict[str, Any] = {
+    "producer": {
+        "remote_engine_id": "e",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+        "first_token_multiple": 16,
+    }
+}
 
 
 @dataclass

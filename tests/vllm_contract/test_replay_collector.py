@@ -23,6 +23,12 @@ def output(*tokens: int, finished: bool = False) -> RequestOutput:
     return RequestOutput("r", None, [0], None, [completion], finished)
 
 
+def aborted() -> RequestOutput:
+    last = output(finished=True)
+    last.outputs[0].finish_reason = "abort"
+    return last
+
+
 def cut(rng: Random, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return `tokens` in groups of one to four."""
     groups = []
@@ -99,3 +105,14 @@ async def test_an_error_of_the_engine_passes_at_once() -> None:
     replaying.put(ConnectionError("gone"))
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(collector.get(), 1)
+
+
+async def test_an_engine_that_stops_while_it_repeats_has_not_diverged() -> None:
+    """Another engine may still continue the stream."""
+    served = ServedCall(replay=((0, 1), (2,)))
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    replaying = ReplayCollector(collector, served)
+    replaying.put(output(0))
+    replaying.put(aborted())
+    assert (await collector.get()).outputs[0].finish_reason == "abort"
+    assert served.problem is None

@@ -33,7 +33,7 @@ from tests.actors.behaviours import (
     transfers,
     well,
 )
-from tests.actors.fleet import Handle, Replica, at_rest, router_of
+from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
 
 
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
@@ -224,6 +224,17 @@ async def test_a_stream_that_cannot_go_on_exactly_says_so(body, why):
     await at_rest(p, d)
     assert len(d.calls) == 1
     assert counted(router, "tandem_resumed_streams_total", outcome="refused") == 1
+
+
+@pytest.mark.parametrize(("multiple", "legs"), [(16, 1), (0, 0)])
+async def test_choices_that_cannot_share_a_received_prompt_are_served_by_decode(multiple, legs):
+    """With states or drafts; all choices count as sequences of the decode engine."""
+    router, p, d = fleet([well], [engine(1, [1], None)])
+    p.metadata = {"producer": METADATA["producer"] | {"first_token_multiple": multiple}}
+    answer, _ = await ask(router, request(n=3))
+    await at_rest(p, d)
+    assert (len(p.calls), answer.local_reason) == (legs, None if legs else "n")
+    assert [call.sequences for call in (*p.calls, *d.calls)] == [1] * legs + [3]
 
 
 async def test_an_engine_that_cannot_repeat_says_so():
