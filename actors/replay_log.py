@@ -67,6 +67,8 @@ class ServedCall:
     """Whether the next request of this call sends its first token as a group of its own."""
     unfinished: bool = False
     """Whether another engine continues after the first token of this call's next request."""
+    _sampled: bool = False
+    """Whether the engine has sampled a token since the last chunk."""
     _new: deque[TokenGroup] = field(default_factory=deque)
     _began: bool = False
 
@@ -80,11 +82,16 @@ class ServedCall:
         if tokens:
             self._new.append(tuple(tokens))
 
+    def sampled(self) -> None:
+        """Mark the next chunk as one with tokens, also if their group is not recorded."""
+        self._sampled = True
+
     def chunk(self, body: bytes) -> bytes | StreamChunk:
-        """Return `body` with the groups recorded since the last chunk."""
+        """Return `body`, with the groups recorded since the last chunk if it has tokens."""
         timings = self.timestamps.take_timings()
-        if not self._new and timings is None:
+        if not self._sampled and not self._new and timings is None:
             return body
+        self._sampled = False
         groups = tuple(self._new)
         self._new.clear()
         if self.prompt_tokens is not None:

@@ -212,6 +212,8 @@ class ReplayingLLM(AsyncLLM):
                         # outputs of a cancelled call. vLLM's serving layer would answer 200.
                         lost = EngineDownError("the engine stopped and aborted the request")
                         raise lost if call is None else call.end(lost)
+                    if call is not None and any(one.token_ids for one in output.outputs):
+                        call.sampled()
                     if timestamps is not None:
                         timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
                     if served is not None:

@@ -120,7 +120,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 drafts_read_next_token=reads_next_token(vllm_config),
                 speculates=vllm_config.speculative_config is not None,
                 whole_images=reads_whole_images(vllm_config),
-                caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None

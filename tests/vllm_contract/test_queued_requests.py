@@ -200,13 +200,6 @@ def test_another_choice_goes_on_when_the_first_one_is_aborted(allocated: bool) -
     assert (found.releases, found.aborts) == (([], ["0_d"]) if allocated else ([Release("t", PRODUCER)], []))
 
 
-def test_without_a_prefix_cache_no_choice_waits() -> None:
-    half = SchedulerConnector(parse_config({}), "c", 1, (), STEP_TOKENS, caches_prefixes=False)
-    _, two = follower(half)
-    assert not half.awaits_prefix("1_d")
-    assert half.matched_tokens(two, 0) == 0
-
-
 # ---- workers -----------------------------------------------------------------------------------
 
 

@@ -147,7 +147,7 @@ def test_random_steps_with_images(blocks: int, prefix_caching: bool, asynchronou
     """Images are encoded where their KV is computed and nowhere else, and none stays in the
     encoder's cache for a request that has ended.
     """
-    engine = Engine(0, blocks, prefix_caching, asynchronous, images=True)
+    engine = Engine(4, blocks, prefix_caching, asynchronous, images=True)
     try:
         engine.run(STEPS)
     finally:

@@ -142,7 +142,6 @@ class SchedulerConnector:
         drafts_read_next_token: bool = False,
         speculates: bool = False,
         whole_images: bool = False,
-        caches_prefixes: bool = True,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -152,7 +151,6 @@ class SchedulerConnector:
         self._first_token_multiple = 0 if speculates else first_token_multiple(groups)
         self._drafts_read_next_token = drafts_read_next_token
         self._whole_images = whole_images
-        self._caches_prefixes = caches_prefixes
         self._orders = Orders()
         self._productions: dict[str, _Production] = {}
         # Remaining prompt tokens of prefill requests, in order of arrival.
@@ -296,8 +294,7 @@ class SchedulerConnector:
             del self._receivers[next(iter(self._receivers))]
         if receiver == request.request_id:
             return False
-        if self._caches_prefixes and not request.skip_reading_prefix_cache:
-            self._followers[request.request_id] = receiver
+        self._followers[request.request_id] = receiver
         return True
 
     def awaits_prefix(self, request_id: str) -> bool:

@@ -14,6 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from actors.errors import CannotResumeError, EngineDownError
 from actors.replay_log import SERVED_CALL, ServedCall
+from actors.request import StreamChunk
 from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_replaying_llm import ReplayingLLM
 
@@ -53,6 +54,9 @@ async def test_an_answer_that_a_stopping_engine_aborts_is_no_answer(n: int, monk
     try:
         outputs = llm.generate("x", params, "r")
         assert (await anext(outputs)).outputs[0].token_ids == [5]
+        # The router waits for a chunk with tokens, also of several choices, which are not recorded.
+        assert served.chunk(b"x") == StreamChunk(b"x", ((5,),) if n == 1 else ())
+        assert served.chunk(b"y") == b"y"
         with pytest.raises(EngineDownError, match="stopped and aborted"):
             await anext(outputs)
     finally:

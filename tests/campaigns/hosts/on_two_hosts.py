@@ -85,7 +85,8 @@ class Load:
             text = (await reply.aread()).decode()
         if reply.status_code != 200:
             return str(reply.status_code)
-        events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        # A stream that waits long for its first token has comments.
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line and not line.startswith(":")]
         if events[-1] != "[DONE]":
             return "error event" if '"error"' in events[-1] else self._note(f"broke off: {text[-300:]!r}")
         answer = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import secrets
 import signal
 import subprocess
@@ -27,6 +28,7 @@ import httpx
 import psutil
 
 from configs.settings import API_KEYS_VARIABLE, PEER_SECRET_VARIABLE
+from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.service_process import ROOT
 from tests.k8s.kuberay import environment
@@ -36,8 +38,9 @@ from tests.k8s.quantity import amount
 OBJECT_STORE_BYTES = 100 * 2**20
 START_TIMEOUT_S = 480.0
 STOP_TIMEOUT_S = 60.0
-QUESTION = {"model": "tandem-demo", "prompt": "mira=427\nkelo=093\ntiba=618\nkelo?", "max_tokens": 8, "temperature": 0}
-ANSWER = "093"
+QUESTIONS = 30
+FACTS = 120
+"""Facts of a prompt: about 720 tokens, which the routing policy sends to prefill at some time."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -136,20 +139,25 @@ def serving(file: Path, address: str) -> Iterator[str]:
 
 
 def ask(url: str, key: str) -> None:
-    """Send one request without the key and one with it.
+    """Send one request without the key, and requests with it until both engines have served one.
 
     Raises AssertionError with an unexpected answer.
     """
+    rng = random.Random(1)
+    routes: list[str] = []
     with httpx.Client(base_url=url, timeout=120) as http:
-        refused = http.post("/v1/completions", json=QUESTION)
-        assert refused.status_code == 401, refused.text
-        reply = http.post("/v1/completions", json=QUESTION, headers={"Authorization": f"Bearer {key}"})
-        assert reply.status_code == 200, reply.text
-        text = reply.json()["choices"][0]["text"]
-        route = reply.headers["x-tandem-route"], reply.headers.get("x-tandem-local-reason")
-        print(f"tandem: answered {text!r}, route {route[0]}; /health says {http.get('/health').text}", flush=True)
-        assert text.strip() == ANSWER, text
-        assert route[0] == "remote", route
+        while "remote" not in routes:
+            prompt = make_prompt(rng, FACTS)
+            body = {"model": "tandem-demo", "prompt": prompt.text, "max_tokens": 3, "temperature": 0}
+            refused = http.post("/v1/completions", json=body)
+            assert refused.status_code == 401, refused.text
+            reply = http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+            assert reply.status_code == 200, reply.text
+            text = reply.json()["choices"][0]["text"].strip()
+            assert text == prompt.answer, text
+            routes.append(reply.headers["x-tandem-route"])
+            assert len(routes) <= QUESTIONS, f"no request has used prefill: {routes}"
+        print(f"tandem: {len(routes)} right answers, routes {routes}; /health: {http.get('/health').text}", flush=True)
 
 
 if __name__ == "__main__":
