@@ -16,7 +16,7 @@ class UnknownModelError(TandemError):
 
 
 class NoModelNamedError(TandemError):
-    """A request to a service with several models names none."""
+    """A request without `model` to a service with several models."""
 
 
 class HandoverError(UnavailableError):

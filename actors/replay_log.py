@@ -102,7 +102,8 @@ class ServedCall:
         return problem
 
     def check(self) -> None:
-        """Raise the error that `fail` recorded; vLLM's serving layer converts it to a response."""
+        """Raise the error that `end` recorded; vLLM's serving layer has converted it to a
+        response."""
         if self.problem is not None:
             raise self.problem
 

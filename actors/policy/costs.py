@@ -20,16 +20,15 @@ ATTENTION_TOKENS = 32_768.0
 """Assumed context length at which attention costs as much as the rest of a token's computation."""
 
 BUSY_STREAMS = 64.0
-"""Assumed number of streams that doubles the cost of a decode step, and of a prefill token among
-them.
-"""
+"""Assumed number of running streams that doubles the cost of a decode step, and of a prompt token
+that is computed in such a step."""
 
 ENGINE_FADES_SHARE = 0.1
-"""Ratio of the fading time of an engine's factor to that of its role's costs."""
+"""Fading time of the factor of an engine or a pair, as a fraction of `fades_s`."""
 
 
 class _Cost:
-    """Costs of a role, and a factor for each of its engines or pairs."""
+    """Costs of a role, and a factor for each of its engines."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self.role = Regression(parts, fades_s)
@@ -74,9 +73,9 @@ class Costs:
         )
 
     def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
-        """Return the cost parts of the same work on a decode engine with ``streams`` streams.
+        """Return the cost parts of a prefill on a decode engine with ``streams`` running streams.
 
-        They are derived from the measurements of prefill engines.
+        The parts are derived from the measured costs of prefill engines.
         """
         prefill = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
         return (*prefill, prefill[1] * streams / BUSY_STREAMS)
@@ -110,7 +109,11 @@ class Costs:
     def handovers_s(
         self, prefill: Sequence[str], decode: Sequence[str], parts: Sequence[Components], now: float
     ) -> np.ndarray:
-        """Return the seconds of all pairs, one row for each decode engine with its cost parts."""
+        """Return the handover time of all pairs in seconds, in shape (decode engines, prefill
+        engines).
+
+        ``parts``  cost parts of each decode engine
+        """
         usual = np.array(parts) @ np.array(self._handover.factors(now))
         handovers_s: np.ndarray = usual[:, None] * self._pairs.factors(prefill, decode, now)
         return handovers_s
