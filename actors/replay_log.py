@@ -102,8 +102,7 @@ class ServedCall:
         return problem
 
     def check(self) -> None:
-        """Raise the error that `end` recorded; vLLM's serving layer has converted it to a
-        response."""
+        """Raise the recorded error, which vLLM's serving layer has converted to a response."""
         if self.problem is not None:
             raise self.problem
 

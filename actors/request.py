@@ -54,8 +54,10 @@ class ProducerAddress:
     remote_port: int
     tp_size: int
     first_token_multiple: int = 0
-    """The engine sends KV of a multiple of this number of prompt tokens if it samples the first
-    token; 0 if it cannot sample it."""
+    """Granularity in prompt tokens of the KV sent by an engine that samples the first token.
+
+    0 if the engine cannot sample it.
+    """
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
@@ -147,7 +149,7 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
-    """First token of an answer from a prefill engine. Sent only on request."""
+    """First token of an answer from a prefill engine. Sent only if the router requests it."""
 
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""

@@ -14,8 +14,10 @@ from actors.policy.options import Options
 from configs.settings import RoutingSettings
 
 FAILING_S = 5.0
-"""Time for which a replica ranks last after a failed call. Without calls it would seem idle until
-Serve detects its failure."""
+"""Time for which a replica ranks last after a failed call.
+
+Without calls it would seem idle until Serve detects its failure.
+"""
 
 Key = Callable[[Estimate], tuple[float, ...]]
 

@@ -20,8 +20,10 @@ ATTENTION_TOKENS = 32_768.0
 """Assumed context length at which attention costs as much as the rest of a token's computation."""
 
 BUSY_STREAMS = 64.0
-"""Assumed number of running streams that doubles the cost of a decode step, and of a prompt token
-that is computed in such a step."""
+"""Assumed number of running streams that doubles the cost of a decode step.
+
+It also doubles the cost of a prompt token computed in such a step.
+"""
 
 ENGINE_FADES_SHARE = 0.1
 """Fading time of the factor of an engine or a pair, as a fraction of `fades_s`."""
@@ -109,8 +111,7 @@ class Costs:
     def handovers_s(
         self, prefill: Sequence[str], decode: Sequence[str], parts: Sequence[Components], now: float
     ) -> np.ndarray:
-        """Return the handover time of all pairs in seconds, in shape (decode engines, prefill
-        engines).
+        """Return the seconds of all handovers, in shape (decode engines, prefill engines).
 
         ``parts``  cost parts of each decode engine
         """

@@ -150,8 +150,7 @@ class Regression:
         self._products = np.zeros(parts)
         self._factors = np.ones(parts)
         self._waiting: list[tuple[float, Components, float]] = []
-        """Measurements to fit: (weight of earlier measurements, shares of the parts, measured
-        ratio)."""
+        """Measurements to fit: (weight of earlier ones, shares of the parts, measured ratio)."""
         self._fitted_at = -math.inf
         self._common = 1.0
         """Common factor at the last measurement; all sums are relative to it."""

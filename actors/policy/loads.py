@@ -11,8 +11,10 @@ OVERRUN_SHARE = 0.1
 """Remaining time of overdue work as a fraction of its age, so that a stuck engine looks busier."""
 
 TOGETHER_SHARE = 0.2
-"""A prompt that ends within this fraction of its expected time after the previous one counts as
-computed together with it."""
+"""Fraction of a prompt's expected time.
+
+A prompt that ends within it after the previous prompt counts as computed together with that.
+"""
 
 
 @dataclass

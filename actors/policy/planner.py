@@ -243,8 +243,7 @@ class Planner:
         return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
 
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
-        """Replace the estimated token count by the engine's, and update the bytes per token of
-        text."""
+        """Replace the estimated token count by the engine's; update the bytes per token of text."""
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
             kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)

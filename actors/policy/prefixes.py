@@ -12,8 +12,10 @@ import xxhash
 from actors.policy.prompts import PIECE_BYTES, Passage
 
 ENDS_KEPT = 8
-"""Maximum number of prompt ends stored after one piece. Short conversations with one system prompt
-share all whole pieces and differ only in their ends."""
+"""Maximum number of prompt ends stored after one piece.
+
+Conversations with one system prompt may share all whole pieces and differ only in their ends.
+"""
 
 
 @dataclass(frozen=True)

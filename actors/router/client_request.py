@@ -21,7 +21,7 @@ class ClientRequest:
     ``body``        parsed body
     ``session``     session id; requests of one session go to the same decode replica
     ``explain``     whether the client asked for the routing decision and the latency breakdown
-    ``part``        whether it is a later prompt of a list, which does not count as a waiting request
+    ``part``        whether it is a later prompt of a list, which does not count as waiting request
     ``arrived_at``  time at which the headers had arrived, on the monotonic clock
     ``read_at``     time at which the whole body had arrived, on the monotonic clock
     """
@@ -50,8 +50,7 @@ class ClientRequest:
             vars(self).update(prompt=prompt, fields=fields)
 
     def with_metadata(self, **changes: Any) -> "ClientRequest":
-        """Return a copy with changed attributes, but the same body and values computed from the
-        body."""
+        """Return a copy with `changes` of attributes other than the body; keeps computed values."""
         assert not changes.keys() & {"raw", "body"}
         copy = replace(self, **changes)
         vars(copy).update({name: vars(self)[name] for name in ("prompt", "fields") if name in vars(self)})

@@ -363,8 +363,7 @@ class Dispatcher:
         return self._failed_decode | self._suspect_decode | self._without_response
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
-        """Serve a one-token request on prefill alone, without a transfer; None if prefill
-        cannot."""
+        """Serve a one-token request on prefill alone; return None if prefill cannot serve it."""
         async with self._begin(decision) as attempt:
             slot: Slot | None = None
             try:

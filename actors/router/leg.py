@@ -195,8 +195,7 @@ async def choose(
 
 @asynccontextmanager
 async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s: float) -> AsyncGenerator[None, None]:
-    """Raise TimeoutError in the block if no replica outside `avoid` runs; check every
-    `period_s`."""
+    """Raise TimeoutError if no replica outside `avoid` runs, checked every `period_s`."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as bound:

@@ -16,7 +16,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class _OfModel(Collector):
-    """The metrics of a registry with the label `model_name`, as vLLM's have."""
+    """Collector of a registry's metrics that adds the label `model_name`, as in vLLM's metrics."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
