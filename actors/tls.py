@@ -41,7 +41,7 @@ class TlsFiles:
         """
         _check_dates(f"{self.prefix}certfile", self.certfile, self._own_certificate())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if client else ssl.PROTOCOL_TLS_SERVER)
-        # Routers connect to engines by IP address, which certificates need not contain; the CA
+        # Routers connect to engines by address, which certificates need not contain; the CA
         # authenticates engines.
         context.check_hostname = False
         context.minimum_version = ssl.TLSVersion.TLSv1_2

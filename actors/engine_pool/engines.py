@@ -201,8 +201,7 @@ class EnginePool:
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
     def same_replica(self, name: str) -> frozenset[str]:
-        """Return the ids of all data-parallel ranks in the replica of engine `name`, with
-        `name`."""
+        """Return the ids of the ranks in the replica of engine `name`, including `name`."""
         engines = replicas_of(self._handle.deployment_id) or {}
         if name not in engines:
             return frozenset({name})

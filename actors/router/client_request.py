@@ -21,7 +21,7 @@ class ClientRequest:
     ``body``        parsed body
     ``session``     session id; requests of one session go to the same decode replica
     ``explain``     whether the client asked for the routing decision and the latency breakdown
-    ``part``        whether it is a later prompt of a list, which does not count as waiting request
+    ``part``        whether it is a later prompt of a list, not counted as a waiting request
     ``arrived_at``  time at which the headers had arrived, on the monotonic clock
     ``read_at``     time at which the whole body had arrived, on the monotonic clock
     """

@@ -48,8 +48,7 @@ _USAGE_BYTES = 400
 
 @dataclass
 class AccessEntry:
-    """Log entry of one request. The HTTP layer sets `key` and `request_id`, and calls
-    `answered`."""
+    """Log entry of one request. The HTTP layer sets `key` and `request_id`, calls `answered`."""
 
     request_id: str | None
     request_log: RequestLog = "off"

@@ -85,8 +85,10 @@ class AdapterNames:
         )
 
     async def _read(self) -> None:
-        """Read the names from the engines. Callers that wait while a reading runs share the next
-        one."""
+        """Read the names from the engines.
+
+        Callers that wait while a reading runs share the next one.
+        """
         arrived = time.monotonic()
         async with self._lock:
             if self._read_at > arrived:

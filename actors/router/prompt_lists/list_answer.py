@@ -51,8 +51,7 @@ class ListAnswer:
         self._pieces: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue(READY_PIECES)
         self._tasks: list[asyncio.Task[None]] = []
         self._lead = 0
-        """Index of the prompt whose route and times the list reports: the first, or a refused
-        one."""
+        """Index of the prompt whose route and times the list reports: the first, or one refused."""
 
     @property
     def route(self) -> str:
@@ -159,8 +158,7 @@ class ListAnswer:
         return body
 
     def _headers(self) -> Headers:
-        """Return the first prompt's headers, with the client's request id instead of the
-        prompt's."""
+        """Return the first prompt's headers with the client's request id."""
         kept = [(name, value) for name, value in self.start.headers if name != b"content-length"]
         return tuple((name, self._parent_id.encode() if name == b"x-request-id" else value) for name, value in kept)
 
