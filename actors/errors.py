@@ -20,7 +20,8 @@ class NoModelNamedError(TandemError):
 
 
 class HandoverError(UnavailableError):
-    """Decode did not take over after prefill's first token, for a reason other than its death.
+    """Decode did not take over after prefill's first token, for a reason other than the end of its
+    engine.
 
     Another attempt may use the same decode replica.
     """

@@ -86,8 +86,11 @@ class Call:
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First item of each call: `replica` accepted it and has `ongoing` sequences, this call's
-    included."""
+    """First item of each call.
+
+    ``replica``  id of the engine that has accepted the call
+    ``ongoing``  number of the engine's sequences, this call's included
+    """
 
     replica: str
     ongoing: int = 1

@@ -326,7 +326,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
     try:
         start_ray(lambda: ray.init(**where, **options), screen)
-    except Exception as error:  # many types: a node that times out, a wrong address, another release
+    except Exception as error:  # a node that times out, a wrong address, another release
         screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")

@@ -1,6 +1,7 @@
 """Ray Serve autoscaling policies; `replica_counts.py` computes the number of replicas of each role.
 
-Set it in a Serve config file beside `args`; `replicas` of both roles must be an autoscaling_config:
+Set `ScaleTogether` in a Serve config file, beside `args`; `replicas` of both roles must be an
+autoscaling_config:
 
     autoscaling_policy:
       policy_function: actors.autoscaling.policy:ScaleTogether

@@ -68,7 +68,7 @@ class EngineActor:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
     async def _follow_peers(self) -> None:
-        """Apply adapter changes of this model's other engines, every SYNC_INTERVAL_S."""
+        """Apply adapter changes of this model's engines, now and every SYNC_INTERVAL_S."""
         roles: tuple[RoleName, ...] = get_args(RoleName)
         peers = [PeerReplicas(role, PEERS_S) for role in roles]
 

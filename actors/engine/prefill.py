@@ -78,7 +78,7 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank without an id in `known`; return the transfer parameters."""
+        """Compute a probe on each rank whose id is not in `known`; return transfer parameters."""
         return [
             await self.engine.produce_probe(self._probe_s, rank)
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)

@@ -155,7 +155,7 @@ class VllmEngine:
         """Run `call` through vLLM's application on `rank`; closing the generator aborts it.
 
         Raises EngineDownError if the engine dies, CannotResumeError if it cannot continue
-        `call.replay_log`. Both are raised here, because vLLM's application would convert them to an
+        `call.replay_log`. These errors bypass vLLM's application, which would convert them to an
         HTTP response.
         """
         if call.replay_log and self._cannot_resume is not None:

@@ -176,7 +176,7 @@ class EnginePool:
             except BaseException:
                 self._slots.give_back(name, sequences, served=False)
                 raise
-            self._slots.give_back(name, sequences, served=False)  # the replica has stopped since it was chosen
+            self._slots.give_back(name, sequences, served=False)  # the replica has stopped meanwhile
 
     def give_back(self, slot: Slot) -> None:
         """Release a slot after the end of its call, or without a call."""

@@ -16,7 +16,7 @@ from configs.settings import RoutingSettings
 FAILING_S = 5.0
 """Time for which a replica ranks last after a failed call.
 
-Without calls it would seem idle until Serve detects its failure.
+Without calls, such a replica would seem idle until Serve detects its failure.
 """
 
 Key = Callable[[Estimate], tuple[float, ...]]
@@ -27,7 +27,7 @@ class Asked:
     """Constraints of the choice.
 
     ``whole``           reason why decode must serve all of the request, or None
-    ``session``         session of the request, which ranks one decode replica first; or None
+    ``session``         id of the request's session, or None; the session's decode replica ranks first
     ``prefill_known``   whether the running prefill replicas are known
     ``prefill_failed``  whether a prefill replica has already failed this request
     """

@@ -13,7 +13,7 @@ OVERRUN_SHARE = 0.1
 TOGETHER_SHARE = 0.2
 """Fraction of a prompt's expected time.
 
-A prompt that ends within it after the previous prompt counts as computed together with that.
+A prompt that ends sooner than this after the previous prompt counts as computed together with it.
 """
 
 

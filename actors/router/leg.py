@@ -195,7 +195,10 @@ async def choose(
 
 @asynccontextmanager
 async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s: float) -> AsyncGenerator[None, None]:
-    """Raise TimeoutError if no replica outside `avoid` runs, checked every `period_s`."""
+    """Raise TimeoutError in the block once no replica outside `avoid` runs.
+
+    Checks every `period_s`.
+    """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as bound:

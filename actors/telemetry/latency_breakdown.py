@@ -40,21 +40,21 @@ Part = Literal[
 ]
 """Part of the time to first byte.
 
-body            upload of the request's body
-router          reading the request, routing it, sending the legs
-retries         failed attempts before the one that answered
-slot_wait       wait for a free slot on a replica of each role
-hops            network between router and engines, both ways
-frontend        vLLM's serving layer: template and tokenizer, detokenizer and response
-store           lookup in the KV store, and reads of the objects found, before the first step
-prefill_queue   wait in prefill's scheduler
-prefill         computing the prompt (local: on decode, with the first token)
-transfer        wait for KV after the prompt was computed
-decode_queue    wait in decode's scheduler, for blocks and for the next step
-first_step      decode's first step
-recompute       decode's first step after a failed transfer: computes the prompt
-generation      the rest of an answer that is not streamed
-unexplained     an engine did not report its timings in time
+    body            upload of the request's body
+    router          reading the request, routing it, sending the legs
+    retries         failed attempts before the one that answered
+    slot_wait       wait for a free slot on a replica of each role
+    hops            network between router and engines, both ways
+    frontend        vLLM's serving layer: template and tokenizer, detokenizer and response
+    store           lookup in the KV store, and reads of the objects found, before the first step
+    prefill_queue   wait in prefill's scheduler
+    prefill         computing the prompt (local: on decode, with the first token)
+    transfer        wait for KV after the prompt was computed
+    decode_queue    wait in decode's scheduler, for blocks and for the next step
+    first_step      decode's first step
+    recompute       decode's first step after a failed transfer: computes the prompt
+    generation      the rest of an answer that is not streamed
+    unexplained     an engine did not report its timings in time
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -78,7 +78,7 @@ class RequestTimestamps:
     ``read_at``     arrival of its whole body
     ``tried_at``    start of the first attempt
     ``retried_at``  start of the attempt that answered
-    ``slots_at``    time at which both legs have slots
+    ``slots_at``    time at which all legs have slots
     ``decode``      decode leg; its `answered_at` is the first byte of the answer
     ``prefill``     prefill leg; None for a local request, without timings if it had not answered
     ``streams``     whether the answer is streamed

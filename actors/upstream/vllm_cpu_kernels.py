@@ -40,7 +40,7 @@ def cpu_features() -> CpuFeatures:
     """Return the features of this machine as vLLM detects them (imports torch)."""
     import torch
 
-    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM asks)
+    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM calls)
 
 
 @dataclass(frozen=True)

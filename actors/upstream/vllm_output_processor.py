@@ -52,8 +52,8 @@ class SharedRequestOutputs(OutputProcessor):
         for output in engine_core_outputs:
             state, stats = self.request_states.get(output.request_id), output.prefill_stats
             if state is not None and stats is not None and stats.num_external_cached_tokens:
-                # vLLM's own field for this number. A router that waits for prefill's answer sets it
-                # from there.
+                # vLLM's own field for this number. A router that waits for prefill's answer passes
+                # it on in `kv_transfer_params`.
                 state.remote_prefill_cached_tokens = stats.num_local_cached_tokens
                 stats.num_cache_creation_tokens = newly_cached(stats, self.block_tokens)
             if output.finish_reason is FinishReason.LENGTH and output.request_id in self.unfinished:

@@ -229,8 +229,7 @@ class ReplayingLLM(AsyncLLM):
         return self.output_processor
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
-        """Return `params` with the replay log's tokens, without a client's own FORCED_TOKENS
-        field."""
+        """Return `params` with the replay log's tokens and without a client's FORCED_TOKENS."""
         replayed = [token for group in served.replay for token in group] if served else []
         if (
             served

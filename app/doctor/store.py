@@ -38,7 +38,7 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
 def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
     """Return the finding of one tier.
 
-    A missing folder is no error if this user may create it: the first start does.
+    A missing folder that this user can create passes: the first start creates it.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:

@@ -43,7 +43,10 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 
 @dataclass
 class Observer:
-    """Reports one request. The headers of its `request` have the trace's span as parent."""
+    """Reports one request.
+
+    Serve `request`, not the original one: its headers have the trace's span as parent.
+    """
 
     model: ModelRouter
     request: ClientRequest

@@ -103,8 +103,7 @@ class Generate:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
     async def _read(self, request: Request) -> ClientRequest:
-        """Read the request within `body_timeout_s`, so that a slow upload does not stay
-        admitted."""
+        """Read the request within `body_timeout_s`, which limits the time of a slow upload."""
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):

@@ -67,7 +67,7 @@ class KeepAlive:
             self._comments.cancel()
             await asyncio.wait({self._comments})
             if not self._comments.cancelled():
-                self._comments.exception()  # retrieved, because asyncio would log it
+                self._comments.exception()  # retrieve it: asyncio would log it
 
     def _start(self) -> None:
         self.started = True

@@ -97,7 +97,7 @@ def build_http(
     own = settings or RouterSettings()
     app: ASGIApp = Authenticated(surface, router, key_digests)
     if own.allowed_origins:
-        app = CORSMiddleware(  # outside `Authenticated`: browsers send CORS preflights without a key
+        app = CORSMiddleware(  # outside `Authenticated`: browsers send preflights without a key
             app,
             allow_origins=own.allowed_origins,
             allow_methods=own.allowed_methods,

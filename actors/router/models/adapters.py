@@ -42,7 +42,7 @@ class AdapterNames:
         self._names: dict[ModelRouter, frozenset[str]] = {}
         """Adapter names of each model, from the last answer of its engines."""
         self._unanswered: list[ModelRouter] = []
-        """Models whose engines did not answer the last reading."""
+        """Models whose engines did not answer in the last reading."""
         self._lock = asyncio.Lock()
         self._read_at = float("-inf")
         """Time at which the last reading began."""
@@ -105,7 +105,7 @@ class AdapterNames:
 
 
 def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> frozenset[str]:
-    """Return the names of adapters that are loaded after the newest change in `engines`."""
+    """Return the names of adapters whose newest change in `engines` is a load."""
     newest: dict[str, tuple[int, str | None, bool]] = {}
     for adapters in engines:
         for name, state in adapters.items():

@@ -178,7 +178,7 @@ class ListAnswer:
         except Exception as error:
             if not started.done():
                 started.set_exception(error)
-                started.exception()  # no task may await it; asyncio would log it
+                started.exception()  # retrieve it: asyncio logs exceptions that no task awaits
             last: tuple[int, bytes] | Exception = error
             if isinstance(error, RefusedPromptError):
                 try:
