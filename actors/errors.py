@@ -20,8 +20,7 @@ class NoModelNamedError(TandemError):
 
 
 class HandoverError(UnavailableError):
-    """Decode did not take over after prefill's first token, for a reason other than the end of its
-    engine.
+    """Decode did not take over after prefill's first token, although its engine may run.
 
     Another attempt may use the same decode replica.
     """

@@ -27,7 +27,7 @@ class Asked:
     """Constraints of the choice.
 
     ``whole``           reason why decode must serve all of the request, or None
-    ``session``         id of the request's session, or None; the session's decode replica ranks first
+    ``session``         id of the request's session, whose decode replica ranks first; or None
     ``prefill_known``   whether the running prefill replicas are known
     ``prefill_failed``  whether a prefill replica has already failed this request
     """
