@@ -1,8 +1,8 @@
 """Costs of prefill, handover, prefill on decode, and decode steps: assumed first, then measured.
 
-A prefill costs an overhead, its new tokens, and their attention to earlier tokens. On decode the
-same work also waits for the share of each step that running streams take. A handover is the wait
-after the prompt is computed: an overhead, the part of the transfer that did not overlap with the
+A prefill costs an overhead, its new tokens, and their attention to earlier tokens. A prefill on
+decode also waits for the running streams' share of each step. A handover is the wait after the
+prompt is computed. It has an overhead, the part of the transfer that did not overlap with the
 computation, and one step of the running streams.
 """
 
@@ -129,7 +129,7 @@ class Costs:
         self._local.observe(engine, parts, measured_s, now)
 
     def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
-        # The role learns the cost of an average pair, as `_Cost.observe` does.
+        # As in `_Cost.observe`, the role's cost is the cost of an average pair.
         self._handover.observe(parts, measured_s / self._pairs.factor(pair, now), now)
         self._pairs.observe(pair, self._handover.predict(parts, now), measured_s, now)
 

@@ -66,7 +66,7 @@ class Prompt:
 
 
 def read_prompt(body: Mapping[str, Any]) -> Prompt:
-    """Return the prompts of a request's body; none for a body that engines reject."""
+    """Return the prompts of a request's body; no passages for a body that engines reject."""
     seed = _seed(body)
     most = body.get("max_completion_tokens")
     most = body.get("max_tokens") if most is None else most

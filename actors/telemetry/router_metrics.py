@@ -30,7 +30,7 @@ class _OfModel(Collector):
 
 
 class RouterMetrics:
-    """The router's metrics, of all requests or of those to `model`; `/metrics` exposes them."""
+    """Metrics of all requests in the router, or of requests to `model`; `/metrics` exposes them."""
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
@@ -114,7 +114,7 @@ class RouterMetrics:
         )
 
     def exposition(self) -> str:
-        """Return the metrics as text, with the label `model_name` if they are those of a model."""
+        """Return the metrics as text, with the label `model_name` if they belong to one model."""
         shown: Any = self.registry if self._model is None else _OfModel(self.registry, self._model)
         return generate_latest(shown).decode()
 

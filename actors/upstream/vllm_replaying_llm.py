@@ -145,7 +145,7 @@ class ReplayingLLM(AsyncLLM):
         """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV.
 
         ``load``             receives the statistics of each step
-        ``adapters_change``  whether another adapter may take the name of an unloaded one
+        ``adapters_change``  whether a new adapter may reuse the name of an unloaded adapter
         """
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]

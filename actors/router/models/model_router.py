@@ -31,7 +31,7 @@ AnyAnswer = Answer | ListAnswer
 class ModelEngines:
     """The engines of one model.
 
-    ``names``            name and aliases; empty for the only model of a service, which gets all
+    ``names``            name and aliases; empty for the only model of a service, which serves all
                          requests
     ``allows_adapters``  whether clients may load and unload adapters
     """
