@@ -12,14 +12,14 @@ from actors.upstream.ray_private import replica_results
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
-"""Minimum interval between log lines about one failure, which repeats while replicas start."""
+"""Minimum interval between log lines of one role and method: calls fail while replicas start."""
 
 _logged_at: dict[tuple[str, str], float] = {}
 """Time of the last log line by role and method."""
 
 
 class Role(Protocol):
-    """Interface of a Serve handle."""
+    """Part of the interface of a Serve handle."""
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
         """Call a method of all replicas."""
@@ -40,8 +40,8 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
 async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
     """Return the results that arrive within `timeout_s`; log replicas that fail or time out.
 
-    Raises Serve's error if it cannot call any replica, TimeoutError if it does not list the
-    replicas in time.
+    Raises Serve's error if Serve cannot call any replica, TimeoutError if Serve does not list the
+    replicas within `timeout_s`.
     """
     until = asyncio.get_running_loop().time() + timeout_s
     async with asyncio.timeout_at(until):

@@ -16,11 +16,11 @@ class UnknownModelError(TandemError):
 
 
 class NoModelNamedError(TandemError):
-    """A request to a service with several models names none."""
+    """A request without `model` to a service with several models."""
 
 
 class HandoverError(UnavailableError):
-    """Decode did not take over after prefill's first token, for a reason other than its death.
+    """Decode did not take over after prefill's first token, although its engine may run.
 
     Another attempt may use the same decode replica.
     """

@@ -1,7 +1,7 @@
-"""Decodes large JSON bodies beside the event loop.
+"""Decodes large JSON bodies in a thread.
 
-A thread alone does not help: the scanner of `json` keeps the interpreter's lock for a whole body.
-It calls hooks written in Python, and in each call the interpreter may switch threads.
+A thread alone does not help: the C scanner of `json` holds the GIL for a whole body. So large
+bodies are decoded with hooks written in Python, at whose calls the interpreter may switch threads.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ Decoded = TypeVar("Decoded")
 
 
 def loads(raw: bytes) -> Any:
-    """Return what `json.loads` returns; other threads run meanwhile if `raw` is large."""
+    """Return the result of `json.loads`; if `raw` is large, other threads can run meanwhile."""
     if len(raw) <= OFF_LOOP_BYTES:
         return json.loads(raw)
     return json.loads(raw, object_hook=_object, parse_int=_int, parse_float=_float)

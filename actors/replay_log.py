@@ -109,7 +109,7 @@ class ServedCall:
         return problem
 
     def check(self) -> None:
-        """Raise the error that `fail` recorded; vLLM's serving layer converts it to a response."""
+        """Raise the recorded error, which vLLM's serving layer has converted to a response."""
         if self.problem is not None:
             raise self.problem
 

@@ -54,8 +54,10 @@ class ProducerAddress:
     remote_port: int
     tp_size: int
     first_token_multiple: int = 0
-    """Number of prompt tokens of which the engine sends multiples if it samples the first token; 0
-    if it cannot sample it."""
+    """Granularity in prompt tokens of the KV sent by an engine that samples the first token.
+
+    0 if the engine cannot sample it.
+    """
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
@@ -84,8 +86,11 @@ class Call:
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First item of each call: `replica` accepted it and has `ongoing` sequences, this call's
-    included."""
+    """First item of each call.
+
+    ``replica``  id of the engine that has accepted the call
+    ``ongoing``  number of the engine's sequences, this call's included
+    """
 
     replica: str
     ongoing: int = 1
@@ -107,7 +112,7 @@ class EngineTimings:
     ``kv_ended_s``     all KV has arrived, or the transfer has failed
     ``kv_failed``      whether the transfer failed
     ``store_asked_s``  the lookup in the KV store begins; None without one
-    ``store_ended_s``  all that the store supplies is read and verified
+    ``store_ended_s``  all KV from the store is read and verified
     """
 
     queued_s: float
@@ -147,7 +152,7 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
-    """First token of an answer from a prefill engine. Only routers that ask for it receive it."""
+    """First token of an answer from a prefill engine. Sent only if the router requests it."""
 
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""

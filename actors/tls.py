@@ -25,7 +25,7 @@ class TlsFiles:
     ``keyfile``   its private key, without a passphrase
     ``ca_certs``  authorities of the other side's certificate; None: clients need no certificate
     ``mutual``    whether a client without a certificate fails the handshake
-    ``prefix``    of the settings' names in errors
+    ``prefix``    prefix of setting names in errors
     """
 
     certfile: Path
@@ -35,19 +35,21 @@ class TlsFiles:
     prefix: str = "router.ssl_"
 
     def load(self, client: bool = False) -> ssl.SSLContext:
-        """Return a context of a server or a `client`.
+        """Return the TLS context of a server, or of a client if `client` is true.
 
-        Raises ConfigurationError that names the setting and the file.
+        Raises ConfigurationError with the names of the setting and the file.
         """
         _check_dates(f"{self.prefix}certfile", self.certfile, self._own_certificate())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if client else ssl.PROTOCOL_TLS_SERVER)
-        # Routers find engines by address, which certificates need not name; the authority decides.
+        # Routers connect to engines by address, which certificates need not contain; the CA
+        # authenticates engines.
         context.check_hostname = False
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if not self.mutual:
             context.set_alpn_protocols(["http/1.1"])
         try:
-            # The empty password refuses an encrypted key; OpenSSL would ask on the terminal.
+            # With an empty password an encrypted key fails to load; OpenSSL would prompt on the
+            # terminal.
             context.load_cert_chain(self.certfile, self.keyfile, password="")
         except (OSError, ValueError) as error:
             raise ConfigurationError(
@@ -57,8 +59,8 @@ class TlsFiles:
         if self.ca_certs is not None:
             _certificates(f"{self.prefix}ca_certs", self.ca_certs)
             context.load_verify_locations(self.ca_certs)
-            # A wrong certificate fails the handshake. The HTTP server refuses requests without one,
-            # because probes have none.
+            # An invalid certificate fails the handshake. A missing one does not, because probes
+            # have none; the HTTP server refuses other requests without a certificate.
             context.verify_mode = ssl.CERT_REQUIRED if client or self.mutual else ssl.CERT_OPTIONAL
         return context
 
@@ -66,7 +68,7 @@ class TlsFiles:
         return _certificates(f"{self.prefix}certfile", self.certfile)[0]
 
     def expires_at(self) -> datetime:
-        """Return the end of the certificate. Raises ConfigurationError."""
+        """Return the expiry time of the certificate. Raises ConfigurationError."""
         return self._own_certificate().not_valid_after_utc
 
     def signature(self) -> Signature:
@@ -101,7 +103,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class ClientTls:
-    """Contexts of a client; changed files are used by the next connection."""
+    """TLS contexts of a client; the next connection uses changed files."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Load the files. Raises ConfigurationError."""
@@ -164,9 +166,10 @@ def rpc_files(settings: ServiceSettings) -> TlsFiles | None:
 
 
 def unverified_context() -> ssl.SSLContext:
-    """Return a client context for questions to this machine's own routers, which carry no secret.
+    """Return a client context without verification, for requests to this machine's own routers.
 
-    Their certificate names the service's public address, not this one.
+    Their certificate contains the service's public address, not this one. The requests contain no
+    secret.
     """
     context = ssl.create_default_context()
     context.check_hostname = False

@@ -27,8 +27,8 @@ def cluster_secret() -> str:
     """
     fresh = secrets.token_hex(32)
     if not ray_private.store_connected():
-        return fresh  # `serve build` only needs the deployments' names
-    # The first of two concurrent builds wins.
+        return fresh  # `serve build` needs only the names of the deployments
+    # Of two concurrent builds, both use the secret that is stored first.
     ray_private.store_put(KEY, fresh, overwrite=False)
     kept = ray_private.store_get(KEY)
     assert kept is not None, "the key was just put"

@@ -60,7 +60,7 @@ default of 2 s would only delay each stop.
 class DeployedModel(NamedTuple):
     """The engines of one model, for the router's constructor.
 
-    ``prefill``, ``decode``  deployments, of which Serve makes handles
+    ``prefill``, ``decode``  bound deployments, which Serve replaces by handles
     ``names``                name and aliases; empty for the only model of a service
     ``allows_adapters``      whether clients may load and unload adapters
     """
@@ -165,7 +165,7 @@ def deploy_engine(
 ) -> serve.Application:
     """Return the deployment of `role` with class `actor`, bound to `settings` and `secret`.
 
-    ``suffix``  end of its name, which tells the models of a service apart
+    ``suffix``  end of the deployment's name, different for each model of a service
     """
     own = settings.role(role)
     scaling: dict[str, Any] = (

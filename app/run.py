@@ -75,7 +75,7 @@ DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until stopped. Exit status: 2 for an unusable configuration, 1 for a failed start."""
+    """Run until stopped. Return 2 for an unusable configuration, 1 for a failed start, else 0."""
     parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
     parser.add_argument("--port", type=int, help="HTTP port instead of the file's")
@@ -100,8 +100,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def port_taken(host: str, port: int) -> str | None:
-    """Return the reason why the port cannot be used, or None. Also detects programs that share it
-    with SO_REUSEPORT."""
+    """Return the reason why the port cannot be used, or None.
+
+    Also detects programs that share the port with SO_REUSEPORT.
+    """
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             return None
@@ -159,7 +161,10 @@ def _release(distribution: str) -> str | None:
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
-    """Read the config file, check its model path, and replace its port with `port`."""
+    """Return config and settings in `path`, with `port` unless None. Raises SettingsError.
+
+    Checks that the model paths have models.
+    """
     config, settings = read(path)
     for one in settings.each_model().values():
         check_model(one)
@@ -192,7 +197,7 @@ def stop_routers_soon(config: dict[str, Any]) -> None:
 
 
 def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Return the address for clients: of the routers, or of Serve's proxy."""
+    """Return `host:port` for clients: of the routers, or of Serve's proxy."""
     if settings.router.http_port is not None:
         host = settings.router.http_host
         return f"{'127.0.0.1' if host == '0.0.0.0' else host}:{settings.router.http_port}"
@@ -270,7 +275,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Return unknown keys, which Serve ignores; a misspelt `args` would drop all settings."""
+    """Return an error for each unknown key, because Serve would ignore it."""
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
     levels: list[tuple[str, Any, Any]] = [("", config, ServeDeploySchema)]
@@ -307,7 +312,7 @@ def start_ray(init: Callable[[], object], screen: Screen) -> None:
 
 
 def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
-    """Run `serve run` on the Ray cluster at `cluster`, or on a new one of this process."""
+    """Run `serve run` on the Ray cluster at `cluster` or on a new one; return the exit status."""
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     verbose = os.environ.get("VERBOSE", "0") not in ("", "0")
@@ -321,7 +326,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
     try:
         start_ray(lambda: ray.init(**where, **options), screen)
-    except Exception as error:  # of many types: a node that times out, a wrong address, another release
+    except Exception as error:  # a node that times out, a wrong address, another release
         screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
@@ -345,7 +350,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
         printed = (logs / "launcher.log").read_text(errors="replace") if not verbose else ""
         watcher.failure = StartFailure("service did not start:", last_error(printed), str(logs / "launcher.log"))
     finally:
-        with contextlib.suppress(Stop):  # a second Ctrl-C does not wait for requests
+        with contextlib.suppress(Stop):  # after a second Ctrl-C, do not wait for requests
             if watcher.failure is None:
                 screen.say("stopping")
             watcher.stop()

@@ -98,7 +98,7 @@ class EngineStages:
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
     """Return the failure to print.
 
-    ``messages``  Serve's messages, by the failed part
+    ``messages``  Serve's messages, by deployment or service
     ``logs``      directory of all logs
     """
     for report in reports:
@@ -109,7 +109,7 @@ def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], log
 
 
 def last_error(message: str) -> str:
-    """Return the exception at the end of a message of Serve, after its traceback."""
+    """Return the exception after the traceback at the end of a message of Serve."""
     lines = message.rstrip().splitlines()
     indented = [number for number, line in enumerate(lines) if line.startswith((" ", "\t"))]
     end = lines[indented[-1] + 1 :] if indented and indented[-1] + 1 < len(lines) else lines[-1:]

@@ -1,7 +1,7 @@
 """Measures the load of an engine from its finished work. Pure: callers pass the time.
 
-Means are exponential with a window of `WINDOW_S`. The rate of prompt tokens is a mean over busy
-time, so an idle engine keeps its last rate.
+Means are exponential with the time constant `WINDOW_S`. `tokens_per_busy_s` is a mean over the time
+in which the engine computes prompts, so an idle engine keeps its last value.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ WINDOW_S = 15.0
 
 @dataclass
 class Fading:
-    """A sum in which an amount added `age_s` ago counts exp(-age_s / window_s)."""
+    """Decaying sum: an amount added `age_s` ago has the weight exp(-age_s / window_s)."""
 
     window_s: float
     total: float = 0.0
@@ -43,7 +43,7 @@ class LoadMeter:
         self._prompts = Fading(window_s)
 
     def prompt(self, tokens: int, computing_s: float, now_s: float) -> None:
-        """Count a prompt whose first token was computed now, after `computing_s` of work."""
+        """Count a prompt of `tokens` tokens, computed from `now_s - computing_s` to `now_s`."""
         self._prompt_tokens.add(tokens, now_s)
         # Prompts are computed concurrently: overlapping time counts once.
         busy_s = max(now_s - max(now_s - computing_s, self._busy_until_s), 0.0)
@@ -54,13 +54,13 @@ class LoadMeter:
         self._busy_s.add(busy_s, self._busy_clock_s)
 
     def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
-        """Count one token of `count` sequences, each `gap_s` after its previous one."""
+        """Count one token of each of `count` sequences, each `gap_s` after the previous one."""
         self._token_gaps_s.add(gap_s * count, now_s)
         self._tokens.add(count, now_s)
 
     def read(self, now_s: float) -> dict[str, float]:
-        """Return the measured fields of PrefillLoad or DecodeLoad, by name."""
-        # An engine younger than the window has a shorter one.
+        """Return the measured fields of PrefillLoad and DecodeLoad, by name."""
+        # Until the engine is older than the window, the sums cover less time than `_window_s`.
         window_s = self._window_s * (1 - exp(-max(now_s - self._began_s, 1e-3) / self._window_s))
         busy_s, prompts = self._busy_s.value(self._busy_clock_s), self._prompts.value(self._busy_clock_s)
         while_busy = self._tokens_while_busy.value(self._busy_clock_s)

@@ -1,6 +1,7 @@
 """Ray Serve autoscaling policies; `replica_counts.py` computes the number of replicas of each role.
 
-In a Serve config file, beside `args`, with an autoscaling_config as `replicas` of both roles:
+Set `ScaleTogether` in a Serve config file, beside `args`; `replicas` of both roles must be an
+autoscaling_config:
 
     autoscaling_policy:
       policy_function: actors.autoscaling.policy:ScaleTogether
@@ -31,10 +32,10 @@ from configs.settings import parse_scaling
 logger = logging.getLogger("ray.serve")
 
 POLICY = "actors.autoscaling.policy:ScaleTogether"
-"""Import path of the policy for a Serve config file."""
+"""Import path of the policy that scales both roles, for a Serve config file."""
 
 ROLE_POLICY = "actors.autoscaling.policy:ScaleByOngoing"
-"""Import path of the policy of a role that is scaled separately."""
+"""Import path of the policy of a role that scales without regard to the other role."""
 
 LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
@@ -43,15 +44,15 @@ class ScaleTogether:
     """Scales the Prefill and Decode deployments of one application; ignores other deployments."""
 
     def __init__(self, **policy_kwargs: Any) -> None:
-        """Parse the settings. Raises SettingsError that names an unknown key."""
+        """Parse the settings. Raises SettingsError with one line per invalid key."""
         self._settings = parse_scaling(policy_kwargs)
         self._decided: tuple[int, int] | None = None
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """Return the number of replicas by deployment id, and no state. Called by Serve.
 
-        An exception would stop the controller's work for all applications, so missing metrics
-        change nothing.
+        Missing metrics leave the numbers unchanged, because an exception would stop Serve's
+        controller for all applications.
         """
         by_name = {context.deployment_name: (key, context) for key, context in contexts.items()}
         if "Prefill" not in by_name or "Decode" not in by_name:
@@ -94,7 +95,7 @@ class ScaleByOngoing:
 
 
 def _queued(context: AutoscalingContext) -> float:
-    """Return the number of requests that wait in routers; routers report it to engines."""
+    """Return the number of requests waiting in routers, as reported to the replicas."""
     return max(_metric(context, "queued"), default=0.0)
 
 

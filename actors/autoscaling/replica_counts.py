@@ -1,7 +1,7 @@
 """Computes the number of engines of each role from the load of each replica. Pure.
 
-    need      engines required for the configured utilisation, a fraction
-    settle    whole engines, with hysteresis
+    need      number of engines for the configured utilisation; not rounded
+    settle    whole number of engines, with hysteresis
     together  both roles: keep the ratio between them within its limits
 
 A need is computed from the load itself, not as a correction of the number of engines, so engines
@@ -22,7 +22,7 @@ _TINY = 1e-9
 class PrefillLoad:
     """Load of one prefill replica over the last seconds. Cached prompt tokens are included.
 
-    ``queued_tokens``      tokens of its prompts without a first token
+    ``queued_tokens``      prompt tokens of requests without a first token
     ``tokens_per_s``       rate of computed prompt tokens
     ``tokens_per_busy_s``  the same rate over busy time; 0 until measured
     ``prompt_tokens``      mean length of a prompt; 0 until measured
@@ -54,7 +54,7 @@ class DecodeLoad:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a role's replicas, and the number last requested from Serve."""
+    """Lowest, highest and last requested number of replicas of a role."""
 
     lowest: int
     highest: int
@@ -65,10 +65,10 @@ class Bounds:
 
 
 def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the engines needed for arriving and queued prompts; None until a rate is measured.
+    """Return the number of engines for arriving and queued prompts; None until a rate is measured.
 
-    `queued_requests` wait in routers. Their length is unknown, so they count as prompts of mean
-    length.
+    ``queued_requests`` is the number of requests waiting in routers. Their lengths are unknown, so
+    each counts as a prompt of mean length.
     """
     rates = [load.tokens_per_busy_s for load in loads if load.tokens_per_busy_s > 0]
     if not rates:
@@ -81,10 +81,11 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 
 
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the engines needed for KV or for the token rate, if larger; None without a report.
+    """Return the number of engines for KV or for `tpot_s`, the larger; None without a report.
 
-    The time between tokens is assumed to be proportional to the sequences on an engine. A part of
-    it is constant, so each result adds or removes too few engines, and later ones correct it.
+    Assumes that the time between tokens is proportional to the number of sequences on an engine. In
+    fact part of this time is constant. So one call adds or removes too few engines, and later calls
+    correct the number.
     """
     if not loads:
         return None
@@ -101,7 +102,7 @@ def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: S
 
 
 def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int:
-    """Return whole engines within the bounds: scale up at once, scale down only beyond `slack`."""
+    """Return a whole number within the bounds: scale up at once, scale down only beyond `slack`."""
     if need is None or not isfinite(need):
         return bounds.clip(bounds.current)
     up, down = ceil(need - _TINY), ceil(need * (1 + settings.slack) - _TINY)
@@ -113,9 +114,10 @@ def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int
 def together(
     prefill_wanted: int, decode_wanted: int, prefill: Bounds, decode: Bounds, settings: ScalingSettings
 ) -> tuple[int, int]:
-    """Return both numbers with the ratio within its limits: raise the role that is too small.
+    """Return the numbers of prefill and decode engines with their ratio within its limits.
 
-    If its bounds prevent that, limit the other role: more engines would be idle.
+    Adds engines to the role that has too few. If the bounds of this role prevent that, removes
+    engines of the other role, because they would be idle.
     """
     fewest, most = settings.fewest_prefill_per_decode, settings.most_prefill_per_decode
     p = max(prefill_wanted, prefill.clip(ceil(decode_wanted * fewest - _TINY)))

@@ -30,7 +30,7 @@ class LoadLogger(StatLoggerBase):
         if iteration_stats is not None:
             for request in iteration_stats.finished_requests:
                 if request.prefill_time > 0:  # else it ended before its first token
-                    # Reported when the request ends: on a prefill engine that is its first token.
+                    # vLLM reports a request when it ends: on a prefill engine with its first token.
                     self._load.prompt(request.num_prompt_tokens, request.prefill_time, now_s)
             for gap_s in iteration_stats.inter_token_latencies_iter:
                 self._load.tokens(gap_s, now_s)

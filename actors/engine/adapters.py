@@ -1,9 +1,9 @@
-"""LoRA adapters that an engine loads and unloads while it runs, the same as its peers.
+"""LoRA adapters of one engine, changed at run time and synchronized with the engine's peers.
 
-Each change has a version, the time of its request. An engine keeps the newest change of each name,
-also that an adapter was unloaded, and takes newer ones from its peers. So a replica that starts,
-or that missed a change, comes to the same adapters. When all engines have ended, the adapters
-loaded while they ran are forgotten, as in vLLM.
+Each load or unload has a version, the time of its request. An engine stores the newest change of
+each adapter name, unloads included, and applies newer changes of its peers. So a replica that
+starts, or that missed a change, ends up with the same adapters. When all engines have ended,
+adapters loaded at run time are lost, as in vLLM.
 """
 
 import asyncio
@@ -25,15 +25,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 5.0
-"""Interval at which an engine takes its peers' changes."""
+"""Interval at which an engine applies its peers' changes."""
 
 AdapterStates = Mapping[str, tuple[int, str | None, bool]]
-"""By name of the adapter: the fields of its `AdapterState`."""
+"""Fields of the `AdapterState` of each adapter, by adapter name."""
 
 
 @dataclass(frozen=True)
 class AdapterState:
-    """The last change of one adapter. `path` is None after it was unloaded."""
+    """Last change of one adapter.
+
+    ``version``  time of the request in ns of Unix time; 0 for an adapter of the configuration
+    ``path``     folder of the adapter; None after an unload
+    """
 
     version: int
     path: str | None
@@ -41,10 +45,10 @@ class AdapterState:
 
 
 class EngineAdapters:
-    """The adapters of one engine, through vLLM's own registry of models."""
+    """LoRA adapters of one engine, in vLLM's own registry of models."""
 
     def __init__(self, models: "OpenAIServingModels", llm: "ReplayingLLM", cpu_slots: int | None) -> None:
-        """Take over the adapters in `models`.
+        """Record the adapters that `models` already has.
 
         ``cpu_slots``  `max_loras` of an engine without a GPU, which must leave one slot empty; else
                        None
@@ -65,19 +69,19 @@ class EngineAdapters:
         return {name: (one.version, one.path, one.is_3d) for name, one in self._states.items()}
 
     async def load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
-        """Load an adapter. Return None, or the error in vLLM's form."""
+        """Load an adapter. Return None, or an error body in vLLM's format."""
         async with self._lock:
             return await self._load(name, path, is_3d, version)
 
     async def unload(self, name: str, version: int) -> dict[str, Any] | None:
-        """Refuse later requests for an adapter. Return None, or the error in vLLM's form."""
+        """Unload an adapter for later requests. Return None, or an error body in vLLM's format."""
         async with self._lock:
             own = self._states.get(name)
-            # The clock of this router may be behind that of the router that loaded the adapter.
+            # The clock of the router that unloads may be behind that of the router that loaded.
             return await self._unload(name, version if own is None else max(version, own.version + 1))
 
     async def revert(self, name: str, version: int) -> None:
-        """Unload an adapter that the change `version` loaded: it failed on another engine."""
+        """Unload the adapter if change `version` loaded it: another engine failed to load it."""
         async with self._lock:
             state = self._states.get(name)
             if state is not None and state.version == version and state.path is not None:
@@ -93,7 +97,7 @@ class EngineAdapters:
                         await self._take_or_log(name, AdapterState(version, path, is_3d))
 
     async def _take_or_log(self, name: str, change: AdapterState) -> None:
-        """Take one change. Log its error once: the next `merge` tries again."""
+        """Apply one change of a peer. Log its error once, because each `merge` tries it again."""
         try:
             problem = await self._take(name, change)
         except Exception as error:  # the other adapters are independent of this one
@@ -103,7 +107,7 @@ class EngineAdapters:
             logger.error("cannot load adapter %s, which peers have: %s", name, problem)
 
     async def _take(self, name: str, change: AdapterState) -> str | None:
-        """Take one change. Return None, or the reason why the adapter cannot be loaded."""
+        """Apply one change of a peer. Return None, or why the adapter cannot be loaded."""
         if name in self._models.lora_requests:
             await self._unload(name, change.version)
         if change.path is None:
@@ -121,7 +125,7 @@ class EngineAdapters:
 
         own = self._states.get(name)
         if own is not None and own.version == version and own.path is not None:
-            return None  # taken from a peer meanwhile
+            return None  # `merge` has loaded it meanwhile
         if own is not None and own.path is None and own.version >= version:
             return _error(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"a newer request has unloaded '{name}'; retry later", "Conflict"
@@ -131,7 +135,8 @@ class EngineAdapters:
         except OSError as error:
             return _error(HTTPStatus.BAD_REQUEST, f"'{path}' cannot be read: {error}", "InvalidUserInput")
         if self._files.get((name, path), files) != files:
-            # vLLM's prefix cache knows an adapter by name and path.
+            # vLLM's prefix cache identifies an adapter by name and path
+            # (`_gen_lora_extra_hash_keys` in vllm/v1/core/kv_cache_utils.py).
             return _error(
                 HTTPStatus.BAD_REQUEST,
                 f"the files in '{path}' have changed since '{name}' was loaded from there, and KV of the previous "
@@ -158,9 +163,9 @@ class EngineAdapters:
         return None
 
     async def _no_slot(self) -> str | None:
-        """Return why one more adapter would mix up answers on a CPU, or None.
+        """Return why vLLM's CPU kernels cannot serve one more adapter, or None.
 
-        vLLM's unloaded adapters keep their slots. This frees those that no request uses.
+        First frees the slots of unloaded adapters that no request uses: vLLM keeps them occupied.
         """
         if self._cpu_slots is None:
             return None
@@ -178,7 +183,7 @@ def _error(status: HTTPStatus, message: str, kind: str) -> dict[str, Any]:
 
 
 def _files(path: str) -> object:
-    """Return what changes when the files of an adapter do; None if the folder contains none.
+    """Return name, size and mtime of each file of an adapter; None if the folder has no adapter.
 
     vLLM reads no subfolders of an adapter. Raises OSError if the folder cannot be read.
     """

@@ -43,7 +43,7 @@ OWNED = {
     ),
     "enable_elastic_ep": "the number of data-parallel ranks of a replica is fixed",
 }
-"""Engine arguments with a setting of their own, and the message that names it."""
+"""Engine arguments that Tandem sets, and the part of the error message with the remedy."""
 
 _NO_ENDPOINT = "remove it; the router does not serve these endpoints"
 
@@ -99,8 +99,8 @@ def frontend_argument_names() -> frozenset[str]:
 def _fields(module: str, name: str) -> frozenset[str]:
     """Return the fields of one of vLLM's dataclasses, read from its source.
 
-    An import takes 8 s of CPU time, in the launcher and again where Serve builds the application.
-    So the module is imported only if its source cannot be analysed.
+    Importing the module takes 8 s of CPU time, in the launcher and again in the process in which
+    Serve builds the application. So it is imported only if its source cannot be analysed.
     """
     names = fields_in_source(_source(module), name)
     if names is None:
@@ -109,7 +109,7 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """Return the text of a module. Unlike `find_spec(module)`, imports no parent package."""
+    """Return a module's source or "". Unlike `find_spec(module)`, imports no parent package."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
@@ -169,7 +169,7 @@ def _model_problems(settings: ServiceSettings) -> list[str]:
 
 
 def _no_adapters(settings: ServiceSettings) -> list[str]:
-    """Return an error if adapters may be loaded, but an engine has no place for them."""
+    """Return an error if clients may load adapters but a role's engines have no LoRA support."""
     lora = all(engine_arguments(settings, role).get("enable_lora") for role in ROLES)
     if settings.allow_runtime_lora_updating and not lora:
         return ["allow_runtime_lora_updating: needs `enable_lora: true` in the engine arguments of both roles"]
@@ -291,7 +291,7 @@ def why_no_first_token(settings: ServiceSettings) -> str | None:
 def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, str]:
     """Return environment variables for the actor of `role`; its engine processes inherit them."""
     own = settings.role(role)
-    # Routers check the API keys. An engine that inherited one would answer their calls with 401.
+    # Routers check the API keys. With VLLM_API_KEY, an engine would answer their calls with 401.
     environment = {"VLLM_NO_USAGE_STATS": "1", VLLM_API_KEY_VARIABLE: ""}
     if not own.num_gpus:
         environment |= settings.cpu.environment()

@@ -1,4 +1,4 @@
-"""The Decode deployment: generates from the KV of a prefill engine, or serves a request alone."""
+"""The Decode deployment: generates from the KV of a prefill engine, or serves whole requests."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ class Decode(EngineActor):
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
-        # Called before the first contact with a prefill engine: dead nodes cannot write here.
+        # Before the first contact with a prefill engine: nodes that are dead now cannot write here.
         dead = await dead_nodes_now()
         lost = watch_nodes(self.engine.lose, settings.transfer.node_lost_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
@@ -38,7 +38,10 @@ class Decode(EngineActor):
         await super().__del__()
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
-        """Fetch the probes of a starting prefill replica for the ranks of this replica."""
+        """Fetch the probes of a starting prefill replica.
+
+        ``probes``  transfer parameters, by engine id of this replica's rank that fetches them
+        """
         for rank, name in enumerate(self.engines):
             for probe in probes.get(name, ()):
                 await self._fetch(rank, probe)
@@ -49,7 +52,7 @@ class Decode(EngineActor):
         return frozenset.intersection(*map(frozenset, self._warm))
 
     async def warm_up_new_pairs(self) -> None:
-        """Fetch a probe from each new prefill engine, concurrently: unreachable ones time out."""
+        """Fetch a probe from each new prefill engine, all at once: unreachable engines time out."""
         await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
 
     async def _warm_up_new_pairs(self, rank: int) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
 
 PEERS_S = 5.0
-"""Timeout for the adapters of the other engines."""
+"""Timeout of the `adapters` calls to other engines."""
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
 """Timeout of an engine's first request, during which vLLM may compile kernels."""
@@ -68,7 +68,7 @@ class EngineActor:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
     async def _follow_peers(self) -> None:
-        """Take the adapters of the other engines of this model, now and repeatedly."""
+        """Apply adapter changes of this model's engines, now and every SYNC_INTERVAL_S."""
         roles: tuple[RoleName, ...] = get_args(RoleName)
         peers = [PeerReplicas(role, PEERS_S) for role in roles]
 
@@ -122,14 +122,13 @@ class EngineActor:
         return ranked_metadata(self._rank_metadata)
 
     async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer a request of the RPC server of `rank`."""
+        """Answer a request that the RPC server of `rank` has received."""
         async with aclosing(self.call(rank, request.call)) as answer:
             async for item in answer:
                 yield item
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
-        """Serve `call` on `rank` of the engine; closing the generator aborts the request in the
-        engine."""
+        """Serve `call` on `rank`; closing the generator aborts the request in the engine."""
         yield Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
         async with aclosing(self.engine.serve(call, rank)) as answer:
             async for item in answer:
@@ -145,7 +144,8 @@ class EngineActor:
         """Return the load for the autoscaling policy; Serve's hook for autoscaled roles."""
         return self.engine.load() | {
             "ongoing": float(sum(server.ongoing for server in self._rpc_servers)),
-            # A router reports its queue, of all engines of the role, to each rank that it calls.
+            # A router reports the queue length of the whole role to each rank that it calls, so a
+            # sum over ranks would count it several times.
             "queued": float(max(server.queued() for server in self._rpc_servers)),
         }
 
@@ -167,7 +167,7 @@ class EngineActor:
         return self.replica
 
     async def engine_names(self) -> list[str]:
-        """Return the ids under which routers know the ranks."""
+        """Return the engine ids of the ranks. Raises EngineDownError if the engine has died."""
         await self.engine.check_health()
         return self.engines
 
@@ -176,7 +176,7 @@ class EngineActor:
         await self.engine.check_health()
 
     async def _drain(self) -> None:
-        """Refuse new calls and wait for the running ones; no server is open if the start failed."""
+        """Refuse new calls and wait for the running calls. Returns at once if the start failed."""
         await asyncio.gather(*(server.drain() for server in getattr(self, "_rpc_servers", ())))
 
     async def __del__(self) -> None:

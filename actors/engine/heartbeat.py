@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeartbeatMonitor:
-    """Calls `ask` every `every_s` while calls are open; ignores the result."""
+    """Awaits `ask` every `every_s` while calls are open, and notifies them after each answer."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], every_s: float = BEAT_S) -> None:
         self._ask = ask

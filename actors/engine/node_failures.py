@@ -32,7 +32,7 @@ def engines_of(node_id: str) -> str:
 
 
 class LostNodes:
-    """Dead nodes in Ray's node table, since when, and which of them have been reported.
+    """Dead nodes in Ray's node table: the time of detection, and whether they are reported.
 
     Nodes in `dead` count as reported: they never had contact with this engine.
     """
@@ -68,7 +68,7 @@ async def dead_nodes_now() -> list[str]:
 async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
     """Call `report` with the engine id prefix of each node dead for `gone_s`, until cancelled.
 
-    `dead_before` are nodes without contact to this engine (`dead_nodes_now`).
+    ``dead_before``  dead nodes that never had contact with this engine (`dead_nodes_now`)
     """
     nodes = LostNodes(dead_before, gone_s)
     while True:

@@ -1,9 +1,9 @@
 """Warm-up of engine pairs: the first handshake and transfer use a probe of a few tokens.
 
 Before Serve marks a new replica ready, the replica exchanges a probe with each running replica of
-the other role. Two replicas that start at the same time miss each other, so decode also looks for
-new prefill replicas every `WARM_UP_INTERVAL_S`. Without warm-up, the first request of a pair waits
-for the handshake.
+the other role. Two replicas that start at the same time do not find each other, so decode also
+looks for new prefill replicas every `WARM_UP_INTERVAL_S`. Without warm-up, the first request of a
+pair waits for the handshake.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ ProbeParams = Mapping[str, Any]
 """`kv_transfer_params` with which a decode engine fetches the KV of a probe."""
 
 FETCH_MARGIN_S = 10.0
-"""Time for a probe besides the handshake: prompt, transfer, recomputation after a failed one."""
+"""Time for a probe besides the handshake: prompt, transfer, recomputation if the transfer fails."""
 
 CALL_MARGIN_S = 5.0
 """Time for Serve's calls between replicas."""
@@ -35,18 +35,18 @@ WARM_UP_INTERVAL_S = 5.0
 
 
 def probe_timeout_s(transfer: TransferSettings) -> float:
-    """Return the timeout of one probe; a failing handshake reports its reason before it."""
+    """Return the timeout of one probe: a failing handshake reports its reason earlier."""
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
 def peer_deployment(role: RoleName) -> str:
-    """Return the deployment of `role` for the model of this process's replica."""
+    """Return the name of the deployment of `role` for the model of this process's replica."""
     own = serve.get_replica_context().deployment
     return role.capitalize() + own.removeprefix("Prefill").removeprefix("Decode")
 
 
 class PeerReplicas:
-    """Calls all replicas of a role of this model at once; each has `probe_timeout_s` to answer."""
+    """Calls all replicas of a role of this model, within `probe_timeout_s` + CALL_MARGIN_S."""
 
     def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
         """Use `handle` for the role, or get it from Serve at the first call."""
@@ -68,7 +68,7 @@ class PeerReplicas:
 
 
 async def every(seconds: float, work: Any) -> None:
-    """Call the coroutine function `work` periodically; log its exceptions and continue."""
+    """Call the coroutine function `work` every `seconds`; log its exceptions and continue."""
     while True:
         await asyncio.sleep(seconds)
         try:

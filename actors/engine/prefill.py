@@ -45,7 +45,7 @@ class Prefill(EngineActor):
         return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
     async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer a request of the RPC server of `rank`: a prefill leg if it has a transfer id."""
+        """Answer a request of the RPC server of `rank`. With a transfer id it is a prefill leg."""
         if request.transfer_id is None:
             answer = self.call(rank, request.call)
         else:
@@ -57,12 +57,11 @@ class Prefill(EngineActor):
     async def call_and_hold(
         self, rank: int, call: Call, transfer_id: str, hold_s: float
     ) -> AsyncGenerator[CallItem, None]:
-        """Serve `call` on `rank`, then keep it ongoing until the caller cancels it, for at most
-        `hold_s`.
+        """Serve `call`, then keep it ongoing until the caller cancels it, for at most `hold_s`.
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
-        replica wait for the handover, and the autoscaler counts it. A refused call has no KV and
-        ends at once: with an error status, or with a stream without tokens.
+        replica wait for the handover, and the autoscaler counts it. A call that ends with an error
+        status, or with a stream without tokens, has no KV and ends at once.
         """
         self._held.add(transfer_id)
         computed = False
@@ -79,7 +78,7 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Return the parameters of a probe of each rank whose engine id is not in `known`."""
+        """Compute a probe on each rank whose id is not in `known`; return transfer parameters."""
         return [
             await self.engine.produce_probe(self._probe_s, rank)
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
@@ -87,8 +86,7 @@ class Prefill(EngineActor):
         ]
 
     async def _warm_up_pairs(self) -> None:
-        """Make each rank of each running decode replica fetch a probe of each rank here before this
-        replica is ready."""
+        """Make all ranks of running decode replicas fetch a probe of each rank of this replica."""
         decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("engine_names")
         probes = {name: await self.probes_for(()) for names in replicas for name in names}

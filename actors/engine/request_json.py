@@ -1,7 +1,8 @@
-"""Makes the engine's HTTP application decode large JSON bodies beside the event loop.
+"""Makes the engine's HTTP application decode large JSON bodies in a thread.
 
 FastAPI awaits `Request.json` for the body of each route (`get_request_handler` in
-fastapi/routing.py); Starlette decodes it on the event loop, where all streams of the engine wait.
+fastapi/routing.py). Starlette decodes the body on the event loop and so delays all streams of the
+engine.
 """
 
 from functools import partial
@@ -22,5 +23,5 @@ async def _json(request: Request) -> Any:
 
 
 def decode_large_bodies_off_loop() -> None:
-    """Replace `Request.json` in this process."""
+    """Replace `Request.json` in this process by a version that uses a thread for large bodies."""
     Request.json = _json  # type: ignore[method-assign,assignment]

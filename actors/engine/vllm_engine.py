@@ -53,7 +53,7 @@ class VllmEngine:
     """A running engine. `start` creates it, `close` ends its processes.
 
     An engine has one engine core, or one for each data-parallel rank. A rank has its own scheduler,
-    cache and connector, so each request names the rank that computes it.
+    cache and connector, so each call specifies a rank.
     """
 
     def __init__(
@@ -82,13 +82,16 @@ class VllmEngine:
 
     @property
     def adapters(self) -> EngineAdapters:
-        """The LoRA adapters, which peers share."""
+        """LoRA adapters of this engine, synchronized with its peers."""
         assert self._adapters is not None, "`start` sets it"
         return self._adapters
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
-        """Start the engine's processes and vLLM's OpenAI application; takes tens of seconds."""
+        """Start the engine's processes and vLLM's OpenAI application; takes tens of seconds.
+
+        Raises EngineStartError if vLLM's CPU build cannot run the model.
+        """
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -149,11 +152,11 @@ class VllmEngine:
     async def serve(
         self, call: Call, rank: int = 0
     ) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
-        """Run `call` through vLLM's application, on `rank`; closing the generator aborts the
-        request.
+        """Run `call` through vLLM's application on `rank`; closing the generator aborts it.
 
         Raises EngineDownError if the engine dies, CannotResumeError if it cannot continue
-        `call.replay_log`. vLLM's application would answer either error with an HTTP response.
+        `call.replay_log`. These errors bypass vLLM's application, which would convert them to an
+        HTTP response.
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
@@ -181,7 +184,10 @@ class VllmEngine:
             yield refusal
 
     async def describe_producer(self, timeout_s: float, rank: int = 0) -> ProducerAddress:
-        """Return the address of the workers of `rank`, from the connector's `describe` reply."""
+        """Return the address of the workers of `rank`, from the connector's `describe` reply.
+
+        Raises EngineStartError for an invalid reply, TimeoutError after `timeout_s`.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
@@ -207,7 +213,7 @@ class VllmEngine:
         await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s, rank)
 
     async def _probe(self, params: Any, timeout_s: float, rank: int) -> dict[str, Any] | None:
-        """Run one short request on `rank` and return the connector's parameters."""
+        """Run one short request on `rank`; return the `kv_transfer_params` of its output."""
         found = None
         async with asyncio.timeout(timeout_s):
             request_id = f"probe-{uuid.uuid4().hex}"
@@ -226,8 +232,10 @@ class VllmEngine:
         )
 
     async def lose(self, engines: str) -> None:
-        """Report to the connectors of all ranks that all engines with this id prefix are lost. Runs
-        no forward pass."""
+        """Report all engines with the id prefix `engines` as lost to the connectors of all ranks.
+
+        Runs no forward pass.
+        """
         for rank in self.ranks:
             await self._llm.notify_kv_transfer_request_rejected(
                 f"lose-{uuid.uuid4().hex}",
@@ -240,15 +248,13 @@ class VllmEngine:
         return self._load.read(self._llm) if self._load is not None else {}
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Run one short request per rank, so that no client's request has the cost of the first
-        step."""
+        """Run one short request per rank, because the first step of an engine is slow."""
         from vllm import SamplingParams
 
         await asyncio.gather(*(self._probe(SamplingParams(max_tokens=1), timeout_s, rank) for rank in self.ranks))
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's ids in transfers, one per data-parallel rank, its model names and its
-        sizes."""
+        """Return the ids of the ranks in transfers, the model names and the parallel sizes."""
         config = self._llm.vllm_config
         engine, start = config.kv_transfer_config.engine_id, config.instance_id
         # vLLM (`run_engine_core` in vllm/v1/engine/core.py) and the connector compose the ids in
@@ -295,7 +301,7 @@ def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
 
 
 def _refusal(error: Exception) -> bytes | None:
-    """Return the event for a request that vLLM refuses after the start of its stream, else None.
+    """Return an error event if vLLM refused the request after its stream started, else None.
 
     vLLM's completions and chat endpoints send such an event themselves. Its Responses API raises an
     exception instead, which would break the stream.
@@ -342,7 +348,7 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
         setattr(namespace, field.name, getattr(engine_args, field.name))
     for name, value in frontend.items():
         setattr(namespace, name, value)
-    # As vLLM's server does before it starts.
+    # vLLM's server imports tool parser plugins before it starts.
     if namespace.tool_parser_plugin:
         ToolParserManager.import_tool_parser(namespace.tool_parser_plugin)
     # vLLM's command-line parser would convert this JSON.

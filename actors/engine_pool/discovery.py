@@ -37,22 +37,21 @@ class EngineReplica:
 
 
 def engine_names(replica: str, ranks: int) -> list[str]:
-    """Return the ids under which routers know the ranks of a replica."""
+    """Return the engine ids of a replica's ranks, as routers use them."""
     return [f"{replica}-dp{rank}" for rank in range(ranks)] if ranks > 1 else [replica]
 
 
 def ranked_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a replica's metadata for Serve from that of its ranks; `publish` reverses it."""
+    """Return a replica's metadata for Serve from its ranks' metadata; `publish` splits it again."""
     return dict(ranks[0]) | ({"ranks": list(ranks)} if len(ranks) > 1 else {})
 
 
 def rank(
     ongoing: Mapping[str, int], turn: int, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()
 ) -> list[str]:
-    """Return replica ids, best first: those of `prefer` in its order, then those with the fewest
-    ongoing requests.
+    """Return replica ids, best first: `prefer` in its order, then by number in `ongoing`.
 
-    Excludes the replicas in `avoid`. `turn` rotates equally busy replicas.
+    Excludes the replicas in `avoid`. `turn` rotates replicas with equal numbers.
     """
     ranked = [name for name in prefer if name in ongoing and name not in avoid]
     names_left = sorted(ongoing.keys() - avoid - set(ranked), key=lambda name: (ongoing[name], name))
@@ -85,7 +84,7 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[], None]:
-    """Call `listener` after each change of a deployment's replicas, in Serve's thread.
+    """Register `listener`; Serve's thread calls it after each change of the deployment's replicas.
 
     Return a function that removes the listener.
     """

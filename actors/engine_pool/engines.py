@@ -50,7 +50,7 @@ class EngineCall:
     """A running call: an asynchronous iterator of its items. Read it to the end or cancel it.
 
     Raises EngineDownError if the connection is lost or the engine has died, RefusedError if the
-    engine refuses the call, CannotResumeError or EngineError if the engine reports one.
+    engine refuses the call, CannotResumeError or EngineError if the engine reports such an error.
     """
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
@@ -160,8 +160,8 @@ class EnginePool:
         """Take slots for `sequences` on a replica outside `avoid`.
 
         Prefers the first free replica of `prefer`, else the least busy one. Waits without a
-        deadline. Return the slot with `give_back`. Raises OverloadedError if the queue is full; a
-        `part` of a list of prompts does not count in it.
+        deadline. Release the slot with `give_back`. Raises OverloadedError if the queue is full.
+        `part` marks a later prompt of a list, which does not count in the queue.
         """
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
@@ -176,10 +176,10 @@ class EnginePool:
             except BaseException:
                 self._slots.give_back(name, sequences, served=False)
                 raise
-            self._slots.give_back(name, sequences, served=False)  # the replica has gone since it was chosen
+            self._slots.give_back(name, sequences, served=False)  # the replica has stopped meanwhile
 
     def give_back(self, slot: Slot) -> None:
-        """Return a slot after the end of its call, or without a call."""
+        """Release a slot after the end of its call, or without a call."""
         self._slots.give_back(slot.replica_id, slot.sequences, served=slot.served)
 
     def dispatch(self, slot: Slot, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
@@ -201,8 +201,7 @@ class EnginePool:
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
     def same_replica(self, name: str) -> frozenset[str]:
-        """Return the ids of all data-parallel ranks in the replica of engine `name`, its own
-        included."""
+        """Return the ids of the ranks in the replica of engine `name`, including `name`."""
         engines = replicas_of(self._handle.deployment_id) or {}
         if name not in engines:
             return frozenset({name})
@@ -246,7 +245,7 @@ class EnginePool:
     async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
         """Return the result or the exception of a method of each replica, by replica id.
 
-        Asks the first data-parallel rank of a replica, which answers for all.
+        Calls the first data-parallel rank of each replica, which answers for all ranks.
         """
         engines = replicas_of(self._handle.deployment_id) or {}
         replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}

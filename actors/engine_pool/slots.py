@@ -133,8 +133,8 @@ class SlotPool:
     ) -> str:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
-        Waits without a deadline. Raises OverloadedError if the queue is full. A `part` of a list of
-        prompts does not count: its list waits like one request.
+        Waits without a deadline. Raises OverloadedError if the queue is full. `part` marks a later
+        prompt of a list: it does not count in the queue, so a list counts as one request.
         """
         waiting = SlotWaiter(avoid, prefer, sequences, part)
         if not self._waiting and self._grant(waiting, self._usable()):
@@ -162,7 +162,7 @@ class SlotPool:
                 self._looking = None
 
     def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
-        """Return the slots of a call; `served` is whether the engine accepted the call."""
+        """Release the slots of a call; `served` is whether the engine accepted the call."""
         self._taken[name] -= sequences
         if not self._taken[name]:
             del self._taken[name]

@@ -14,8 +14,9 @@ from actors.policy.options import Options
 from configs.settings import RoutingSettings
 
 FAILING_S = 5.0
-"""Seconds for which a replica ranks last after a failed call: without calls it would look idle
-until Serve detects its failure.
+"""Time for which a replica ranks last after a failed call.
+
+Without calls, such a replica would seem idle until Serve detects its failure.
 """
 
 Key = Callable[[Estimate], tuple[float, ...]]
@@ -26,7 +27,7 @@ class Asked:
     """Constraints of the choice.
 
     ``whole``           reason why decode must serve all of the request, or None
-    ``session``         session of the request, which prefers one decode replica; or None
+    ``session``         id of the request's session, whose decode replica ranks first; or None
     ``prefill_known``   whether the running prefill replicas are known
     ``prefill_failed``  whether a prefill replica has already failed this request
     """
@@ -74,8 +75,10 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
 
 
 def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None) -> np.ndarray:
-    """Return the rank of each pair under the policy, one row for each decode replica: the order of
-    `_key` for all pairs at once."""
+    """Return the rank of each pair of replicas in the order of `_key`.
+
+    Shape: (decode replicas, prefill replicas).
+    """
     shape = (len(options.decode), len(options.prefill))
     if shape == (1, 1):
         return np.zeros(shape, int)
@@ -129,7 +132,7 @@ def _route(
 
 
 def _affinity(session: str, decode: str) -> float:
-    # Highest hash wins: all routers choose the same replica, and scaling moves few sessions.
+    # Rendezvous hashing: all routers choose the same replica, and scaling moves few sessions.
     return -float(xxhash.xxh3_64_intdigest(f"{session}\0{decode}".encode()))
 
 

@@ -1,8 +1,8 @@
 """Costs of prefill, handover, prefill on decode, and decode steps: assumed first, then measured.
 
-A prefill costs an overhead, its new tokens, and their attention to earlier tokens. On decode the
-same work also waits for the share of each step that running streams take. A handover is the wait
-after the prompt is computed: an overhead, the part of the transfer that did not overlap with the
+A prefill costs an overhead, its new tokens, and their attention to earlier tokens. A prefill on
+decode also waits for the running streams' share of each step. A handover is the wait after the
+prompt is computed. It has an overhead, the part of the transfer that did not overlap with the
 computation, and one step of the running streams.
 """
 
@@ -20,16 +20,17 @@ ATTENTION_TOKENS = 32_768.0
 """Assumed context length at which attention costs as much as the rest of a token's computation."""
 
 BUSY_STREAMS = 64.0
-"""Assumed number of streams that doubles the cost of a decode step, and of a prefill token among
-them.
+"""Assumed number of running streams that doubles the cost of a decode step.
+
+It also doubles the cost of a prompt token computed in such a step.
 """
 
 ENGINE_FADES_SHARE = 0.1
-"""Ratio of the fading time of an engine's factor to that of its role's costs."""
+"""Fading time of the factor of an engine or a pair, as a fraction of `fades_s`."""
 
 
 class _Cost:
-    """Costs of a role, and a factor for each of its engines or pairs."""
+    """Costs of a role, and a factor for each of its engines."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self.role = Regression(parts, fades_s)
@@ -74,9 +75,9 @@ class Costs:
         )
 
     def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
-        """Return the cost parts of the same work on a decode engine with ``streams`` streams.
+        """Return the cost parts of a prefill on a decode engine with ``streams`` running streams.
 
-        They are derived from the measurements of prefill engines.
+        The parts are derived from the measured costs of prefill engines.
         """
         prefill = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
         return (*prefill, prefill[1] * streams / BUSY_STREAMS)
@@ -110,7 +111,10 @@ class Costs:
     def handovers_s(
         self, prefill: Sequence[str], decode: Sequence[str], parts: Sequence[Components], now: float
     ) -> np.ndarray:
-        """Return the seconds of all pairs, one row for each decode engine with its cost parts."""
+        """Return the seconds of all handovers, in shape (decode engines, prefill engines).
+
+        ``parts``  cost parts of each decode engine
+        """
         usual = np.array(parts) @ np.array(self._handover.factors(now))
         handovers_s: np.ndarray = usual[:, None] * self._pairs.factors(prefill, decode, now)
         return handovers_s
@@ -125,7 +129,7 @@ class Costs:
         self._local.observe(engine, parts, measured_s, now)
 
     def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
-        # The role learns the cost of an average pair, as `_Cost.observe` does.
+        # As in `_Cost.observe`, the role's cost is the cost of an average pair.
         self._handover.observe(parts, measured_s / self._pairs.factor(pair, now), now)
         self._pairs.observe(pair, self._handover.predict(parts, now), measured_s, now)
 

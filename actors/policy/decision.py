@@ -62,7 +62,7 @@ class Decision:
     """Destination of a request: the replicas of each role, best first.
 
     ``route``          local or remote
-    ``reason``         one of the constants of this module, or why decode must serve all of it
+    ``reason``         one of the constants of this module, or why decode serves the whole request
     ``policy``         configured policy
     ``prompt_tokens``  estimated prompt tokens
     ``chosen``         estimate of the chosen option, if estimated

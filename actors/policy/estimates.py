@@ -63,7 +63,7 @@ class Level:
         return math.exp(self._mean * self._share(now))
 
     def observe(self, assumed_s: float, measured_s: float, now: float) -> float:
-        """Learn from a measurement; return it after clipping."""
+        """Update the factor from a measurement; return the clipped measurement in seconds."""
         count = self.count(now)
         ratio = math.log(max(measured_s, LEAST_S) / max(assumed_s, LEAST_S))
         if count >= TRUSTED:
@@ -85,8 +85,7 @@ class Level:
 
 
 class PairLevels:
-    """Levels of (prefill, decode) pairs, in arrays from which the factors of all pairs are read at
-    once."""
+    """`Level` of each (prefill, decode) pair, also in arrays to compute all factors at once."""
 
     def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
@@ -102,7 +101,7 @@ class PairLevels:
         return 1.0 if level is None else level.factor(now)
 
     def factors(self, prefill: Sequence[str], decode: Sequence[str], now: float) -> np.ndarray:
-        """Return the factors of all pairs, one row for each decode engine."""
+        """Return the factors of all pairs, in shape (decode engines, prefill engines)."""
         columns = [self._prefill.get(name, 0) for name in prefill]
         rows = [self._decode.get(name, 0) for name in decode]
         mean, count, at = self._values[:, rows][:, :, columns]
@@ -111,7 +110,7 @@ class PairLevels:
         return factors
 
     def observe(self, pair: tuple[str, str], assumed_s: float, measured_s: float, now: float) -> None:
-        """Learn from a measurement of one pair."""
+        """Update the level of one pair from a measurement."""
         level = self._levels.get(pair)
         if level is None:
             level = self._levels[pair] = Level(self._fades_s)
@@ -119,7 +118,7 @@ class PairLevels:
         self._store(pair, level)
 
     def keep_only(self, pairs: AbstractSet[tuple[str, str]]) -> None:
-        """Forget all other pairs."""
+        """Remove all pairs that are not in `pairs`."""
         kept = {pair: level for pair, level in self._levels.items() if pair in pairs}
         if len(kept) < len(self._levels):
             self.__init__(self._fades_s)  # type: ignore[misc]
@@ -151,7 +150,7 @@ class Regression:
         self._products = np.zeros(parts)
         self._factors = np.ones(parts)
         self._waiting: list[tuple[float, Components, float]] = []
-        """Measurements to fit: weight of older ones, shares of the parts, measured ratio."""
+        """Measurements to fit: (weight of earlier ones, shares of the parts, measured ratio)."""
         self._fitted_at = -math.inf
         self._common = 1.0
         """Common factor at the last measurement; all sums are relative to it."""
@@ -184,7 +183,7 @@ class Regression:
         return seconds
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:
-        """Learn that work with the assumed parts took `measured_s`. Ignores work of zero cost."""
+        """Record that work with the parts `assumed` took `measured_s`; ignore work of zero cost."""
         if sum(assumed) < LEAST_S:
             return
         kept = (1 - 1 / MEMORY) * self._level.fade(now)
@@ -210,7 +209,8 @@ class Regression:
         if not self._waiting:
             return
         kept, shares, ratios = (np.array(column) for column in zip(*self._waiting, strict=True))
-        # Weight of each relative to later ones; the first entry is for all earlier measurements.
+        # Weight of each waiting measurement after the decay by later ones. The first entry is the
+        # weight of the sums of earlier fits.
         weights = np.cumprod(np.append(1.0, kept[::-1]))[::-1]
         weighted = shares.T * weights[1:]
         self._squares = self._squares * weights[0] + weighted @ shares

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from actors.policy.estimates import Components
 
 OVERRUN_SHARE = 0.1
-"""Remaining time of overdue work as a share of its age, so that a stuck engine looks busier."""
+"""Remaining time of overdue work as a fraction of its age, so that a stuck engine looks busier."""
 
 TOGETHER_SHARE = 0.2
-"""Work that ends within this share of its cost after other work counts as computed together with
-it.
+"""Fraction of a prompt's expected time.
+
+A prompt that ends sooner than this after the previous prompt counts as computed together with it.
 """
 
 
@@ -25,10 +26,7 @@ class _Work:
 
 
 class PromptQueue:
-    """Prompts that one engine computes, first come, first served.
-
-    The caller supplies their keys.
-    """
+    """Queued prompts of one engine, first come, first served. Callers choose the keys."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, _Work] = OrderedDict()
@@ -58,8 +56,8 @@ class PromptQueue:
     def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
         """Remove finished work; return its cost parts and measured seconds.
 
-        None if they cannot be measured alone: work computed together is measured with the next that
-        ends.
+        Return None for an unknown key, and for work that was computed together with other work: its
+        parts count in the measurement of the next work that ends.
         """
         work = self._waiting.get(key)
         if work is None:
@@ -93,7 +91,7 @@ class EngineLoad:
 
     ``calls``            keys of all open calls
     ``streams``          keys of the calls that generate
-    ``computed_tokens``  prompt tokens computed while streams ran, in total
+    ``computed_tokens``  prompt tokens that this decode engine has computed so far
     ``failed_at``        time of the last failed call, in seconds
     """
 

@@ -1,4 +1,4 @@
-"""Lists the ways to serve one request, with the expected cost of each."""
+"""Lists the options to serve one request, with the expected cost of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = EngineLoad()
 class Options:
     """Candidate replicas of one request. Their order decides between equal options.
 
-    ``decode``, ``prefill``              ongoing requests of each replica, as Serve reports them
+    ``decode``, ``prefill``              ongoing sequences of each replica (`EnginePool.ongoing`)
     ``decode_held``, ``prefill_held``    cached prompt tokens of each replica
     ``decode_loads``, ``prefill_loads``  work of this router on each replica
     """
@@ -36,8 +36,9 @@ class Options:
     now: float = 0.0
 
     def ongoing_decode(self, decode: str) -> int:
-        """Return the ongoing requests of a decode replica: those that the engine reported for all
-        routers, or this router's own if they are more.
+        """Return the ongoing requests of a decode replica.
+
+        The larger of the number for all routers and the number of this router's calls.
         """
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
@@ -46,7 +47,7 @@ class Options:
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the number of other streams on a replica, those of other routers included."""
+        """Return the number of other streams on a replica, including those of other routers."""
         load = self.decode_loads.get(decode)
         ongoing = self.decode[decode]
         return ongoing if load is None else len(load.streams) + max(ongoing - len(load.calls), 0)
@@ -60,14 +61,14 @@ class Options:
         return [self._local(decode) for decode in self.decode]
 
     def pair(self, decode: str, prefill: str) -> Estimate:
-        """Return the option of one pair."""
+        """Return the estimate of the remote option on one pair of replicas."""
         moved, parts, decoding_s, interference_s = self._decodes[decode]
         new, queue_s, compute_s = self._prefills[prefill]
         handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
         return Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
 
     def pair_costs(self, decode_weight: float, interference_weight: float) -> np.ndarray:
-        """Return the weighted seconds of all pairs, one row for each decode replica."""
+        """Return the weighted costs of all pairs in seconds: shape (decode, prefill replicas)."""
         decodes = self._decodes.values()
         parts = [parts for _, parts, _, _ in decodes]
         by_decode = np.array([decode_weight * after + interference_weight * delay for _, _, after, delay in decodes])
@@ -106,7 +107,7 @@ class Options:
         compute_s = self.costs.prefill_s(prefill, self.costs.prefill_parts(new, held), self.now)
         load = self.prefill_loads.get(prefill, NOTHING)
         others = max(self.prefill[prefill] - len(load.calls), 0)
-        # Requests of other routers are known only by their number.
+        # Only the number of other routers' requests is known, so each counts like this request.
         return new, load.prompts.wait_s(self.now) + others * compute_s, compute_s
 
     def _decode(self, decode: str) -> tuple[int, tuple[float, ...], float, float]:

@@ -1,7 +1,8 @@
-"""Decides where each request goes, and learns from its outcome. `now` is any monotonic clock.
+"""Routes each request, and updates cost estimates from its outcome.
 
-The caller reports events: `begin` when the legs are sent, `prefilled`, `opened` with the first
-bytes of a stream, and always `ended`. Costs are learnt only from stages that a request reached.
+The caller passes the time of any monotonic clock in seconds (`now`) and reports events: `begin`
+when the legs are sent, `prefilled`, `opened` with the first bytes of a stream, and always `ended`.
+Costs are learnt only from stages that a request reached.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ASSUMED_TOKENS = 256.0
 """Weight of the assumed bytes per token, in tokens."""
 
 REMEMBERED_TOKENS = 100_000.0
-"""Number of prompt tokens after which older ones have the weight 1/e in bytes per token."""
+"""Number of prompt tokens after which earlier ones have the weight 1/e in the bytes per token."""
 
 REMEMBERED_ANSWERS = 50.0
 
@@ -41,8 +42,8 @@ def _immediately(do: Callable[[], None]) -> None:
 class Planner:
     """State of a router's engines: running work, measured costs and cached prefixes.
 
-    Records running work at once, and learns costs through `later`, because learning takes longer
-    and would delay an answer.
+    Records running work at once. Updates costs through `later`, because an update takes longer and
+    would delay an answer.
     """
 
     settings: RoutingSettings
@@ -58,7 +59,7 @@ class Planner:
         self._decisions = 0
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """Apply new settings. Forget all measurements if the assumed costs have changed."""
+        """Apply new settings. Discard all measurements if the assumed costs have changed."""
         if _assumptions(settings) == _assumptions(self.settings):
             self.settings = settings
             self._costs.settings = settings
@@ -114,7 +115,10 @@ class Planner:
         return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
 
     def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> InflightRequest:
-        """Record that the legs are sent. ``prefill`` None: decode computes the prompt."""
+        """Record that the legs are sent; return the state of the request.
+
+        ``prefill``  prefill replica; None if decode computes the prompt
+        """
         held, decode_held = self._held(prefill or decode, prompt), self._held(decode, prompt)
         load = self._decode[decode]
         tokens = self.prompt_tokens(prompt)
@@ -224,7 +228,10 @@ class Planner:
         return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
 
     def _held(self, engine: str, prompt: Prompt) -> int:
-        """Return the cached tokens of `prompt`, without the last token of each passage."""
+        """Return the number of cached tokens of `prompt` on `engine`.
+
+        The last token of each passage never counts: engines always compute it.
+        """
         found = 0
         for passage in prompt.passages:
             held = self._prefixes.held(engine, passage)
@@ -236,7 +243,7 @@ class Planner:
         return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
 
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
-        """Replace the estimate with the engine's count, and learn the length of a token of text."""
+        """Replace the estimated token count by the engine's; update the bytes per token of text."""
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
             kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)
@@ -259,7 +266,7 @@ class Planner:
 
 
 def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: int) -> dict[str, int]:
-    """Return the candidate replicas, rotated by `turn`, so that equal ones share requests."""
+    """Return the candidate replicas, rotated by `turn` to spread requests over equal ones."""
     names = sorted((replicas or {}).keys() - avoid)
     first = turn % len(names) if names else 0
     return {name: (replicas or {})[name] for name in names[first:] + names[:first]}

@@ -1,4 +1,4 @@
-"""Prefixes of prompts in each engine's cache, as far as this router knows from its own requests."""
+"""Prefixes of prompts in each engine's cache, estimated from this router's own requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import xxhash
 from actors.policy.prompts import PIECE_BYTES, Passage
 
 ENDS_KEPT = 8
-"""Prompt ends kept after one piece. Conversations with one system prompt differ only in their
-ends.
+"""Maximum number of prompt ends stored after one piece.
+
+Conversations with one system prompt may share all whole pieces and differ only in their ends.
 """
 
 

@@ -24,7 +24,7 @@ MEDIA_BYTES = 1024
 """Bytes that stand for an image or a recording, whatever its size; about 256 tokens."""
 
 _MEDIA_KEYS = frozenset({"url", "data"})
-"""Keys of a content part under which images and recordings are, as a URL or in base64."""
+"""Keys of a content part that hold an image or a recording, as a URL or in base64."""
 
 _END_OF_FIELD = b"\x1e"
 _END_OF_MESSAGE = b"\x1f"
@@ -66,7 +66,7 @@ class Prompt:
 
 
 def read_prompt(body: Mapping[str, Any]) -> Prompt:
-    """Return the prompts of a request's body; none for a body that engines reject."""
+    """Return the prompts of a request's body; no passages for a body that engines reject."""
     seed = _seed(body)
     most = body.get("max_completion_tokens")
     most = body.get("max_tokens") if most is None else most
@@ -95,7 +95,7 @@ def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
             for one in messages:  # a batch of chats
                 yield from _passages({"messages": one}, seed) if isinstance(one, list) else ()
         elif messages:
-            system = body.get("system")  # of Anthropic's API
+            system = body.get("system")  # field of Anthropic's API
             first = [{"role": "system", "content": system}] if system else []
             yield passage(b"".join(_message(one) for one in [*first, *messages]), ids=False, seed=seed)
         return
@@ -122,7 +122,10 @@ def _message(message: Any) -> bytes:
 
 
 def _hashed_media(content: Any, key: str = "") -> Any:
-    """Return content parts with hashes for images and recordings. Bodies have a limited depth."""
+    """Return content parts with hashes in place of images and recordings.
+
+    The recursion is bounded: the HTTP layer limits the depth of bodies.
+    """
     if isinstance(content, dict):
         return {name: _hashed_media(value, name) for name, value in content.items()}
     if isinstance(content, list):
@@ -134,7 +137,7 @@ def _hashed_media(content: Any, key: str = "") -> Any:
 
 
 def _seed(body: Mapping[str, Any]) -> int:
-    """Return a hash of what separates caches: model or adapter, salt, and template inputs."""
+    """Return a hash of the fields that separate caches: model or adapter, salt, template inputs."""
     named = {key: body[key] for key in ("model", "cache_salt", "tools", "chat_template", "documents") if body.get(key)}
     return xxhash.xxh3_64_intdigest(_json(named)) if named else 0
 

@@ -77,19 +77,25 @@ class Answer:
 
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
-        """Latency breakdown up to the first bytes, computed at the first access. Complete if that
-        access comes after `accounted` is true."""
+        """Latency breakdown up to the first bytes, computed at the first access.
+
+        It is complete if `accounted` is true at the first access.
+        """
         return break_down(self._attempts.timestamps(self._first))
 
     @property
     def accounted(self) -> bool:
-        """True once the prefill engine's timings have arrived or can no longer arrive. The decode
-        engine sends its own with the first bytes."""
+        """True once the prefill engine's timings have arrived or can no longer arrive.
+
+        The decode engine sends its timings with the first bytes.
+        """
         return self._first.prefill is None or self._first.prefill.accounted
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until `accounted`, at most `at_most_s`: prefill timings may arrive after the first
-        token."""
+        """Wait until `accounted` is true, at most `at_most_s`.
+
+        Prefill timings may arrive after the first token.
+        """
         if self._first.prefill is not None:
             await self._first.prefill.account(at_most_s)
 
@@ -164,8 +170,7 @@ class Answer:
         yield b"".join(_bytes_of(item) for item in self._attempt.items)
 
     async def _from_prefill(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
-        """Yield the events of prefill's first token, until decode takes over or they end the
-        stream."""
+        """Yield the events of prefill's first token until decode takes over or the stream ends."""
         async with aclosing(self._attempts.first_token(self._attempt)) as items:
             async for item in items:
                 if isinstance(item, StreamChunk):
@@ -178,7 +183,7 @@ class Answer:
                     return
 
     def _check_first(self, item: StreamChunk) -> None:
-        """Check that decode's first token is the one that prefill has sent to the client."""
+        """Raise HandoverError if decode's first token differs from the one that prefill sent."""
         expected, self._first_group = self._first_group, None
         if expected is not None and item.groups[:1] != (expected,):
             self._metrics.first_tokens.labels("replayed").inc()

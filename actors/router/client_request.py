@@ -21,7 +21,7 @@ class ClientRequest:
     ``body``        parsed body
     ``session``     session id; requests of one session go to the same decode replica
     ``explain``     whether the client asked for the routing decision and the latency breakdown
-    ``part``        whether another prompt of its list counts in the limit of waiting requests
+    ``part``        whether it is a later prompt of a list, not counted as a waiting request
     ``arrived_at``  time at which the headers had arrived, on the monotonic clock
     ``read_at``     time at which the whole body had arrived, on the monotonic clock
     """
@@ -50,7 +50,7 @@ class ClientRequest:
             vars(self).update(prompt=prompt, fields=fields)
 
     def with_metadata(self, **changes: Any) -> "ClientRequest":
-        """Return a copy with other attributes, but the same body and what was computed from it."""
+        """Return a copy with `changes` of attributes other than the body; keeps computed values."""
         assert not changes.keys() & {"raw", "body"}
         copy = replace(self, **changes)
         vars(copy).update({name: vars(self)[name] for name in ("prompt", "fields") if name in vars(self)})
@@ -64,7 +64,7 @@ class ClientRequest:
     @property
     def sequences(self) -> int:
         """Number of sequences that an engine computes for the request: prompts times `n`."""
-        items = self.body.get("items")  # of /generative_scoring: vLLM starts all at once
+        items = self.body.get("items")  # /generative_scoring: vLLM starts all items at once
         return max(self.prompt.answers, len(items) if isinstance(items, list) else 1)
 
     @cached_property

@@ -51,7 +51,7 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 SEED_BITS = 31
-"""Size of a seed that the router draws for both legs."""
+"""Number of bits of a seed that the router generates for both legs."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Attempt:
         self.prompt_tokens: int | None = None
         """Number of tokens of the prompt, from the prefill engine's answer."""
         self.opening: asyncio.Task[Response] | None = None
-        """Waits for the start of decode's answer; None for decode alone."""
+        """Task that waits for the start of decode's answer; None for decode alone."""
         self.sampled_by: RoleName = "decode"
         """Role of the engine whose first token the client receives."""
         self.legs = AsyncExitStack()
@@ -123,8 +123,10 @@ class Attempt:
         self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
     def prefilled(self, body: object) -> None:
-        """Report a computed prompt: first with None, then with the body of the prefill answer,
-        whose `usage` has the token count."""
+        """Report a computed prompt to the planner.
+
+        ``body``  None when the prompt is computed, then the prefill answer with the token count
+        """
         if self._prefilled_at is None:
             self._prefilled_at = _now()
         if body is not None:
@@ -134,7 +136,7 @@ class Attempt:
     def opened(self, response: Response) -> Self:
         """Keep the calls open after the start of decode's answer.
 
-        Reports the time of the first token for streams only; other answers do not show it.
+        Reports the time of the first token for streams only; other answers do not contain it.
         """
         self.start, self.items = response
         self._is_open = True
@@ -149,13 +151,13 @@ class Attempt:
 
     @property
     def on_prefill(self) -> str | None:
-        """Replica of an attempt without decode, else None."""
+        """Prefill replica of an attempt without a decode leg, else None."""
         return self.pair.prefill if self.pair.decode is None else None
 
     def opened_on_prefill(self, slot: Slot, response: Response) -> Self:
-        """Keep the call of prefill alone open; decode has no part in the answer.
+        """Keep the call open after the start of an answer from prefill alone.
 
-        So the planner receives no tokens of decode, and drops the prompt from decode's prefixes.
+        The planner receives no tokens of decode and drops the prompt from decode's prefixes.
         """
         self.sampled_by = "prefill"
         self.start, self.items = response
@@ -175,7 +177,7 @@ class Attempt:
         return self
 
     def passed_on(self, item: object) -> None:
-        """Count decode's tokens of an item for the client."""
+        """Count the tokens that decode generated in an item for the client."""
         if isinstance(item, StreamChunk) and self.pair.decode is not None:
             self._tokens += sum(map(len, item.groups))
 
@@ -239,7 +241,7 @@ class Dispatcher:
         self._began_at: float | None = None
 
     async def open(self, replay_log: ReplayLog = ()) -> Attempt:
-        """Return an attempt whose decode engine has started to answer, after `replay_log`.
+        """Return an attempt whose answer has started; the answer first repeats `replay_log`.
 
         Raises OverloadedError, UnavailableError or DeadlineError when no decode replica answers.
         """
@@ -254,10 +256,10 @@ class Dispatcher:
                     self.decode_failed(error)
 
     async def first_token(self, attempt: Attempt) -> AsyncGenerator[StreamChunk | bytes, None]:
-        """Yield what prefill has generated for the first token, until decode takes over.
+        """Yield the items of prefill's first token until decode takes over.
 
-        Then `attempt.items` are decode's. Raises HandoverError, UnavailableError or DeadlineError
-        if decode does not answer, CannotResumeError if it answers with an error.
+        Afterwards `attempt.items` are decode's items. Raises HandoverError, UnavailableError or
+        DeadlineError if decode does not answer, CannotResumeError if it answers with an error.
         """
         assert attempt.prefill is not None
         items = attempt.prefill.items
@@ -304,7 +306,7 @@ class Dispatcher:
         )
 
     def decode_failed(self, error: UnavailableError) -> None:
-        """Exclude the replica of the last attempt. Raises `error` after the last attempt."""
+        """Exclude the replica of the failed attempt. Raises `error` if no attempts are left."""
         if self._decode_replica is None:
             raise self._last_error or error
         # All data-parallel ranks of a replica end together.
@@ -362,7 +364,7 @@ class Dispatcher:
         return self._failed_decode | self._suspect_decode | self._without_response
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
-        """Serve a request for one token on prefill; no KV moves. Return None if it cannot."""
+        """Serve a one-token request on prefill alone; return None if prefill cannot serve it."""
         async with self._begin(decision) as attempt:
             slot: Slot | None = None
             try:
@@ -384,14 +386,16 @@ class Dispatcher:
                 return None
             start, items = response
             if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
-                return None  # errors are decode's
+                return None  # decode reports the error
             attempt.prefilled(None)
             self._fleet.metrics.first_tokens.labels("ended").inc()
             return attempt.opened_on_prefill(slot, response)
 
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
-        """Dispatch both legs. Return the attempt, or None and the outcome of the failed prefill leg
-        (None if the leg was not sent)."""
+        """Dispatch both legs. Return (attempt, None) or (None, outcome of the prefill leg).
+
+        The outcome is None if the legs were not sent.
+        """
         async with self._begin(decision) as attempt:
             legs = attempt.legs
             prefill_legs = await legs.enter_async_context(AsyncExitStack())
@@ -448,8 +452,7 @@ class Dispatcher:
             return (attempt if broken is None else None), broken
 
     async def _until_decode_opens(self, attempt: Attempt) -> str | None:
-        """Wait for decode's answer after prefill's. Return None, or the outcome of the failed
-        prefill leg."""
+        """Wait until decode answers. Return None, or the outcome of the failed prefill leg."""
         prefill, opening, pair = attempt.prefill, attempt.opening, attempt.pair
         assert prefill is not None
         assert opening is not None
@@ -500,8 +503,8 @@ class Dispatcher:
             request = self.request
             call = Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences)
             attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
-            # vLLM sends two events of such a stream before it computes; the keep-alive ends
-            # with the first item.
+            # vLLM sends two events of such a stream before it computes. The keep-alive comments
+            # must not end before the first token.
             late = request.endpoint == "/v1/responses"
             return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=late))
 
@@ -518,8 +521,10 @@ class Dispatcher:
         return attempt
 
     async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
-        """Return True when a future is done, False when decode sends nothing for
-        `silence_timeout_s`."""
+        """Wait until a future is done; return False if decode sends nothing for too long.
+
+        The limit is `silence_timeout_s`; heartbeats count as items.
+        """
         now = asyncio.get_running_loop().time
         began_at = now()
         while (left_s := max(began_at, decode.heard_at) + self.limits.silence_timeout_s - now()) > 0:

@@ -33,7 +33,7 @@ class EventStream:
         self._restarted = False
 
     def restart(self) -> None:
-        """Expect the first event again, from another engine."""
+        """Prepare for the stream of another engine, which repeats the first events."""
         self._partial = b""
         self._seen = 0
         self._restarted = True

@@ -82,14 +82,14 @@ class Leg:
         """Return the response with the first bytes of a stream, or with the whole body.
 
         Some streams start with events before the first token. With `to_first_token`, wait for the
-        chunk that has a token: only that shows that the engine has the KV of the prompt.
+        first chunk with a token, which proves that the engine has the KV of the prompt.
         """
         return await self.rest(await self.start(silence_s), silence_s, to_first_token)
 
     async def rest(
         self, start: ResponseStart, silence_s: float | None = None, to_first_token: bool = False
     ) -> Response:
-        """Return what `open` returns, after `start`."""
+        """Return the same as `open`, for a response whose `start` has been read."""
         items: list[StreamChunk | bytes] = []
         while (item := await self.next(silence_s)) is not None:
             items.append(item)
@@ -152,8 +152,10 @@ class Leg:
         return UnavailableError(f"the {self.role} engine sent nothing for {silence_s:g} s")
 
     async def accepted(self) -> bool:
-        """Return whether a replica has accepted the call, after at most ACCEPT_S. No other task may
-        read the leg meanwhile."""
+        """Return whether a replica accepts the call within ACCEPT_S.
+
+        No other task may read the leg meanwhile.
+        """
         with suppress(TandemError):
             await self.taken(ACCEPT_S)
         return self._taken is True
@@ -193,7 +195,10 @@ async def choose(
 
 @asynccontextmanager
 async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s: float) -> AsyncGenerator[None, None]:
-    """Check every `period_s`; raise TimeoutError if no replica outside `avoid` runs."""
+    """Raise TimeoutError in the block once no replica outside `avoid` runs.
+
+    Checks every `period_s`.
+    """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as bound:

@@ -29,7 +29,7 @@ Prefilled = Callable[[object], None]
 
 
 class PrefillLeg:
-    """Owns the task that reads the leg.
+    """A prefill leg, with the task that reads its answer.
 
     ``answered``  done when the prompt is computed
     ``broken``    outcome of the leg, set if the leg fails
@@ -161,7 +161,7 @@ class PrefillLeg:
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
             if outcome in {"refused", "rejected", "failed"}:
-                # No KV exists, its replica is gone, or the lease will free it.
+                # No KV exists, its replica has stopped, or the lease will free it.
                 self._holds_kv = False
             if outcome in BROKEN and not self.broken.done():
                 self.broken.set_result(outcome)

@@ -91,7 +91,7 @@ def why_local(endpoint: Endpoint, body: Body) -> str | None:
 
 
 def choices_of(body: Body) -> int | None:
-    """Return the number of choices for each prompt; None if vLLM would refuse it or convert it."""
+    """Return the number of choices for each prompt; None if vLLM would refuse or convert `n`."""
     choices = body.get("n")
     if choices is None:
         return 1
@@ -120,19 +120,22 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
 def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
     """Return the reason why decode must sample the first token, or None if prefill can do it.
 
-    Decode samples the same token again. The router drops decode's events for it, as in a resumed
-    stream; if decode samples another token, the stream resumes with prefill's.
+    Decode samples the same token again. The router drops decode's events of this token, as in a
+    resumed stream. If decode samples a different token, the router resumes the stream with
+    prefill's token.
     """
     if body.get("stream") is not True:  # vLLM converts other values
         return "not streamed"
     if endpoint == "/v1/messages":
-        return "no seed"  # Anthropic's API has no field for one, so the legs may draw other tokens
+        return "no seed"  # Anthropic's API has no `seed`, so the legs may sample different tokens
     return why_not_resumable(endpoint, body)
 
 
 def is_one_token(endpoint: Endpoint, body: Body) -> bool:
-    """Return whether the answer has at most one token, so that the engine that computes the prompt
-    can give the whole answer. `/v1/responses` may store its answer, which decode must have."""
+    """Return whether the answer has at most one token, so that prefill alone can generate it.
+
+    False for `/v1/responses`, because only decode engines store responses.
+    """
     most = body.get("max_tokens")
     if endpoint == "/v1/chat/completions" and body.get("max_completion_tokens") is not None:
         most = body["max_completion_tokens"]
@@ -141,9 +144,10 @@ def is_one_token(endpoint: Endpoint, body: Body) -> bool:
 
 
 def needs_seed(body: Body) -> bool:
-    """Return whether the legs of this request need a seed to draw the same first token.
+    """Return whether the legs need a seed from the router to sample the same first token.
 
-    A request at temperature 0 draws none; the default temperature may be another one.
+    A request with temperature 0 needs none. Without `temperature` the model's default applies,
+    which may be above 0.
     """
     return body.get("seed") is None and body.get("temperature") != 0
 
@@ -197,8 +201,8 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
     leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
     leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
     if endpoint == "/v1/messages" and _names_tool(leg.get("tool_choice")):
-        # vLLM parses the arguments of a named tool as JSON (anthropic/serving.py), and one token of
-        # them is none. `any` gives the same prompt in all templates but Kimi K3's; there the
+        # vLLM parses the arguments of a named tool as JSON (anthropic/serving.py), and one token is
+        # not valid JSON. `any` gives the same prompt in all templates but Kimi K3's; there the
         # digests of the prompts differ, and decode computes the prompt.
         leg["tool_choice"] = {"type": "any"}
     leg[TRANSFER_FIELD] = {

@@ -41,15 +41,15 @@ class Router:
         ]
         self._by_name = {name: model for model in self.models for name in model.names}
         self.adapters = AdapterNames(self.models)
-        """Which model has which adapter."""
+        """Models by adapter name."""
         self._were_ready: set[ModelRouter] = set()
         self._ongoing = self._sequences = 0
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply new deadlines, limits and routing to later requests; Serve's hook.
 
-        Keys absent from `user_config` have the values of `args`. An error leaves the settings
-        unchanged: Serve stops a replica whose hook raises.
+        Keys absent from `user_config` have the values of `args`. Logs an error and leaves the
+        settings unchanged, because Serve stops a replica whose hook raises.
         """
         try:
             limits = changed_limits(self._built_limits, user_config)
@@ -140,7 +140,7 @@ class Router:
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
-        """Number of slots of this router on engines, by role."""
+        """Number of slots that this router holds on engines, by role."""
         return _sums([model.slots_taken for model in self.models])
 
     async def close(self) -> None:
@@ -153,7 +153,7 @@ class Router:
 
         Leaving the context cancels the call.
         """
-        # A model without engines would make the others wait.
+        # Waiting for a model without engines would delay the calls to the others.
         left = [model for model in self.models if model.ready] or self.models[:1]
         failed: UnavailableError | None = None
         while left:
@@ -180,10 +180,10 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """True if decode replicas run that can serve.
+        """True if a decode replica runs, and each model has had one since this router's start.
 
-        At first each model needs one, so that traffic does not move to a cluster with models still
-        to start. Later one is enough: a model without engines must not take the others with it.
+        The second condition keeps traffic away from a cluster in which a model has not started yet.
+        Later, a model without engines does not make the router unready for the other models.
         """
         running = {model for model in self.models if model.ready}
         self._were_ready |= running
@@ -195,8 +195,10 @@ class Router:
         return all(count for model in self.models for count in model.replicas().values())
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:
-        """Return (role, replica id, exposition) of each replica that replies in
-        `metrics_timeout_s`."""
+        """Return (role, replica id, exposition) of each replica that replies in time.
+
+        The timeout is `metrics_timeout_s`.
+        """
         return [(role, *reply) for role, reply in await self._ask_engines("metrics")]
 
     async def engine_status(self) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ class RoutingFeedback:
         failed_prefill: AbstractSet[str],
         failed_decode: AbstractSet[str],
     ) -> Decision:
-        """Return route and replicas of `request`; `whole` is a reason for the local route."""
+        """Return route and replicas of `request`; `whole` is a reason for local, or None."""
         decision = self.planner.decide(
             request.prompt,
             self._prefill(),

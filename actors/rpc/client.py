@@ -35,7 +35,7 @@ class Listener(Protocol):
 
 
 class _Answer:
-    """Result of a method of the engine."""
+    """Listener for the result of one method of the engine."""
 
     def __init__(self) -> None:
         self.value: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -73,7 +73,7 @@ class Channel(asyncio.Protocol):
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:
-        """Send a call; return its stream."""
+        """Send a call; return its stream number."""
         stream = self._protocol.open(request)
         self._begin(stream, listener)
         return stream

@@ -42,7 +42,7 @@ PIECE_BYTES = 2**16
 """Largest body of one item; the engine splits larger ones."""
 
 ITEM_BYTES = 64
-"""Credit of an item in addition to the bytes of its body."""
+"""Credit that an item consumes in addition to the bytes of its body."""
 
 GRANT_BYTES = WINDOW_BYTES // 4
 """Number of consumed bytes at which the router sends a Credit; a short stream needs none."""
@@ -100,7 +100,7 @@ def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLD
 
 
 def item_bytes(item: Item) -> int:
-    """Return the credit of `item`, in bytes."""
+    """Return the credit that `item` consumes, in bytes."""
     if isinstance(item, StreamChunk):
         return ITEM_BYTES + len(item.body)
     return ITEM_BYTES + len(item) if isinstance(item, bytes) else ITEM_BYTES
@@ -140,7 +140,7 @@ class _Endpoint:
         return len(self._states)
 
     def take(self) -> bytes:
-        """Return one frame with the queued messages, or nothing."""
+        """Return one frame with the queued messages; empty if there are none."""
         if not self._outgoing:
             return b""
         messages, self._outgoing = self._outgoing, []
@@ -249,14 +249,14 @@ class RouterProtocol(_Endpoint):
         """Bytes of each stream received and not yet granted again."""
 
     def open(self, request: RpcRequest) -> int:
-        """Queue a call; return its stream."""
+        """Queue a call; return its stream number."""
         stream = self._begin(StreamState.OPEN)
         self._unread[stream] = 0
         self._outgoing.append(Open(stream, request))
         return stream
 
     def ask(self, method: str, arguments: tuple[object, ...]) -> int:
-        """Queue a call of a method of the engine; return its stream."""
+        """Queue a call of a method of the engine; return its stream number."""
         stream = self._begin(StreamState.ASKED)
         self._outgoing.append(Ask(stream, method, arguments))
         return stream
@@ -275,8 +275,7 @@ class RouterProtocol(_Endpoint):
             self._outgoing.append(Cancel(stream))
 
     def grant(self, stream: int, size: int) -> None:
-        """Queue Credit for `size` consumed bytes, at least GRANT_BYTES, unless the stream has
-        ended."""
+        """Queue Credit for `size` consumed bytes (at least GRANT_BYTES); ignore ended streams."""
         if stream in self._unread:
             self._unread[stream] -= size
             self._outgoing.append(Credit(stream, size))

@@ -112,7 +112,7 @@ class ServerConnection(asyncio.Protocol):
         self._can_write = False
 
     def resume_writing(self) -> None:
-        """Send again; asyncio's hook."""
+        """Resume waiting `send` calls; asyncio's hook."""
         self._can_write = True
         for stream in list(self._streams.values()):
             stream.credited()

@@ -20,7 +20,7 @@ from actors.request import KEEP_ALIVE
 from actors.telemetry.recent_requests import MAX_ID_CHARACTERS
 
 UNLOGGED_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics", "/tandem/status", "/tandem/service"})
-"""Paths of probes, scrapers and the status page."""
+"""Paths of probes, scrapers and the status page, which are not logged."""
 
 MAX_PATH_CHARACTERS = 200
 
@@ -34,7 +34,7 @@ ENTRY = "tandem.access"
 RequestLog = Literal["off", "parameters", "text"]
 
 SHOWN_TEXTS = frozenset({"model", "type", "tool_choice", "reasoning_effort", "service_tier", "encoding_format"})
-"""Fields whose texts are parameters. All other texts are replaced by their lengths."""
+"""Fields whose strings are logged. Other strings are replaced by their lengths."""
 
 _USAGE = (b'"usage":{', b'"usage": {')
 _TOKENS = {
@@ -43,19 +43,19 @@ _TOKENS = {
     "cached_tokens": re.compile(rb'"cached_tokens": ?(\d+)'),
 }
 _USAGE_BYTES = 400
-"""Length of a usage object with its details."""
+"""Maximum length of a usage object with its details."""
 
 
 @dataclass
 class AccessEntry:
-    """One request. The HTTP layer sets `key`, `request_id` and `answered`."""
+    """Log entry of one request. The HTTP layer sets `key` and `request_id`, calls `answered`."""
 
     request_id: str | None
     request_log: RequestLog = "off"
     request: Any = None
-    """The body of the request, as far as `request_log` asks for it."""
+    """Body or parameters of the request, according to `request_log`; None if it is `off`."""
     key: str | None = None
-    """First digits of the digest of the API key."""
+    """First 8 hexadecimal digits of the digest of the API key."""
     answer: dict[str, Any] = field(default_factory=dict)
     status: int | None = None
     first_byte_at: float | None = None
@@ -64,7 +64,7 @@ class AccessEntry:
     usage: dict[str, int] = field(default_factory=dict)
 
     def received(self, body: Mapping[str, Any]) -> None:
-        """Keep the body of the request as `request_log` asks for it."""
+        """Store the body of the request or its parameters, according to `request_log`."""
         if self.request_log != "off":
             self.request = body if self.request_log == "text" else parameters_of(body)
 
@@ -73,7 +73,7 @@ class AccessEntry:
         self.answer |= fields
 
     def sent(self, message: Message) -> None:
-        """Account a message of the answer."""
+        """Update the entry from one ASGI message of the response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             return
@@ -82,7 +82,7 @@ class AccessEntry:
             self.first_byte_at = time.monotonic()
         self.sent_bytes += len(body)
         self.complete = not message.get("more_body", False)
-        # Within a string of the answer the quotes would be escaped.
+        # Cannot match within a string of the answer, where quotes are escaped.
         if (at := max(map(body.rfind, _USAGE))) >= 0:
             usage = body[at : at + _USAGE_BYTES]
             self.usage = {name: int(match[1]) for name, one in _TOKENS.items() if (match := one.search(usage))}

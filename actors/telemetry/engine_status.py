@@ -25,7 +25,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Current numbers of one engine. vLLM's are as old as its last step.
+    """Current numbers of one engine. vLLM updates its own numbers at each step only.
 
     ``running``      requests in the scheduler's batch
     ``waiting``      requests that wait for the batch or for KV
@@ -37,7 +37,7 @@ class EngineStatus:
     ``pairs``        (bytes sent, seconds with writes in flight) since the start, by peer engine
     ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit``, ``miss``;
                         empty without a store
-    ``store_problems``  lookups, loads and stores that were given up since the start
+    ``store_problems``  late, failed or dropped lookups, loads and stores since the start
     """
 
     running: int

@@ -46,7 +46,7 @@ Part = Literal[
     slot_wait       wait for a free slot on a replica of each role
     hops            network between router and engines, both ways
     frontend        vLLM's serving layer: template and tokenizer, detokenizer and response
-    store           lookup in the KV store, and reads of what it has, before the first step
+    store           lookup in the KV store, and reads of the objects found, before the first step
     prefill_queue   wait in prefill's scheduler
     prefill         computing the prompt (local: on decode, with the first token)
     transfer        wait for KV after the prompt was computed
@@ -74,11 +74,11 @@ class LegTimestamps:
 class RequestTimestamps:
     """Times of a request on the router's clock, in seconds.
 
-    ``arrived_at``  arrival of its head
+    ``arrived_at``  arrival of its headers
     ``read_at``     arrival of its whole body
     ``tried_at``    start of the first attempt
     ``retried_at``  start of the attempt that answered
-    ``slots_at``    the legs have slots
+    ``slots_at``    time at which all legs have slots
     ``decode``      decode leg; its `answered_at` is the first byte of the answer
     ``prefill``     prefill leg; None for a local request, without timings if it had not answered
     ``streams``     whether the answer is streamed
@@ -194,7 +194,7 @@ def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
 
 
 def _store_chain(reached_at: float, timings: EngineTimings, queue: Part) -> Chain:
-    """Return the wait before a fetch from the KV store, and the fetch; empty without one."""
+    """Return the wait before a fetch from the KV store, and the fetch; empty without a fetch."""
     if timings.store_asked_s is None or timings.store_ended_s is None:
         return []
     # A request that was preempted before its first token may fetch again after its first step.

@@ -17,8 +17,10 @@ MAX_ID_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Pair:
-    """Replicas that served a request; `prefill` is None for a local request, `decode` for an answer
-    of prefill alone."""
+    """Replicas that served a request.
+
+    `prefill` is None for a local request, `decode` is None for an answer of prefill alone.
+    """
 
     prefill: str | None
     decode: str | None

@@ -16,7 +16,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class _OfModel(Collector):
-    """The metrics of a registry with the label `model_name`, as vLLM's have."""
+    """Collector of a registry's metrics that adds the label `model_name`, as in vLLM's metrics."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -30,7 +30,7 @@ class _OfModel(Collector):
 
 
 class RouterMetrics:
-    """The router's metrics, of all requests or of those to `model`; `/metrics` exposes them."""
+    """Metrics of all requests in the router, or of requests to `model`; `/metrics` exposes them."""
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
@@ -114,7 +114,7 @@ class RouterMetrics:
         )
 
     def exposition(self) -> str:
-        """Return the metrics as text, with the label `model_name` if they are those of a model."""
+        """Return the metrics as text, with the label `model_name` if they belong to one model."""
         shown: Any = self.registry if self._model is None else _OfModel(self.registry, self._model)
         return generate_latest(shown).decode()
 

@@ -13,10 +13,10 @@ Arrival = tuple[float, float, bool]
 
 @dataclass(frozen=True)
 class KvTimes:
-    """Times of one request's KV from elsewhere, in seconds of the host's monotonic clock.
+    """Times at which one request received KV, in seconds of the host's monotonic clock.
 
-    ``arrival``  of the transfer; None without one
-    ``fetch``    start and end of the fetch from the KV store; None without one
+    ``arrival``  transfer from a prefill engine; None without a transfer
+    ``fetch``    start and end of the fetch from the KV store; None without a fetch
     """
 
     arrival: Arrival | None = None
@@ -47,8 +47,8 @@ class CallTimestamps:
     def sent_to_engine(self, request_id: str) -> None:
         """Record that the request is sent to the engine core.
 
-        The core takes it between two steps. That wait counts as scheduling; vLLM's own timestamp
-        omits it.
+        The core receives requests between two steps. This wait counts as queue time; vLLM's own
+        timestamp `queued_ts` excludes it.
         """
         self.request_id = request_id
         self._sent_at = time.monotonic()

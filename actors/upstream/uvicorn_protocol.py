@@ -1,7 +1,8 @@
 """Limits the size and arrival time of request headers, and answers HTTP/1.0 clients without chunks.
 
 Uvicorn limits neither: a client without a key could fill the router's memory with one header, or
-hold a connection forever with half of one. It sends chunked encoding to every client. Source:
+hold a connection open indefinitely with an incomplete header. It sends chunked encoding to every
+client. Source:
 https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
 """
 
@@ -18,7 +19,7 @@ CLIENT_CERTIFICATE = "tandem.client_certificate"
 """Key of an ASGI scope: whether the client presented a verified certificate."""
 
 HEAD_S = 30.0
-"""Timeout for headers, from the connection or their first byte."""
+"""Timeout for complete headers, from the start of the connection or from their first byte."""
 
 
 class HeadTooLargeError(Exception):

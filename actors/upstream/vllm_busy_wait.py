@@ -1,11 +1,12 @@
 """Shortens the busy wait of vLLM's processes on engines without a GPU.
 
 After each step, a worker and the engine core poll shared memory for one second before they block
-(`SpinCondition`). On a GPU host that hides the wake-up. Where the model itself runs on the CPU, the
-polling takes cores from the other engine's compute. Blocking costs a wake-up of about 0.1 ms.
+(`SpinCondition`). On a GPU host the polling hides the wake-up latency. Where the model runs on the
+CPU, the polling takes cores from the other engine's computation. Blocking instead costs a wake-up
+of about 0.1 ms.
 
-Imported by the fork server, so its processes inherit it; engines with a GPU do not use the fork
-server. Source:
+The fork server imports this module, so its processes inherit the change. Engines with a GPU do not
+use the fork server. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/distributed/device_communicators/shm_broadcast.py
 """
 
@@ -17,7 +18,7 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 logger = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.01
-"""Longer than the pause between two steps of a busy engine."""
+"""Busy-wait time of vLLM's processes; longer than the pause between steps of a busy engine."""
 
 
 def shorten_busy_wait(busy_wait_s: float = BUSY_WAIT_S) -> None:

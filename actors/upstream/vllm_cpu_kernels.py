@@ -1,4 +1,4 @@
-"""Finds what vLLM's CPU kernels cannot compute, before the engine starts.
+"""Detects models and adapters that vLLM's CPU kernels cannot run, before the engine starts.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
@@ -40,7 +40,7 @@ def cpu_features() -> CpuFeatures:
     """Return the features of this machine as vLLM detects them (imports torch)."""
     import torch
 
-    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM asks)
+    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM calls)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
 
 
 def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:
-    """Return the reason why vLLM would mix up adapters on a CPU, or None.
+    """Return why vLLM on a CPU would apply an adapter to requests without one, or None.
 
     vLLM marks tokens of the base model with slot -1, which torch reads as the last slot
     (`vllm/lora/ops/torch_ops/lora_ops.py`). Slots are filled from the first one, so the last stays
@@ -94,8 +94,10 @@ def layers_of(text_config: Any, mla: bool) -> Layers:
 
 
 def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> KernelProblem | None:
-    """Return the problem of an engine without a GPU, or None; `backend` is vLLM's enum, its name,
-    or None."""
+    """Return the reason why vLLM's CPU kernels cannot run `model`, or None.
+
+    `backend` is vLLM's enum, its name, or None.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
     return cpu_problem(
         layers_of(model.hf_text_config, model.use_mla), features, dtype, getattr(backend, "name", backend)
@@ -103,9 +105,9 @@ def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> 
 
 
 def experts_problem(model: "ModelConfig", parallel: Any) -> KernelProblem | None:
-    """Return the problem of a model with experts on several ranks of an engine without a GPU.
+    """Return why vLLM's CPU build cannot run the model's experts on several ranks, or None.
 
-    `parallel` has vLLM's names of the parallel sizes. Over data-parallel ranks, vLLM's
+    `parallel` has attributes named as in vLLM's ParallelConfig. Over data-parallel ranks, vLLM's
     `CpuCommunicator` has no `all_gatherv` and the engine dies in its first step. With expert
     parallelism, the kernel ignores which experts its rank has (`CPUUnquantizedExperts.apply` in
     vllm/model_executor/layers/fused_moe/experts/cpu_moe.py) and reads beyond their weights.

@@ -44,7 +44,7 @@ class RewindingModelRunner(CPUModelRunner):
 
 
 class CpuWorker(cpu_worker.CPUWorker):
-    """vLLM's CPU worker with the runner above."""
+    """vLLM's CPU worker with `RewindingModelRunner`."""
 
     def init_device(self) -> None:
         # vLLM looks up the runner's class by this name. The worker has its own process, so the

@@ -1,7 +1,8 @@
 """Logits processors that make a request emit given tokens first, for both of vLLM's model runners.
 
 State that depends on the order of steps advances as if the tokens had been sampled: a seeded
-generator advances once a step, penalties and grammars see the tokens, raw logprobs are the model's.
+generator advances once per step, penalties and grammars include the tokens, raw logprobs are the
+model's.
 """
 
 from typing import Any

@@ -3,12 +3,12 @@
 vLLM spawns them inside a Ray actor and on its CPU platform (`_maybe_force_spawn` in
 vllm/utils/system_utils.py, `check_and_update_config` in vllm/platforms/cpu.py): each imports torch
 and vLLM again, 8 s of CPU time per process. A Ray actor or an engine core has threads and cannot be
-forked. Python's fork server has none. It starts where vLLM would spawn the engine core, with the
-same environment; the engine core's workers come from it as well.
+forked. Python's fork server has no threads. It starts when vLLM would spawn the engine core, with
+the same environment, and also forks the engine core's workers.
 
-Engines with a GPU are unaffected, because CUDA does not survive a fork. So are engines that
-compile, and engines whose workers are bound to cores: vLLM passes both settings in variables that
-libraries read when they are loaded.
+Engines with a GPU do not use the fork server, because CUDA does not survive a fork. Engines that
+compile, or whose workers are bound to cores, do not use it either: vLLM passes both settings in
+environment variables that libraries read when they are loaded.
 """
 
 import importlib
@@ -70,7 +70,7 @@ def stay_with_this_server() -> None:
 
     Python would start another server (`ForkServer.ensure_running` in
     Lib/multiprocessing/forkserver.py), although forked processes have the address of this one. If
-    Python has no such method, the second server costs only time.
+    Python has no such method, a second server starts, which costs only time.
     """
     server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python for this module only)
     if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
@@ -78,8 +78,10 @@ def stay_with_this_server() -> None:
 
 
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
-    """Return the fork server's context, or vLLM's if the environment has changed since the server's
-    start."""
+    """Return the context of the fork server, or vLLM's own context.
+
+    vLLM's own is used if the environment has changed since the fork server's start.
+    """
     spawning = original()  # also sets variables with Ray's address
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
     if not _started_with:

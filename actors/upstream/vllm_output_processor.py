@@ -1,14 +1,14 @@
-"""Corrects what vLLM's frontend reports of requests that two engines share.
+"""Corrects cached tokens and first tokens in vLLM's frontend when two engines share a request.
 
-*Cached tokens*: vLLM's scheduler counts received KV as cached tokens. Clients expect what one
-engine would report: tokens that were computed for this request are not cached.
+*Cached tokens*: vLLM's scheduler counts received KV as cached tokens. Clients expect the number
+that one engine would report, which excludes tokens computed for this request.
 
 *First tokens*: a prefill engine that samples the first token ends the request after it
-(`max_tokens` is 1). For this end, the frontend would report a finish reason and release text that
-it holds back for stop strings; decode, which continues the answer, does neither.
+(`max_tokens` is 1). At this end the frontend would report a finish reason and release text held
+back for stop strings, although decode continues the answer.
 
-AsyncLLM takes no output processor from outside, so its class is replaced. Source:
-https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
+AsyncLLM has no parameter for an output processor, so `take_over` replaces the class of AsyncLLM's
+own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
 """
 
 from typing import Any
@@ -22,8 +22,11 @@ from actors.request import TRANSFER_FIELD
 
 
 class SharedRequestOutputs(OutputProcessor):
-    """Counts prompt tokens received from another engine as computed and, in whole blocks, as newly
-    cached. Hides the end of `unfinished` requests if only `max_tokens` has ended them."""
+    """Output processor for requests that two engines share.
+
+    Counts prompt tokens received from another engine as computed and, in whole blocks, as newly
+    cached. Hides the end of `unfinished` requests if only `max_tokens` has ended them.
+    """
 
     block_tokens: int | None
     """Block size of the prefix cache in tokens; None without a prefix cache."""
@@ -32,7 +35,7 @@ class SharedRequestOutputs(OutputProcessor):
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
-        """Change the class of the processor that AsyncLLM made."""
+        """Replace the class of the processor that AsyncLLM created."""
         processor.__class__ = cls
         processor.block_tokens = block_tokens
         processor.unfinished = set()
@@ -49,7 +52,8 @@ class SharedRequestOutputs(OutputProcessor):
         for output in engine_core_outputs:
             state, stats = self.request_states.get(output.request_id), output.prefill_stats
             if state is not None and stats is not None and stats.num_external_cached_tokens:
-                # vLLM's own field for this, which a router that waits for prefill would fill.
+                # vLLM's own field for this number. A router that waits for prefill's answer passes
+                # it on in `kv_transfer_params`.
                 state.remote_prefill_cached_tokens = stats.num_local_cached_tokens
                 stats.num_cache_creation_tokens = newly_cached(stats, self.block_tokens)
             if output.finish_reason is FinishReason.LENGTH and output.request_id in self.unfinished:
@@ -59,7 +63,8 @@ class SharedRequestOutputs(OutputProcessor):
             engine_core_outputs, engine_core_timestamp, iteration_stats, *args, **options
         )
         for output in ended:
-            # As vLLM at a request's end, for metrics, spans and the autoscaler.
+            # vLLM makes these calls at a request's end; metrics, spans and the autoscaler need
+            # them.
             state = self.request_states.get(output.request_id)
             if state is not None:
                 self._update_stats_from_finished(state, FinishReason.LENGTH, iteration_stats)
@@ -69,7 +74,7 @@ class SharedRequestOutputs(OutputProcessor):
 
 
 def newly_cached(stats: PrefillStats, block_tokens: int | None) -> int:
-    """Return the prompt tokens in whole blocks that were not cached before."""
+    """Return the number of prompt tokens in whole blocks that were not cached before."""
     if block_tokens is None:
         return 0
     return max(0, stats.num_prompt_tokens // block_tokens * block_tokens - stats.num_local_cached_tokens)
@@ -82,9 +87,10 @@ def samples_first_token(params: SamplingParams) -> bool:
 
 
 def one_token(params: SamplingParams) -> SamplingParams:
-    """Return the parameters limited to one token."""
+    """Return a copy of `params` limited to one token."""
     params = params.clone()
     params.max_tokens = 1
-    # vLLM refuses a minimum above the maximum. For the first token, 1 has the effect of any other.
+    # vLLM refuses a minimum above the maximum. For the first token, a minimum of 1 has the same
+    # effect as any larger one.
     params.min_tokens = min(params.min_tokens, 1)
     return params

@@ -48,11 +48,12 @@ def make_replayable(config: VllmConfig) -> None:
 
 
 class ReplayCollector:
-    """Passes outputs to a request's collector: first one group of the replay log at a time.
+    """Passes a request's outputs to its collector, one group of the replay log at a time.
 
     Without a replay log, only the first output is a group of its own: a prefill engine may have
-    sent its token to the client. The collector merges unread outputs, so the groups would depend on
-    timing. So the next group waits until the reader calls `release` after the previous one.
+    sent its token to the client. The collector merges unread outputs, so without this class the
+    groups would depend on timing. Each group waits until the reader calls `release` after the
+    previous one.
     """
 
     def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
@@ -111,7 +112,7 @@ class ReplayCollector:
 
 
 class KvArrivalsLogger(StatLoggerBase):
-    """Receives the statistics of each step, before the outputs of the same requests."""
+    """Passes connector statistics of each step to `arrivals`, before vLLM handles its outputs."""
 
     def __init__(self, arrivals: KvArrivals) -> None:
         self._arrivals = arrivals
@@ -149,7 +150,7 @@ class ReplayingLLM(AsyncLLM):
         """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV.
 
         ``load``             receives the statistics of each step
-        ``adapters_change``  whether another adapter may take the name of an unloaded one
+        ``adapters_change``  whether a new adapter may reuse the name of an unloaded adapter
         """
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]
@@ -169,7 +170,7 @@ class ReplayingLLM(AsyncLLM):
     async def ping_rank(self, rank: int) -> None:
         """Return when the engine core of data-parallel `rank` has answered.
 
-        vLLM's own methods ask the engine cores of all ranks.
+        vLLM's own methods call the engine cores of all ranks.
         """
         client: Any = self.engine_core
         await client._call_utility_async("is_sleeping", engine=client.core_engines[rank])  # noqa: SLF001
@@ -208,8 +209,8 @@ class ReplayingLLM(AsyncLLM):
             async with aclosing(super().generate(prompt, params, request_id, **options)) as outputs:
                 async for output in outputs:
                     if any(one.finish_reason == ABORTED for one in output.outputs):
-                        # From an engine core that stops (v1/engine/core.py): nobody reads the
-                        # outputs of a cancelled call. vLLM's serving layer would answer 200.
+                        # A stopping engine core sends it (v1/engine/core.py). A cancelled call has
+                        # no reader at this point. vLLM's serving layer would answer 200.
                         lost = EngineDownError("the engine stopped and aborted the request")
                         raise lost if call is None else call.end(lost)
                     if call is not None and any(one.token_ids for one in output.outputs):
@@ -235,7 +236,7 @@ class ReplayingLLM(AsyncLLM):
         return self.output_processor
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
-        """Return `params` with the tokens of the replay log; removes a client's own field."""
+        """Return `params` with the replay log's tokens and without a client's FORCED_TOKENS."""
         replayed = [token for group in served.replay for token in group] if served else []
         if (
             served

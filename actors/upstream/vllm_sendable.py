@@ -20,7 +20,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
     """Raise vLLM's validation error for a number or string that msgpack cannot encode.
 
-    The prompt is a list of token ids here, which vLLM has checked.
+    vLLM has already tokenized the prompt and checked the token ids.
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     try:

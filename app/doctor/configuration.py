@@ -59,7 +59,7 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return why a checkpoint file is unusable, judged by its first bytes; else None."""
+    """Return the reason why the first bytes of a checkpoint file are invalid, else None."""
     try:
         with path.open("rb") as file:
             head = file.read(FIRST_BYTES)

@@ -8,8 +8,8 @@ class Finding:
     """One line of the report.
 
     ``check``   name of the check
-    ``what``    what was found
-    ``remedy``  what to do; empty exactly if the check has passed
+    ``what``    result of the check
+    ``remedy``  action to take; empty if and only if the check has passed
     """
 
     check: str

@@ -33,9 +33,7 @@ ENGINE_QUEUE_BYTES = 160 * 2**20
 """Shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB."""
 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Longest path of a Unix socket below Ray's temporary directory; the last number is a process
-id.
-"""
+"""Longest path of a socket in Ray's temporary directory; the last number is a process id."""
 
 UNIX_SOCKET_BYTES = 107
 """Linux's limit on the path of a Unix socket."""
@@ -43,7 +41,7 @@ UNIX_SOCKET_BYTES = 107
 NUMA = "libnuma.so.1"
 
 EXPIRES_SOON = timedelta(days=3)
-"""Time before the end of a certificate from which the doctor asks to renew it."""
+"""Remaining validity of a certificate below which its check fails."""
 
 RDMA = Path("/sys/class/infiniband")
 NETWORK = Path("/sys/class/net")

@@ -36,7 +36,10 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
-    """The finding of one tier. A folder that does not exist is created at the first start."""
+    """Return the finding of one tier.
+
+    A missing folder that this user can create passes: the first start creates it.
+    """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         if existing == folder:
@@ -58,6 +61,6 @@ def _bytes_below(folder: Path) -> int:
             try:
                 total += (Path(path) / name).lstat().st_blocks * 512
             except FileNotFoundError:
-                # Another process has evicted it.
+                # Another process has evicted this file.
                 continue
     return total

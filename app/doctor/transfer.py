@@ -14,7 +14,7 @@ LONGEST_S = 300.0
 
 
 def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
-    """Run a transfer with each role's environment, in other processes: UCX may end its process."""
+    """Run a transfer with each role's environment, in child processes: UCX may abort a process."""
     backends = settings.transfer.backends
     command = [
         sys.executable, "-m", "connectors.transport.selftest", "--backends", ",".join(backends),

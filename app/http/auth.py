@@ -1,8 +1,8 @@
 """ASGI middleware that checks API keys and the request limit of each key.
 
 As in vLLM, `/health`, `/ping`, `/load` and `/metrics` need no key, because probes and scrapers have
-none. The status page needs none either: its HTML has no data and requests them with a key that the
-user enters.
+none. The HTML of the status page needs no key either: it contains no data, and requests the data
+with a key that the user enters.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ REFUSED = ("refused", "")
 def digest(key: str) -> bytes:
     """Return the digest that replaces a key in memory and comparisons.
 
-    All digests have the same length, so that the time of a comparison does not reveal a key's.
+    All digests have the same length, so that the time of a comparison does not reveal the length of
+    a key.
     """
     return hashlib.sha256(key.encode()).digest()
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, in Anthropic's for its endpoints, and the HTTP status of each."""
+"""Error responses in OpenAI's format, or Anthropic's for its endpoints, and their HTTP status."""
 
 import json
 from http import HTTPStatus
@@ -55,13 +55,13 @@ class MalformedError(BadRequestError):
 
 
 def error_body(status: HTTPStatus, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Return `{"error": ...}` in OpenAI's form."""
+    """Return `{"error": ...}` in OpenAI's format."""
     kind = kind or ERROR_TYPES.get(status, status.phrase)
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 
 def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error in Anthropic's form, with vLLM's type."""
+    """Return an error in Anthropic's format, with vLLM's type."""
     return {"type": "error", "error": {key: body["error"][key] for key in ("type", "message")}}
 
 
@@ -85,14 +85,14 @@ def status_of(error: Exception) -> HTTPStatus:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message for the client. Internal errors refer to the log."""
+    """Return the message for the client; for internal errors, a reference to the log."""
     if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
         return "internal error; the router's log has the details"
     return str(error)
 
 
 def _details(error: Exception) -> tuple[str | None, str | None]:
-    """Return the field of the request and the `type` of an error in OpenAI's form."""
+    """Return `param` and `type` of an error in OpenAI's format."""
     if isinstance(error, UnknownModelError | NoModelNamedError):
         return "model", None
     return (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
@@ -107,7 +107,7 @@ def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/co
     param, kind = _details(error)
     body = error_body(status, message_of(error), param, kind)
     if endpoint in ANTHROPIC and not isinstance(error, MalformedError):
-        # For a malformed request, vLLM's web framework answers in OpenAI's form.
+        # For a malformed request, vLLM's web framework answers in OpenAI's format.
         body = _anthropic(body)
     return JSONResponse(body, status_code=status, headers=headers)
 
@@ -119,7 +119,7 @@ def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> byt
 
 
 def late_error(body: dict[str, Any], endpoint: Endpoint) -> bytes:
-    """Return the last events of a stream that ends with the error `body`, as vLLM's streams do."""
+    """Return the last events of a stream that ends with the error `body`, in vLLM's format."""
     if endpoint == "/v1/responses":
         error = body["error"]
         said = {"type": "error", "code": error["type"], "message": error["message"], "param": error["param"]}

@@ -43,7 +43,10 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 
 @dataclass
 class Observer:
-    """Reports one request. Serve `request`: its headers have the trace's span as parent."""
+    """Reports one request.
+
+    Serve `request`, not the original one: its headers have the trace's span as parent.
+    """
 
     model: ModelRouter
     request: ClientRequest
@@ -72,8 +75,10 @@ class Observer:
                 trace.end(error)
 
     async def response_headers(self, answer: AnyAnswer) -> RawHeaders:
-        """Return the explanation headers if the client asked for them. Call this after the answer's
-        first bytes have arrived."""
+        """Return the explanation headers if the client asked for them.
+
+        Call this after the first bytes of the answer have arrived.
+        """
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
             return ()
         await answer.account(ACCOUNT_S)

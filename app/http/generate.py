@@ -103,7 +103,7 @@ class Generate:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
     async def _read(self, request: Request) -> ClientRequest:
-        """Read the request within `body_timeout_s`. Without it, a slow body would stay admitted."""
+        """Read the request within `body_timeout_s`, which limits the time of a slow upload."""
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
@@ -138,8 +138,8 @@ class Generate:
     ) -> None:
         """Send `answer` to the client.
 
-        Sends no status before the first byte of the answer, because an error before it has its own
-        status, unless `keep_alive` had to start a stream.
+        Sends the status with the first bytes of the answer, because an earlier error has its own
+        status. If `keep_alive` has started the stream, the client has already received status 200.
         """
         async with aclosing(answer.body()) as body:
             head = await anext(body)
@@ -156,7 +156,7 @@ class Generate:
     async def _begin(
         self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, started: bool, send: Send
     ) -> None:
-        """Send the headers and the first bytes. A `started` stream gets the headers in comments."""
+        """Send the headers and the first bytes. A `started` stream has them in comments."""
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
@@ -173,7 +173,7 @@ class Generate:
         observer.keep(answer)
 
     async def _refuse_late(self, event: bytes, status: int, entry: AccessEntry | None, send: Send) -> None:
-        """End a stream without tokens with an error that would have been the response's status."""
+        """End a stream that has no tokens with an error event; `status` is for the access log."""
         if entry is not None:
             entry.answered(late_status=int(status))
         with suppress(TimeoutError):
@@ -242,6 +242,6 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
 
 
 async def _disconnected(receive: Receive) -> None:
-    with suppress(TaskCancelledError):  # Serve's proxy cancels its request when the client leaves
+    with suppress(TaskCancelledError):  # Serve's proxy cancels its request on a disconnect
         while (await receive())["type"] != "http.disconnect":
             pass

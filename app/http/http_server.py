@@ -51,7 +51,7 @@ SETTLES_S = 1.0
 """Time for which `open` retries: routers that start or stop may block the port briefly."""
 
 ASK_S = 5.0
-"""Timeout for the service id from the current owner of the port."""
+"""Timeout of the request for the service id to the process that listens on the port."""
 
 
 class PortTakenError(ConfigurationError):
@@ -177,7 +177,7 @@ class HttpServer:
             try:
                 reply = opener.open(f"{scheme}://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
             except HTTPError as error:
-                reply = error  # a router that is stopping
+                reply = error  # a stopping router answers 503
             with reply:
                 found = reply.read(1000).decode(errors="replace")
         except (OSError, HTTPException) as error:

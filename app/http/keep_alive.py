@@ -1,6 +1,6 @@
 """Sends headers and SSE comments to the client of a stream that waits for its first token.
 
-Load balancers close a connection on which nothing is sent for a while (nginx, AWS: 60 s).
+Load balancers close idle connections (nginx, AWS: after 60 s).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class KeepAlive:
 
     def __init__(self, send: Send, limits: RouterLimits) -> None:
         self.started = False
-        """Whether the client has been sent status 200."""
+        """True once this object starts to send status 200 to the client."""
         self._send = send
         self._limits = limits
         self._stopping = asyncio.Event()
@@ -36,7 +36,7 @@ class KeepAlive:
 
     @asynccontextmanager
     async def waiting(self, request: ClientRequest) -> AsyncGenerator[None, None]:
-        """Send comments while the context waits for the answer to `request`, if it is a stream."""
+        """Send comments until `stop` or the end of the block, if `request` is for a stream."""
         if self._limits.keep_alive_s is not None and _is_stream(request):
             self._timer = asyncio.get_running_loop().call_later(self._limits.keep_alive_s, self._start)
         try:
@@ -48,12 +48,15 @@ class KeepAlive:
             await self._cancel()
 
     async def stop(self) -> None:
-        """Return when the last comment has been sent. Raises DeadlineError if the client reads
-        nothing."""
+        """Stop the comments; return when the last one has been sent.
+
+        Raises DeadlineError if the client reads nothing for `idle_timeout_s`.
+        """
         if self._timer is not None:
             self._timer.cancel()
         if self._comments is not None:
-            # A cancelled message may or may not have been sent, so the task ends by itself.
+            # The task ends by itself: after a cancellation it would be unknown whether its message
+            # was sent.
             self._stopping.set()
             await self._comments
 
@@ -64,7 +67,7 @@ class KeepAlive:
             self._comments.cancel()
             await asyncio.wait({self._comments})
             if not self._comments.cancelled():
-                self._comments.exception()  # else asyncio logs that nobody has read it
+                self._comments.exception()  # retrieve it: asyncio would log it
 
     def _start(self) -> None:
         self.started = True
@@ -88,6 +91,8 @@ class KeepAlive:
 
 
 def _is_stream(request: ClientRequest) -> bool:
-    """Return whether an engine that accepts `request` answers with a stream. vLLM also converts
-    other values of `stream`, such as `"false"`."""
+    """Return whether an engine that accepts `request` answers with a stream.
+
+    Only `true` counts: vLLM converts other values of `stream`, such as `"false"`.
+    """
     return request.body.get("stream") is True and request.endpoint in STREAMING

@@ -24,7 +24,7 @@ LABEL = re.compile(r'[\s,]*(\w+)\s*=\s*("(?:[^"\\]|\\.)*")')
 
 @dataclass
 class Family:
-    """HELP and TYPE lines, each of the first process that has one, and all sample lines."""
+    """HELP and TYPE lines of the first process that has them, and the samples of all processes."""
 
     declared: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)

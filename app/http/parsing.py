@@ -66,20 +66,23 @@ def forwarded_headers(request: Request, client_priority: bool = False) -> Header
     given: dict[bytes, bytes] = {}
     for name, value in request.headers.raw:
         if name in passed:
-            given.setdefault(name, value)  # the first, which Starlette reads
+            given.setdefault(name, value)  # Starlette also reads the first value
     given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
     return tuple(given.items())
 
 
 def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
-    """Remove a generated X-Request-Id if the body has a `request_id`: vLLM prefers the header."""
+    """Return `headers`, without a generated X-Request-Id if the body has a `request_id`.
+
+    vLLM prefers the header to the body.
+    """
     if not isinstance(body.get("request_id"), str):
         return headers
     return tuple((name, value) for name, value in headers if name != b"x-request-id" or not DRAWN_ID.fullmatch(value))
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Return the parsed body. Raises BadRequestError, also for fields that only the router sets."""
+    """Return the parsed body. Raises BadRequestError for invalid JSON and for reserved fields."""
     if not raw:
         raise MalformedError("the body is empty; send a JSON object", "body")
     try:
@@ -103,10 +106,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
-    """Return the fields of a form that the router reads. Raises BadRequestError for fields that
-    only the router sets.
+    """Return the form fields that the router needs. Raises BadRequestError for reserved fields.
 
-    The parser is the engine's; the engine answers a form that it cannot parse.
+    Engines use the same parser, and answer a form that it cannot parse.
     """
 
     async def receive() -> Message:
@@ -131,10 +133,10 @@ def _check_extra(extra: Any) -> None:
 
 
 def _check_media(messages: Any) -> None:
-    """Raise BadRequestError for an image or recording that the client names itself.
+    """Raise BadRequestError for an image or recording with a `uuid` from the client.
 
-    vLLM takes the name (`uuid`) for the content's identity in all caches. Engines with different
-    contents under one name would exchange KV of the wrong one.
+    vLLM identifies contents in all caches by `uuid`. With one `uuid` for different contents,
+    engines would exchange KV of the wrong content.
     """
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, list):

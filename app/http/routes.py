@@ -48,7 +48,7 @@ def build_http(
 
     ``key_digests``  digests of valid API keys; empty to admit all requests
     ``access_log``   receives one line per request
-    ``settings``     of web pages' origins and of the requests in the access log; None: the defaults
+    ``settings``     settings for CORS and for requests in the access log; None: the defaults
     """
 
     async def merged() -> str:
@@ -97,7 +97,7 @@ def build_http(
     own = settings or RouterSettings()
     app: ASGIApp = Authenticated(surface, router, key_digests)
     if own.allowed_origins:
-        app = CORSMiddleware(  # before the keys: browsers ask for permission without one
+        app = CORSMiddleware(  # outside `Authenticated`: browsers send preflights without a key
             app,
             allow_origins=own.allowed_origins,
             allow_methods=own.allowed_methods,
@@ -120,7 +120,7 @@ def _models_routes(router: RouterReplica) -> list[Route]:
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:
-    """Return Starlette's errors (unknown path, wrong method) in OpenAI's form."""
+    """Return Starlette's errors (unknown path, wrong method) in OpenAI's format."""
     if not isinstance(error, HTTPException):
         raise error
     status = HTTPStatus(error.status_code)

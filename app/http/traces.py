@@ -79,7 +79,7 @@ class Traces:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # Sampling is configured by the SDK's environment variables (OTEL_TRACES_SAMPLER, ...).
+        # The SDK's environment variables configure sampling (OTEL_TRACES_SAMPLER, ...).
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "tandem-router"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer: Any = self._provider.get_tracer("tandem")

@@ -26,7 +26,7 @@ PREFIX = b"start/"
 
 POLL_S = 0.25
 MAX_LOG_BYTES = 4 << 20
-"""Number of bytes at the end of a log in which `root_cause` searches."""
+"""Number of bytes at the end of a log that `root_cause` searches."""
 
 
 class StartProgress:
@@ -102,7 +102,7 @@ class StartProgress:
 
 
 class StartWatch:
-    """The launcher's side: `open` before the deployment, `close` after the start."""
+    """The launcher's side of the reports: `open` before the deployment, `close` after the start."""
 
     def open(self) -> None:
         ray_private.store_put(WATCHED, b"")

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of running engines: which model has which, and changes on all engines at once."""
+"""LoRA adapters of running engines: the model of each adapter, and changes on all engines."""
 
 import asyncio
 import time
@@ -13,17 +13,17 @@ CHANGE_S = 120.0
 """Timeout of a change on one engine, which may read an adapter from a slow disk."""
 
 NAMES_S = 2.0
-"""Timeout for the adapters' names from an engine."""
+"""Timeout of the call that reads the adapters of an engine."""
 
 NAMES_AGE_S = 5.0
 """Maximum age of the known names of adapters."""
 
 Replies = Mapping[tuple[RoleName, str], Any]
-"""By role and replica: None, an error in OpenAI's form, or an exception."""
+"""Result by role and replica: None, an error body in OpenAI's format, or an exception."""
 
 
 class AdapterError(TandemError):
-    """Engines refused a change of adapters. `body` is the response in OpenAI's form."""
+    """Engines refused a change of adapters. `body` is the response in OpenAI's format."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         super().__init__(str(body["error"]["message"]))
@@ -35,14 +35,14 @@ class AdapterError(TandemError):
 
 
 class AdapterNames:
-    """The models of adapters, from the decode engines, which are the only source."""
+    """Models by adapter name, read from the decode engines, which are the only source."""
 
     def __init__(self, models: Sequence[ModelRouter]) -> None:
         self._models = models
         self._names: dict[ModelRouter, frozenset[str]] = {}
-        """Names from the last answer of each model's engines."""
+        """Adapter names of each model, from the last answer of its engines."""
         self._unanswered: list[ModelRouter] = []
-        """Models whose engines did not answer the last time."""
+        """Models whose engines did not answer in the last reading."""
         self._lock = asyncio.Lock()
         self._read_at = float("-inf")
         """Time at which the last reading began."""
@@ -50,8 +50,9 @@ class AdapterNames:
     async def model_of(self, name: str) -> ModelRouter | None:
         """Return the model that has the adapter `name`, or None.
 
-        Asks the engines for an unknown name: another router may have loaded it just now. Raises
-        UnavailableError if no model is known to have it and the engines of one do not answer.
+        For an unknown name, reads the engines' adapters first: another router may have just loaded
+        it. Raises UnavailableError if no model that answers has the adapter and another model does
+        not answer.
         """
         if not self._with(name) or time.monotonic() - self._read_at > NAMES_AGE_S:
             await self._read()
@@ -84,7 +85,10 @@ class AdapterNames:
         )
 
     async def _read(self) -> None:
-        """Read the names from the engines. Callers that wait for one reading share the next."""
+        """Read the names from the engines.
+
+        Callers that wait while a reading runs share the next one.
+        """
         arrived = time.monotonic()
         async with self._lock:
             if self._read_at > arrived:
@@ -101,7 +105,7 @@ class AdapterNames:
 
 
 def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> frozenset[str]:
-    """Return the names of loaded adapters by the newest change of each in `engines`."""
+    """Return the names of adapters whose newest change in `engines` is a load."""
     newest: dict[str, tuple[int, str | None, bool]] = {}
     for adapters in engines:
         for name, state in adapters.items():
@@ -114,7 +118,7 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
     """Load an adapter on all engines of `model`, or on none.
 
     Raises AdapterError with vLLM's error if an engine refuses, UnavailableError if one does not
-    answer. A replica that starts meanwhile takes the adapters of its peers.
+    answer. A replica that starts meanwhile loads the adapters of its peers.
     """
     version = time.time_ns()
     replies = await _tell(model, "load_adapter", name, path, is_3d, version)
@@ -129,8 +133,8 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
 async def unload(model: ModelRouter, name: str) -> None:
     """Unload an adapter on all engines of `model`; running requests keep it.
 
-    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer. Such an
-    engine takes the change from its peers when it runs again.
+    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer. This
+    engine applies its peers' change later (`EngineAdapters.merge`).
     """
     replies = await _tell(model, "unload_adapter", name, time.time_ns())
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}
@@ -148,7 +152,7 @@ async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:
 def _error(failed: Replies, engines: int, state: str) -> TandemError:
     """Return the error of a change that failed on some of `engines`.
 
-    All engines of a service refuse an invalid change with the same error, which is vLLM's answer.
+    If all engines refuse the change with the same error, returns this error, which is vLLM's.
     """
     refusals = [reply for reply in failed.values() if not isinstance(reply, Exception)]
     said = {reply["error"]["message"] for reply in refusals}

@@ -31,7 +31,7 @@ AnyAnswer = Answer | ListAnswer
 class ModelEngines:
     """The engines of one model.
 
-    ``names``            name and aliases; empty for the only model of a service, which gets all
+    ``names``            name and aliases; empty for the only model of a service, which serves all
                          requests
     ``allows_adapters``  whether clients may load and unload adapters
     """
@@ -52,7 +52,7 @@ class ModelRouter:
         metrics: RouterMetrics,
         recent: RecentRequests,
     ) -> None:
-        """Create the router; `limits` returns the present limits of the service."""
+        """Create the router; `limits` returns the current limits of the service."""
         self.names = engines.names
         self.allows_adapters = engines.allows_adapters
         self.metrics = metrics
@@ -147,7 +147,7 @@ class ModelRouter:
 
     @property
     def slots_taken(self) -> dict[RoleName, int]:
-        """Number of slots of this router on engines, by role."""
+        """Number of slots that this router holds on engines, by role."""
         return {role: engines.slots_taken for role, engines in self.pools.items()}
 
     def replicas(self) -> dict[RoleName, int]:
@@ -167,7 +167,7 @@ class ModelRouter:
         return [(role, reply) for role, replies in zip(self.pools, answers, strict=True) for reply in replies]
 
     async def tell_engines(self, method: str, timeout_s: float, *arguments: object) -> dict[tuple[RoleName, str], Any]:
-        """Call a method of all engines; return each reply or exception by role and replica."""
+        """Call a method of all replicas; return each result or exception by (role, replica)."""
         answers = await asyncio.gather(*(pool.tell_all(method, timeout_s, *arguments) for pool in self.pools.values()))
         pairs = zip(self.pools, answers, strict=True)
         return {(role, replica): reply for role, replies in pairs for replica, reply in replies.items()}

@@ -30,8 +30,8 @@ class ListAnswer:
     """Answer with the interface of `Answer`. Await `open`, then read `body`; always `close`.
 
     An error of one prompt is the error of the whole request, as in vLLM, and cancels the rest. At
-    most `at_once` prompts run. Of a stream, the first `at_once` prompts decide the status; the
-    error of a later one is the stream's last event.
+    most `at_once` prompts run. The status of a stream depends on its first `at_once` prompts; the
+    error of a later prompt is the stream's last event.
     """
 
     start: ResponseStart
@@ -45,13 +45,13 @@ class ListAnswer:
         self._first_ones = at_once if requests[0].streams else len(requests)
         self._answers: dict[int, Answer] = {}
         self._heads: dict[int, bytes] = {}
-        """First piece of each answer: the whole body of one that is not a stream."""
+        """First piece of each answer; the whole body if the answer is not a stream."""
         loop = asyncio.get_running_loop()
         self._started: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
         self._pieces: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue(READY_PIECES)
         self._tasks: list[asyncio.Task[None]] = []
         self._lead = 0
-        """Prompt whose decision and times stand for the list: the first one, or a refused one."""
+        """Index of the prompt whose route and times the list reports: the first, or one refused."""
 
     @property
     def route(self) -> str:
@@ -83,12 +83,12 @@ class ListAnswer:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of all prompts; None until each prefill engine has reported its own."""
+        """Number of tokens of all prompts; None until all prefill engines have reported them."""
         return _sum([answer.prompt_tokens for answer in self._answers.values()])
 
     @property
     def completion_tokens(self) -> int | None:
-        """Number of tokens of all streams so far."""
+        """Number of tokens of all streams so far; None if that of a stream is unknown."""
         return _sum([answer.completion_tokens for answer in self._answers.values()])
 
     @property
@@ -104,7 +104,7 @@ class ListAnswer:
         await self._answers[self._lead].account(at_most_s)
 
     async def open(self) -> None:
-        """Return when the first prompts have started to answer, or one was refused.
+        """Start all prompts; return when the first ones have answers, or an engine refuses one.
 
         Raises the error of a prompt that gets no answer.
         """
@@ -158,7 +158,7 @@ class ListAnswer:
         return body
 
     def _headers(self) -> Headers:
-        """Return the first prompt's headers with the id that the client knows."""
+        """Return the first prompt's headers with the client's request id."""
         kept = [(name, value) for name, value in self.start.headers if name != b"content-length"]
         return tuple((name, self._parent_id.encode() if name == b"x-request-id" else value) for name, value in kept)
 
@@ -178,12 +178,12 @@ class ListAnswer:
         except Exception as error:
             if not started.done():
                 started.set_exception(error)
-                started.exception()  # nobody may await it
+                started.exception()  # retrieve it: asyncio logs exceptions that no task awaits
             last: tuple[int, bytes] | Exception = error
             if isinstance(error, RefusedPromptError):
                 try:
                     last = index, error_event(self._heads[index])
-                except ValueError as unreadable:  # of a middleware: vLLM's errors are JSON
+                except ValueError as unreadable:  # from a middleware; vLLM's errors are JSON
                     last = unreadable
             await self._pieces.put(last)
 

@@ -1,7 +1,7 @@
 """Merges the answers of several prompts into the answer of one vLLM server. Pure.
 
+The format is that of `completion_stream_generator` and `request_output_to_completion_response` in
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py
-(`completion_stream_generator`, `request_output_to_completion_response`) has the form.
 """
 
 import json
@@ -17,7 +17,7 @@ OF_ONE_PROMPT = "metrics"
 
 
 def merged_body(bodies: Sequence[bytes], answer_id: str) -> bytes:
-    """Return the body of an answer that is not a stream."""
+    """Return one response body with the choices of all `bodies`."""
     parts = [json.loads(body) for body in bodies]
     choices = [choice for part in parts for choice in part["choices"]]
     for index, choice in enumerate(choices):
@@ -25,7 +25,7 @@ def merged_body(bodies: Sequence[bytes], answer_id: str) -> bytes:
     merged = {**parts[0], "id": answer_id, "choices": choices}
     if OF_ONE_PROMPT in merged:
         merged[OF_ONE_PROMPT] = None
-    # As in vLLM, the details are those of the last prompt.
+    # As in vLLM, the details are taken from the last prompt's usage.
     merged["usage"] = {**parts[-1]["usage"], **_total([part["usage"] for part in parts])}
     return _encode(merged)
 
@@ -47,12 +47,12 @@ class MergedStream:
         self._id = answer_id
         self._created: Any = None
         self._first: int | None = None
-        """Stream of the first event; vLLM's usage details are those of its prompt."""
+        """Stream of the first event; vLLM reports the usage details of its prompt."""
         self._usages: dict[int, dict[str, Any]] = {}
-        """Last event of each stream, if it has the stream's usage."""
+        """Usage event of each stream that has sent one."""
 
     def feed(self, stream: int, events: bytes) -> bytes:
-        """Return the merged form of whole `events` of one stream."""
+        """Return the client's bytes for whole `events` of one stream."""
         return b"".join(self._event(stream, event) for event in events.split(END)[:-1])
 
     def _event(self, stream: int, event: bytes) -> bytes:

@@ -15,9 +15,10 @@ REQUEST_ID = b"x-request-id"
 
 
 def split(request: ClientRequest) -> list[ClientRequest]:
-    """Return one request per prompt, or [] if one engine must serve the request.
+    """Return one request per prompt, or [] if the request is not split.
 
-    Each has the parent's id with the prompt's index: an engine aborts all its requests of one id.
+    The id of each request is the parent's id plus the prompt's index: with one id for all, an
+    engine would abort them together.
     """
     prompts: Any = request.body.get("prompt")
     if request.endpoint != "/v1/completions" or not _is_list_of_prompts(prompts):
@@ -25,7 +26,7 @@ def split(request: ClientRequest) -> list[ClientRequest]:
     if why_local(request.endpoint, {**request.body, "prompt": "any"}) is not None:
         return []
     if not isinstance(request.body.get("stream"), bool | None) or not parent_id(request).isprintable():
-        return []  # vLLM converts the former; the latter becomes a header here
+        return []  # vLLM converts such a `stream`; the id becomes a header
     fields = request.fields
     written = fields["prompt"]
     each: list[Any] = (
@@ -47,19 +48,21 @@ def split(request: ClientRequest) -> list[ClientRequest]:
 
 
 def begun(request: ClientRequest) -> ClientRequest:
-    """Return `request` as of now, if it streams: its timeout to the first token begins when it is
-    sent, not when its list arrived."""
+    """Return a streaming `request` with its arrival set to now, and other requests unchanged.
+
+    So the timeout of the first token begins when the prompt is sent, not when its list arrived.
+    """
     return request.with_metadata(arrived_at=time.monotonic()) if request.streams else request
 
 
 def parent_id(request: ClientRequest) -> str:
-    """Return the id that vLLM would use for the answer: of the header, else of the body."""
+    """Return the id that vLLM would use for the answer: the header's, else the body's."""
     named = request.body.get("request_id")
     return request.request_id or (named if isinstance(named, str) else "")
 
 
 def _list_of(prompt: Any) -> Any:
-    """Return a list of `prompt`, encoded if `prompt` is."""
+    """Return a list with `prompt` only; it is encoded if `prompt` is encoded."""
     return msgspec.Raw(b"[" + bytes(prompt) + b"]") if isinstance(prompt, msgspec.Raw) else [prompt]
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class FromDecode:
-    """ASGI endpoint that relays the answer of a decode engine, of any model that has one."""
+    """ASGI endpoint that relays the answer of a decode engine (`Router.ask_decode`)."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

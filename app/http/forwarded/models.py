@@ -1,4 +1,4 @@
-"""ASGI endpoints of several models and their adapters: the list, loading, unloading."""
+"""ASGI endpoints that list models, and load and unload LoRA adapters."""
 
 import asyncio
 import json
@@ -26,13 +26,13 @@ MAX_BODY_BYTES = 1 << 16
 
 
 class ModelList:
-    """Answers `/v1/models` for several models: vLLM's lists of those that run, joined."""
+    """Answers `/v1/models` for several models with the joined lists of all running models."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def endpoint(self, request: Request) -> Response:
-        """Return the list."""
+        """Return the joined list; status 503 if no model answers."""
         call = Call("GET", "/v1/models", forwarded_headers(request))
         cards: list[Any] = []
         answered = False
@@ -149,7 +149,7 @@ class AdapterEndpoints:
                 raise _invalid(f"The lora adapter '{name}' has already been loaded for the model '{other.names[0]}'.")
 
     def _model(self, name: str) -> ModelRouter:
-        """Return the model of `base_model_name`, optional in a service of one model."""
+        """Return the model named by `base_model_name`; with one model, the name is optional."""
         models = self._router.models
         if len(models) == 1 and not name:
             return models[0]
@@ -165,7 +165,7 @@ class AdapterEndpoints:
 
 
 class InvalidAdapterError(BadRequestError):
-    """A change of adapters that vLLM would refuse with the same type."""
+    """An invalid change of adapters, with the `type` that vLLM gives such errors."""
 
     kind = "InvalidUserInput"
 
