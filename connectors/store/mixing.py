@@ -47,9 +47,10 @@ class MixCosts:
         return size_bytes * seconds / read if read else math.inf
 
     def patience_s(self, size_bytes: int) -> float:
-        """Return the time to wait for a load of ``size_bytes``; 0 if a transfer is as fast.
+        """Return the time to wait for a load of ``size_bytes``.
 
-        Each result of 0 discards the oldest measured load, so a tier that recovers is used again.
+        The result is 0 if a transfer would take no longer. Each such result discards the oldest
+        measured load, so a tier that recovers is used again.
         """
         transfer_s = self.transfer_s(size_bytes)
         if self.load_s(size_bytes) < transfer_s:

@@ -88,7 +88,7 @@ class StorePlan:
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """True if requests can resume only at chunk ends: with states or partly kept windows."""
+        """True if requests can resume only at chunk ends: a group keeps states or partial spans."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 
@@ -117,7 +117,7 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
 
 
 def granule_tokens(group: Group) -> int:
-    """Return the distance in tokens of positions at which all layers of a group can be cut."""
+    """Return the tokens between adjacent positions at which all layers can be cut."""
     return math.lcm(*(group.row_tokens(pages) for pages in group.layers))
 
 

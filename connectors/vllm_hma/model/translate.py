@@ -103,8 +103,8 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
 def only_states_can_lag(cache: KVCacheConfig) -> bool:
     """Return whether only states can be missing from a prefix that full attention has cached.
 
-    vLLM evicts the blocks of windows separately, and of full-attention layers with another spec.
-    Models with such layers can lack more than states.
+    False with windows or with several specs of full attention: vLLM evicts the blocks of such
+    layers separately, so these blocks can be missing, too.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     others = [spec for spec in specs if type(spec) is not MambaSpec]
