@@ -184,7 +184,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.publish([_rank_cache(worker) for worker in workers])
 
     def on_new_request(self, request: Request) -> None:
-        # First the transfer's scheduler side, which removes the last token of a prefill prompt.
+        # Call the transfer's scheduler side first: it removes the last token of a prefill prompt.
         self.scheduler.new_request(request)
         if self._store_scheduler is not None:
             self._store_scheduler.new_request(request)

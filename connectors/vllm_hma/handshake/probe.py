@@ -1,7 +1,8 @@
 """Checks whether silent prefill workers are dead, so that their consumer's blocks can be freed.
 
 A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no
-more, or its process is proved dead (docs/decisions/0025). A kernel supplies the proof:
+more, or its process is proved dead (docs/decisions/0025). The kernel of its host supplies the
+proof:
 
     this host     the process has ended (``processes.py``), and was alive at the handshake
     another host  an engine at the same address, in the same pid namespace, reports that the process

@@ -55,17 +55,17 @@ _COST_NS_PER_TOKEN = 100_000
 class _Known:
     """State of one request.
 
-    ``chain``     digests of its prefixes
-    ``fetched``   result of its fetch, until the load is ordered
-    ``tier``      slowest tier that its last load has read
+    ``chain``            digests of its prefixes
+    ``fetched``          result of its fetch, until the load is ordered
+    ``tier``             label of the slowest tier that its last load has read
     ``beside_transfer``  whether the fetch is for a transferred prompt: full attention only
-    ``patience_s``  time that the transfer may wait for the fetch, in seconds
-    ``ready_at``  time at which the transfer could start, in seconds
-    ``asked``     start of the transfer in seconds, and the bytes of its full attention
-    ``received``  range ``[start, end)`` of received tokens that are not stored yet
-    ``filling``   objects whose slots ranks are filling, by offset
-    ``ended``     whether vLLM has finished the request
-    ``void``      whether its KV must not be stored
+    ``patience_s``       time that the transfer may wait for the fetch, in seconds
+    ``ready_at``         time at which the transfer could start, in seconds
+    ``asked``            start of the transfer in seconds, and the bytes of its full attention
+    ``received``         range ``[start, end)`` of received tokens that are not stored yet
+    ``filling``          objects whose slots ranks are filling, by offset
+    ``ended``            whether vLLM has finished the request
+    ``void``             whether its KV must not be stored
     """
 
     request: Request

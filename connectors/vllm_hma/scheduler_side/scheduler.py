@@ -454,7 +454,7 @@ class SchedulerConnector:
         return self.quarantine.go_on(request_ids)
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call, or None."""
+        """Return the counts since the last call; None if there were none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, TandemStats()
