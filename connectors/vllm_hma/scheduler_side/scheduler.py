@@ -25,8 +25,8 @@ this engine's prefix cache (docs/decisions/0056).
 With ``first_token``, the producer computes the whole prompt and samples the answer's first token
 (docs/decisions/0046). It sends the KV of whole blocks only. While they are sent, one more step
 computes the remaining tokens; it writes to other blocks. The consumer computes the remaining tokens
-itself. This step would change a state that is being sent, so producers of models with states sample
-no first tokens (``first_token_multiple`` is 0).
+itself. The extra step would change a state that is being sent, so producers of models with states
+sample no first tokens (``first_token_multiple`` is 0).
 """
 
 from __future__ import annotations
