@@ -37,7 +37,7 @@ def copy_runs(runs: Runs) -> None:
 def _rows(first: int, last: int, length: int) -> Bytes:
     """Return a view in which row i is the ``length`` bytes at address ``first + i``.
 
-    Only rows that are runs may be accessed.
+    The caller must access only rows that are runs: memory between runs may be unmapped.
     """
     span = last - first + length
     memory: Bytes = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(first)), np.uint8)

@@ -1,8 +1,8 @@
-"""Decides how long a request may wait for its stored prefix before a transfer carries all of it.
+"""Decides how long a request may wait for its stored prefix before its transfer starts.
 
-The transfer carries what the store has not loaded, so waiting can only pay where a load takes less
-time than the transfer of the same bytes. A request never waits longer than that transfer would
-take: the wait at most doubles the time of these bytes. Sans-I/O: the caller measures.
+The transfer sends the KV that the store has not loaded. Waiting pays only if a load takes less time
+than the transfer of the same bytes. A request waits at most as long as that transfer would take, so
+waiting at most doubles the time for these bytes. Sans-I/O: the caller measures.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 from collections import deque
 
 SAMPLES = 16
-"""Measurements that count, of loads and of transfers."""
+"""Number of latest loads, and of latest transfers, that the estimates use."""
 
 
 class MixCosts:
     """Measured rates of loads and transfers.
 
-    A transfer's time includes prefill's computation, so the fastest one is the best estimate of the
-    link. Loads have no such part: their mean counts.
+    The time of a transfer includes prefill's computation, so the fastest transfer estimates the
+    link's rate. The time of a load includes no computation, so the estimate is the mean rate.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MixCosts:
         self._transfers: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
-        """Record a finished load, also one that has read nothing in time."""
+        """Record an ended load, even if it read nothing before its deadline."""
         self._loads.append((size_bytes, seconds))
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
@@ -39,7 +39,7 @@ class MixCosts:
         return size_bytes * min((seconds / size for size, seconds in self._transfers), default=math.inf)
 
     def load_s(self, size_bytes: int) -> float:
-        """Return the estimated time of a load; 0 before the first one."""
+        """Return the estimated time of a load; 0 before the first, infinite if none read a byte."""
         seconds = sum(each[1] for each in self._loads)
         read = sum(each[0] for each in self._loads)
         if not seconds:
@@ -47,9 +47,10 @@ class MixCosts:
         return size_bytes * seconds / read if read else math.inf
 
     def patience_s(self, size_bytes: int) -> float:
-        """Return how long to wait for a load of so many bytes; 0 if the transfer is faster.
+        """Return the time to wait for a load of ``size_bytes``.
 
-        Each refusal forgets the oldest load, so a tier that has recovered is used again.
+        The result is 0 if a transfer would take no longer. Each such result discards the oldest
+        measured load, so a tier that recovers is used again.
         """
         transfer_s = self.transfer_s(size_bytes)
         if self.load_s(size_bytes) < transfer_s:

@@ -45,7 +45,8 @@ class StoreLimits:
                        delivers nothing has failed, in seconds
     ``load_s``         time from the start of a fetch until its objects must be verified, in seconds
     ``store_s``        time after which an unwritten object is dropped, in seconds
-    ``queue_objects``  objects that wait to be written; further ones are dropped
+    ``queue_objects``  maximum number of objects queued for writing, per tier; further ones are
+                       dropped
     ``read_threads``   threads per tier that read objects
     ``write_threads``  threads per tier that write objects
     """
@@ -63,13 +64,13 @@ class Fetched:
     """Result of a fetch: the request can resume at ``end_token``.
 
     ``start_token``  tokens in the engine's own cache
-    ``end_token``    tokens after the load
+    ``end_token``    tokens with KV after the load
     ``offsets``      slot in staging of each loaded object
-    ``present``      all objects of the request that the tiers have
+    ``present``      all looked-up objects that a tier has
     ``tier``         slowest tier that was read
     ``read_bytes``   bytes of the loaded objects
     ``seconds``      duration of the fetch
-    ``ended_at``     its end, in ``time.monotonic()`` seconds
+    ``ended_at``     end of the fetch, in ``time.monotonic()`` seconds
     """
 
     start_token: int
@@ -172,11 +173,11 @@ class KVStore:
         ]
         self._fetches: dict[str, _Fetch] = {}
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-        # Slots that a running call may access after its request has ended.
+        # Slots that a running read or write may access after its fetch or store has ended.
         self._lingering: list[tuple[LaneCall[ObjectHeader] | LaneCall[bool], int]] = []
-        # Tier label and object of each writing call among them.
+        # Tier label and object of each write in `_lingering`, by id of the call.
         self._writing: dict[int, tuple[str, ObjectName]] = {}
-        # Changes since the last ``take_changes``, if they are recorded.
+        # Objects stored since the last `take_changes`; None unless `record_changes` was called.
         self._stored: list[tuple[str, ObjectName]] | None = None
         for tier in self._tiers:
             # Read the index in the background: only eviction needs it.
@@ -194,8 +195,8 @@ class KVStore:
     ) -> None:
         """Start to look up the objects that a request could load beyond ``start_token``.
 
-        ``names``                names of its ``possible_objects``; objects past the known tokens
-                                 have none
+        ``names``                names of the request's ``possible_objects``; objects past the known
+                                 tokens have no name
         ``full_attention_only``  whether a transfer supplies windows and states
         """
         self.end_fetch(request_id)
@@ -239,7 +240,7 @@ class KVStore:
         )
 
     def stop_fetch(self, request_id: str) -> None:
-        """End a fetch now with the longest prefix of verified objects. ``poll`` then returns it."""
+        """End a fetch now with the longest verified prefix. ``poll`` then returns the result."""
         fetch = self._fetches[request_id]
         self._advance(fetch, time.monotonic())
         if not fetch.over:
@@ -248,9 +249,9 @@ class KVStore:
             self._settle(fetch)
 
     def idle_s(self, request_id: str) -> float:
-        """Return for how long the tiers have delivered nothing to a fetch, in seconds.
+        """Return the time since the tiers last delivered bytes to a fetch, in seconds.
 
-        A queued read counts the bytes of all reads of its tier.
+        Bytes of any read of a tier count for the queued reads of this tier.
         """
         return self._idle_s(self._fetches[request_id], time.monotonic())
 
@@ -286,7 +287,7 @@ class KVStore:
         # A read that cannot start may change the needed objects.
         while reads := fetch.machine.next_reads():
             if not fetch.readings:
-                # Time between two polls is the engine's step, not the store's.
+                # The time between two polls is the engine's step, not idle time of the tiers.
                 fetch.read_at = now - fetch.looked_s
             for ref in reads:
                 self._read(fetch, ref, now)
@@ -321,7 +322,7 @@ class KVStore:
             fetch.machine.stop_looking()
 
     def _decide(self, fetch: _Fetch, refs: Sequence[ObjectRef]) -> None:
-        """Report the objects whose fastest tier is known, and those that no tier has."""
+        """Record which of ``refs`` have a known fastest tier, and which are in no tier."""
         decided = [
             ref
             for ref in refs
@@ -366,7 +367,7 @@ class KVStore:
     def _start_read(self, fetch: _Fetch, ref: ObjectRef, now: float) -> _Reading | None:
         """Start to read an object from the fastest tier that has it.
 
-        None if no tier has it or staging is full.
+        Return None if no tier has it, staging is full, or no such tier accepts the read.
         """
         if not fetch.tiers.get(ref):
             return None
@@ -386,7 +387,7 @@ class KVStore:
         return None
 
     def _promote(self, name: ObjectName, reading: _Reading) -> None:
-        """Write an object from a slow tier to the faster tiers."""
+        """Copy an object that was read from a slow tier to all faster tiers."""
         assert reading.call.result is not None
         cost_ns = reading.call.result.cost_ns
         for tier in self._tiers[: reading.tier]:
@@ -408,7 +409,10 @@ class KVStore:
     # Stores.
 
     def reserve(self, ref: ObjectRef) -> int | None:
-        """Return the offset of a slot for an object to store; None drops the store."""
+        """Reserve a slot of staging for an object to store; return its offset.
+
+        Return None, and count a dropped store, if staging is full or no tier accepts writes.
+        """
         self._sweep()
         if all(tier.writes.hangs or tier.writes.pending >= self._limits.queue_objects for tier in self._tiers):
             self.counts["dropped_stores"] += 1
@@ -419,7 +423,7 @@ class KVStore:
         return offset
 
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
-        """Write an object that all ranks have filled to every tier, for use by any engine."""
+        """Write an object to every tier, once all ranks have filled its slot."""
         written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
         if not any(written):
             self.counts["dropped_stores"] += 1
@@ -443,15 +447,15 @@ class KVStore:
     # Changes, counts and shutdown.
 
     def record_changes(self) -> None:
-        """Record stored and removed objects for ``take_changes``."""
+        """Start to record stored and removed objects for ``take_changes``."""
         self._stored = []
         for tier in self.tiers:
             tier.removed = deque(maxlen=_KEPT_CHANGES)
 
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return (tier label, object) of what was stored and removed since the last call.
+        """Return the objects stored and the objects removed since the last call.
 
-        Removals by other processes are unknown here.
+        Each entry is (tier label, object). Removals by other processes are not included.
         """
         self._sweep()
         stored, removed = self._stored or [], []
@@ -468,7 +472,7 @@ class KVStore:
         return sum(not fetch.over for fetch in self._fetches.values())
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """All counts since the start: ``{counter: {label: number}}``."""
+        """Return all counts since the start: ``{counter: {label: number}}``."""
         self._sweep()
         counts, tiers = self.counts, {tier.label: tier.counts for tier in self.tiers}
         return {

@@ -40,8 +40,8 @@ class ConnectorConfig:
                            (``engines_lost``); empty: no report is accepted. Tandem's actors
                            generate it
     ``limits``             deadlines; each is a key of its own in the configuration
-    ``keys``               keys derived from ``secret``, which all engines share; an empty secret
-                           trusts every peer that can connect
+    ``keys``               keys derived from ``secret``, which all engines share; with an empty
+                           secret, the engine accepts every peer that can connect
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -140,7 +140,10 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
 
 
 def with_port_of_rank(config: ConnectorConfig, data_parallel_rank: int) -> ConnectorConfig:
-    """Return ``config`` with the side channel port of a data-parallel rank of the engine."""
+    """Return ``config`` with the side channel port of a data-parallel rank of the engine.
+
+    Raises ConfigurationError if this port would exceed 65535.
+    """
     if not config.side_channel_port:
         return config
     port = config.side_channel_port + data_parallel_rank

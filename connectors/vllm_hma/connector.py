@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# For installations without entry points, or with a VLLM_PLUGINS that omits ours (plugin.py).
+# For installations without entry points, or with a VLLM_PLUGINS without ``tandem`` (plugin.py).
 register()
 end_coordinator_with_parent()
 
@@ -151,11 +151,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return head-major pages: the heads for one consumer rank are contiguous in a block.
+        """Return ``LBHNC``: head-major pages, with contiguous heads for each consumer rank.
 
         With vLLM's default, token-major, unequal TP sizes need one run per token.
         ``VLLM_KV_CACHE_LAYOUT`` overrides the result, and vLLM ignores it with a warning if a
-        backend does not support it. MLA has a single latent per token, so any layout will do.
+        backend does not support it. MLA, with a single latent per token, works with any layout.
         """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
@@ -167,7 +167,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.quarantine.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping while blocks are in quarantine.
+        """Return whether blocks are in quarantine, so that vLLM keeps stepping an idle engine.
 
         Workers report the end of a quarantine with a step's output.
         """
@@ -183,7 +183,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.publish([_rank_cache(worker) for worker in workers])
 
     def on_new_request(self, request: Request) -> None:
-        # Before the transfer's scheduler side, which removes the last token of a prefill prompt.
+        # Call the transfer's scheduler side first: it removes the last token of a prefill prompt.
         self.scheduler.new_request(request)
         if self._store_scheduler is not None:
             self._store_scheduler.new_request(request)
@@ -191,9 +191,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens, whether the load is asynchronous).
 
-        None tokens defer the request to the next step; vLLM schedules others meanwhile. A request
-        with a transfer may load a stored prefix beside it, and waits for it only as long as that
-        can pay (``store/mixing.py``). Other requests load stored tokens within the step.
+        None tokens defer the request to the next step; vLLM schedules other requests meanwhile. A
+        request with a transfer may also load a stored prefix. It waits for the load only while
+        waiting can save time (``store/mixing.py``). Other requests load stored tokens within the
+        step.
         """
         if self.scheduler.awaits_prefix(request.request_id):
             return None, False
@@ -293,7 +294,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             broken = self._store_worker.load(orders.store)
             if broken:
                 received = {receive.request_id for receive in orders.receives}
-                # This rank's transfer fills what the store did not.
+                # This rank's transfer fills the blocks that the store did not fill.
                 orders.receives = [
                     replace(each, loaded_token=0) if each.request_id in broken else each for each in orders.receives
                 ]

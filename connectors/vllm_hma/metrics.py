@@ -115,10 +115,10 @@ _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
 _COUNTED = {*_STAGES, "quarantined", "hanging"}
 
 PEERS_KEPT = 64
-"""Peers per engine with their own series. Every start of a decode engine is a new peer."""
+"""Maximum number of peers with series, per engine. Each decode engine start is a new peer."""
 
 ARRIVALS_KEPT = 1024
-"""Arrivals, and fetches, in one report. vLLM merges reports for its log and may never read them."""
+"""Maximum number of arrivals, and of fetches, in merged reports, which vLLM may never read."""
 
 
 @dataclass
@@ -129,8 +129,8 @@ class TandemStats(KVConnectorStats):
     ``ranks``     ``{rank: transfers by stage}``
     ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer and the end
                   on the last rank, in ``time.monotonic()`` seconds of the engine's host
-    ``fetches``   ``{request id: [began_at, ended_at]}``: of the last fetch from the KV store, on
-                  the same clock
+    ``fetches``   ``{request id: [began_at, ended_at]}``: start and end of the last fetch from the
+                  KV store, on the same clock
     """
 
     def __post_init__(self) -> None:

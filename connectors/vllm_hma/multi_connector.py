@@ -8,8 +8,8 @@
     )
 
 A request is loaded from the child with the largest product of matched tokens and weight. All
-children store. vLLM's MultiConnector selects the first child with any token, and waits while any
-child has not answered.
+children store. vLLM's MultiConnector selects the first child with any matched token, and waits
+while any child has not answered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ register()
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Metadata of all children of one worker, in order.
+    """Handshake metadata of all children on one worker, in order.
 
     vLLM's MultiConnector passes on only the first one.
     """
@@ -46,7 +46,7 @@ class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
 
 
 class TandemMultiConnector(MultiConnector):
-    """Loads from the child with the best score. A child without an answer does not delay others."""
+    """Loads from the child with the best score among the children that have answered."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -57,7 +57,7 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the result of the best child; None defers the request if none has answered."""
+        """Return the best child's result, or None tokens (defer) if no child has answered."""
         best, chosen, answered = 0.0, None, False
         found: tuple[int, bool] = (0, False)
         for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):
@@ -100,7 +100,7 @@ def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnecto
 def _check_hma(transfer: KVTransferConfig) -> None:
     """Raise TypeError that names the first child without HMA support.
 
-    vLLM's MultiConnector has an assertion without a name.
+    vLLM's MultiConnector checks this with an assertion that does not name the child.
     """
     for child in _children(transfer):
         config = KVTransferConfig(**{"engine_id": transfer.engine_id, **child})

@@ -74,10 +74,10 @@ _WRITE_THREADS = 2
 _QUEUED_LOOKUPS = 256
 _QUEUED_READS = 4096
 _QUEUED_WRITES = 1024
-# vLLM does not tell how long a chunk took to compute: all objects cost the same per byte.
+# vLLM does not report the time to compute a chunk: all objects cost the same per byte.
 _COST_NS_PER_BYTE = 1
 _KNOWN_KEYS = 100_000
-# Keys of a lookup call: a long prompt's answers arrive in parts, and a slow part is late alone.
+# Keys per lookup call. Answers for a long prompt arrive in parts; a late part delays no other.
 _KEYS_PER_LOOKUP = 64
 
 
@@ -95,8 +95,8 @@ class _Lookup:
 class _Job:
     """Transfer job of vLLM.
 
-    ``calls``      thread's call of each key; None if the queue was full
-    ``progress``   of each key's read
+    ``calls``      call on a lane, by key; None if the lane rejected it
+    ``progress``   progress of each key's read; empty for stores
     ``ends_at``    deadline in seconds
     ``abandoned``  True once vLLM may reuse the chunks of the CPU tier
     """
@@ -113,9 +113,9 @@ class TandemStoreTier(SecondaryTierManager):
     """Chunks in files below ``path``. No method waits for the file system, except at start.
 
     ``path``, ``disk_gib``, ``lookup_s``, ``load_s``, ``store_s``  as in ``StoreSettings``
-    ``revision``          commit of a Hugging Face Hub model, if the hub's cache does not know it
-    ``identity``          what else changes KV: vLLM does not report hf_overrides, quantization and
-                          the content of adapters to tiers
+    ``revision``          commit of a Hugging Face Hub model, if the hub's local cache lacks it
+    ``identity``          text that differs between engines with different hf_overrides,
+                          quantization or content of adapters, which vLLM does not report to tiers
     ``media_is_hashed``   whether vLLM names images by content: with ``mm_processor_cache_gb`` above
                           0 or with prefix caching. Models with images or audio need it
     ``enable_kv_events``  whether to report stored and removed chunks
@@ -154,7 +154,8 @@ class TandemStoreTier(SecondaryTierManager):
         self.space = _namespace(offloading_spec, self.block_size_bytes, revision, identity)
         self.folder = FolderTier(Path(settings.path), settings.tiers[0][2])
         self._verified = TierReads(self.folder)
-        # Rows of bytes, after all that may fail; None after shutdown: vLLM releases the memory.
+        # The CPU tier, one row of bytes per chunk. Set after all calls that may raise. None after
+        # shutdown, so that vLLM can release the memory.
         self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
         self._lookup_lane = Lane("store-find", 1, _QUEUED_LOOKUPS)
         self._read_lane = Lane("store-read", _READ_THREADS, _QUEUED_READS)
@@ -175,13 +176,13 @@ class TandemStoreTier(SecondaryTierManager):
 
     @property
     def idle(self) -> bool:
-        """True if no job and no call on a thread is left."""
+        """True if no job and no call on a thread is in progress."""
         lanes = (self._lookup_lane, self._read_lane, self._write_lane)
         return not self._jobs and not any(lane.pending for lane in lanes)
 
     @property
     def remembered(self) -> int:
-        """Number of lookups and requests that are remembered."""
+        """Number of lookups and requests in memory."""
         return len(self._lookups) + len(self._requests)
 
     # Lookups.
@@ -265,8 +266,8 @@ class TandemStoreTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait for all jobs, at most until their deadlines. Use a new namespace from now on.
 
-        vLLM calls this before it resets its caches, perhaps because weights have changed in memory,
-        and does not tell the reason. No thread accesses the CPU tier afterwards.
+        vLLM calls this before it resets its caches, for example after weights have changed in
+        memory, and does not pass the reason. No thread accesses the CPU tier afterwards.
         """
         while True:
             self._end_jobs(time.monotonic())
@@ -282,7 +283,7 @@ class TandemStoreTier(SecondaryTierManager):
             each.exists = False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return stored chunks, then those of them that this process has removed.
+        """Return events of stored chunks, then of stored chunks that this process has removed.
 
         A chunk that was removed and stored again since the last call is reported as removed.
         """
@@ -338,7 +339,7 @@ class TandemStoreTier(SecondaryTierManager):
 
     def _end(self, job: _Job, now: float) -> None:
         with self._memory_lock:
-            # A thread that returns later finds this and leaves the chunks alone.
+            # A thread that returns later checks this flag and does not access the chunks.
             job.abandoned = True
         done = [key for key, call in job.calls.items() if call is not None and call.result]
         failed = set(job.calls) - set(done)
@@ -421,7 +422,7 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
 
 
 def _check_media(model: str, revision: str | None) -> None:
-    """Raise ConfigurationError for a model with images or audio, whose names vLLM may count."""
+    """Raise ConfigurationError for a model with images or audio: vLLM may name them by counters."""
     try:
         config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
     except (OSError, ValueError):  # no config.json: vLLM would not serve images from it

@@ -40,7 +40,7 @@ class Finished:
     """A prefill request with a transfer has ended.
 
     ``held``    whether its blocks stay allocated until they are sent
-    ``reason``  why they do not
+    ``reason``  why this engine does not send the KV; empty if held
     """
 
     request_id: str
@@ -77,7 +77,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A request needs nothing from its producer and has no blocks for it."""
+    """A request needs no KV from its producer and has no blocks that the producer may write."""
 
     transfer_id: str
     producer: EngineAddress
@@ -96,7 +96,7 @@ class Orders(KVConnectorMetadata):
     ``receives``   decode requests whose blocks are allocated
     ``aborts``     ids of aborted decode requests
     ``releases``   decode requests that need no KV
-    ``discards``   transfer ids that no engine will fetch
+    ``discards``   ids of transfers whose KV no engine will fetch
     ``lost``       ids or prefixes of ended engines (``params.names_engine``)
     ``store``      copies of the KV store; None without a store
     """

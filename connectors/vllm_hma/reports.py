@@ -14,7 +14,7 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 class Kept(NamedTuple):
     """Request and transfer whose blocks are in quarantine.
 
-    Either id alone may be reused by another request in the meantime.
+    Another request may reuse either id alone in the meantime.
     """
 
     request_id: str
@@ -27,8 +27,8 @@ class QuarantineReport:
 
     ``begun``  requests whose blocks went into quarantine
     ``ended``  requests whose blocks left it
-    ``lasts``  whether a rank still has blocks in quarantine. It keeps the report non-empty, so vLLM
-               delivers it and the scheduler side looks for free blocks in each step
+    ``lasts``  whether a rank still has blocks in quarantine. True keeps the report non-empty, so
+               vLLM delivers it and the scheduler side checks for free blocks in each step
     """
 
     begun: list[Kept] = field(default_factory=list)
@@ -47,7 +47,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Report of one or several ranks.
 
     ``quarantine``  changes of quarantine
-    ``due``         queued requests whose prompts are about to start
+    ``due``         queued requests whose prompts are about to start or whose transfers failed
     ``store``       copies of the KV store; None if there were none
     """
 

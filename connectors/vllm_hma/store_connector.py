@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores chunks of every request, and loads stored ones instead of computing them."""
+    """Stores chunks of every request, and loads stored chunks instead of computing them."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

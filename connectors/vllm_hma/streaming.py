@@ -1,8 +1,9 @@
 """Chooses by measured cost whether to send a prompt's last chunk whole or layer by layer.
 
-The transfer of an earlier chunk overlaps with the next chunk's computation. The last chunk, often
-the only one, delays the request. Sent layer by layer, it mostly overlaps with the computation of
-later layers, but needs more and smaller writes, and engine time to post them. Pure: no clock.
+The transfer of an earlier chunk overlaps with the next chunk's computation. The transfer of the
+last chunk, often the only one, delays the request. Layer by layer, it mostly overlaps with the
+computation of later layers. It then needs more and smaller writes, and engine time to post them.
+Pure: no clock.
 """
 
 from __future__ import annotations

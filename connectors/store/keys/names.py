@@ -23,12 +23,12 @@ from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 
-# Version of names and object contents. Another version has other namespaces.
+# Version of names and object contents. Versions have different namespaces.
 FORMAT = 1
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 
-# Marks features among token ids, which are not negative.
+# Separates the adapter, the salt and features from token ids, which are never negative.
 _MARK = np.array([-1], "<i8").tobytes()
 
 
@@ -52,8 +52,8 @@ class ModelFingerprint:
 class Feature:
     """An image or another multimodal input.
 
-    ``identifier``  name of its content
-    ``offset``      token of the prompt at which it begins
+    ``identifier``  vLLM's name of the content
+    ``offset``      index of its first token in the prompt
     """
 
     identifier: str
@@ -110,13 +110,13 @@ class PrefixChain:
         self._hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tandem-prefix")
         self._hasher.update(space)
         self._add("adapter", adapter)
-        # No salt and an empty salt are different requests.
+        # No salt and an empty salt must give different digests.
         self._add("salt", "" if salt is None else f"={salt}")
         self._digests: dict[int, bytes] = {}
         self.tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens that follow. Raises PlanError for negative ids and late features."""
+        """Append tokens. Raises PlanError for negative ids and features within hashed tokens."""
         ids = np.asarray(token_ids, "<i8")
         if len(ids) and int(ids.min()) < 0:
             raise PlanError("token ids must not be negative")

@@ -4,8 +4,8 @@
     reading  ``next_reads`` are read into staging; ``read`` and ``failed`` report the results
     settled  all objects for ``end_token`` are verified, in staging
 
-After a failed object the fetch continues with the longest prefix that does not need it. Sans-I/O:
-the caller applies the deadlines and calls ``give_up``.
+If an object cannot be read, the fetch continues with the longest prefix that does not need this
+object. Sans-I/O: the caller applies the deadlines and calls ``give_up``.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Fetch:
         return self._given_up or (not self._looking and self._verified.issuperset(self.needed))
 
     def found(self, refs: Iterable[ObjectRef], missing: Iterable[ObjectRef]) -> None:
-        """Record the answers of a lookup."""
+        """Record the answers of a lookup: a tier has ``refs``, no tier has ``missing``."""
         refs, missing = set(refs), set(missing)
         self._present |= refs & self._looking
         self._looking -= refs | missing
         self._choose()
 
     def stop_looking(self) -> None:
-        """End the lookup at its deadline: objects without an answer are missing."""
+        """End the lookup at its deadline: objects without an answer count as missing."""
         self._looking.clear()
         self._choose()
 
@@ -80,7 +80,7 @@ class Fetch:
         return True
 
     def failed(self, ref: ObjectRef) -> None:
-        """Record an object that was not read: it is stale or corrupt, or staging is full."""
+        """Record an object that could not be read, for example because it is corrupt."""
         self._reading.discard(ref)
         self._present.discard(ref)
         self._choose()

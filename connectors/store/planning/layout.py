@@ -1,8 +1,8 @@
 """Describes the store as a virtual engine, so that ``plan_pair`` plans copies in both directions.
 
 The virtual engine has TP 1 and a dense layout with one block per object. ``plan_pair(rank, store)``
-plans what a rank writes into objects, ``plan_pair(store, rank)`` what it reads from them, for any
-TP size, block size and strides. ``prove_plans`` proves both.
+plans a rank's writes into objects, and ``plan_pair(store, rank)`` its reads from objects. Both work
+for any TP size, block size and strides. ``prove_plans`` proves them.
 
 An object may have any address in a process. The virtual engine therefore begins at address 0 with
 blocks one byte apart: *the block id of an object is the address of its first byte.*
@@ -28,7 +28,7 @@ _ADDRESSES = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class RankPlans:
-    """Plans of one rank's copies, with the stored groups in the plan's order.
+    """Plans of one rank's copies, for the stored groups in the order of ``StorePlan.groups``.
 
     ``store``  from the rank's cache into objects
     ``load``   from objects into the rank's cache
@@ -41,7 +41,7 @@ class RankPlans:
 def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
     """Return the layout of the virtual engine.
 
-    It is equal for the layouts of all ranks of one model.
+    The layouts of all ranks of one model give the same result.
     """
     groups = tuple(
         _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))
@@ -62,7 +62,7 @@ def stored_groups(plan: StorePlan) -> tuple[GroupSpans, ...]:
 
 
 def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    """Return a rank's layout without groups that have no objects, renumbered."""
+    """Return a rank's layout with only the stored groups, renumbered from 0."""
     groups = tuple(
         replace(layout.groups[spans.index], index=number) for number, spans in enumerate(stored_groups(plan))
     )
@@ -93,7 +93,7 @@ def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayou
 
 
 def object_bytes(store: EngineLayout) -> tuple[int, ...]:
-    """Return the payload bytes of one object of each stored group."""
+    """Return the payload size of one object, in bytes, for each stored group."""
     return tuple(group.block_bytes for group in store.groups)
 
 

@@ -1,7 +1,7 @@
 """Converts objects and block tables to ``Moves`` between blocks and objects.
 
-Both functions return moves for the plans of ``layout.plan_rank``, so group numbers are those of the
-stored groups.
+``store_moves`` and ``load_moves`` return moves for the plans of ``layout.plan_rank``. Their group
+numbers therefore count only stored groups.
 
 ``tables[g]``       block table of KV cache group g
 ``addresses[ref]``  address of an object in this process
@@ -83,9 +83,8 @@ def load_moves(
 ) -> list[Moves]:
     """Return the moves that fill a request's blocks from objects, to resume at ``end_token``.
 
-    With ``full_attention_only``, a transfer fills the blocks of windows and states.
-
-    Tokens before ``start_token`` are in the engine's own cache; their blocks are not written.
+    Tokens before ``start_token`` are in the engine's own cache; no move writes to their blocks.
+    With ``full_attention_only``, no move writes to windows and states: a transfer fills them.
     Raises PlanError if a block is not allocated or an object is missing.
     """
     moves: list[Moves] = []
@@ -106,8 +105,8 @@ def load_moves(
         token = units * shape.tokens
         ends = (token // spans.span_tokens + 1) * spans.span_tokens
         inside = token - (ends - spans.kept_tokens)
-        # The first block of a window may begin before the object's kept tokens. No attention reads
-        # them.
+        # The first block of a window may begin before the object's kept tokens. Attention does not
+        # read the tokens before the kept ones.
         wanted = (token < end_token) & (inside >= 0)
         at, which = _addresses(addresses, spans.index, ends[wanted])
         moves.append(
@@ -123,7 +122,7 @@ def load_moves(
 
 
 def _addresses(addresses: Mapping[ObjectRef, int], group: int, ends: Ints) -> tuple[Ints, Ints]:
-    """Return the distinct objects' addresses, and the index into them for each of ``ends``."""
+    """Return the addresses of the distinct objects, and the index of each end's address."""
     distinct, which = np.unique(ends, return_inverse=True)
     found = [_address(addresses, ObjectRef(end, group)) for end in distinct.tolist()]
     return np.asarray(found, np.int64), which

@@ -1,4 +1,4 @@
-"""Computes which objects a prefix completes or needs, and how long a stored prefix is usable.
+"""Computes the objects that a step completes or a resume needs, and the usable stored prefix.
 
 An object is identified by its group and its end token. It keeps the tokens ``[end_token -
 kept_tokens, end_token)``, or the state after ``end_token`` tokens.
@@ -30,7 +30,7 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
     """Return the objects that a step completes, sorted by end, then group.
 
     The step computes tokens ``[before_tokens, after_tokens)``. A state exists only between two
-    steps, so a state object is complete only if the step ends at its end.
+    steps, so a step completes a state object only if both have the same end token.
     """
     refs = []
     for group in plan.groups:
@@ -49,10 +49,10 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
 
 
 def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
-    """Return the objects to load to resume at ``end_token``.
+    """Return the objects that a request must load to resume at ``end_token``.
 
-    Tokens ``[0, start_token)`` are already computed. Loads fill whole blocks, so a window also
-    needs the objects of its first block.
+    Tokens ``[0, start_token)`` are already computed. Loads fill whole blocks, so a window needs all
+    objects of the block in which it begins.
     """
     refs = [
         ObjectRef(end, group.index)
@@ -90,9 +90,9 @@ def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterat
 def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
     """Return the largest token at which a request can resume with ``present`` objects.
 
-    ``start_token``  tokens in the engine's own cache; the result if no object helps
-    ``limit_token``  upper limit, usually one before the end of the prompt, whose last token is
-                     always computed
+    ``start_token``  tokens in the engine's own cache; the result without a usable object
+    ``limit_token``  upper limit; usually the prompt's length minus 1, because the engine always
+                     computes the last token
     """
     for group in _full(plan):
         limit_token = min(limit_token, _covered(group, present, start_token, limit_token))

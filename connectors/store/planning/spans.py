@@ -3,14 +3,18 @@
 chunk  ``chunk_tokens`` tokens of a request
 row    tokens that a kernel packs together (``planning/layout.py``)
 span   tokens of one group per object: ``chunk_tokens`` if rows can be cut at chunk ends; else the
-       fewest whole rows that reach a chunk end, with a warning
+       fewest whole rows that cover a chunk, with a warning
 
 Spans depend on rows and not on the allocator's block size, so engines of different block sizes have
 the same objects.
 
-An object *keeps* the tokens that a reader needs. For full attention this is its whole span. For a
-window it is the last tokens that attention at the chunk's end reads, rounded up to a power of two.
-For a state group it is the state at the chunk's end.
+An object *keeps* the tokens that a reader needs:
+
+    full attention     its whole span
+    sliding window     the last tokens that attention after the chunk's end reads, their number
+                       rounded up to a power of two
+    chunked attention  the whole chunk; nothing if attention chunks end at every chunk end
+    state              the state at the chunk's end
 """
 
 from __future__ import annotations
@@ -79,12 +83,12 @@ class StorePlan:
 
     @cached_property
     def first_tokens(self) -> int:
-        """Tokens that a request must have computed before a later one can resume from the store."""
+        """Tokens that a request must compute before a later request can resume from the store."""
         return max((group.span_tokens for group in self.groups if group.stored), default=self.chunk_tokens)
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """True if a request can resume only at chunk ends, as with states and cut windows."""
+        """True if requests can resume only at chunk ends: a group keeps states or partial spans."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 
@@ -106,14 +110,14 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
             "chunk_tokens to a value that is not a multiple of the model's attention chunks"
         )
     plan = StorePlan(chunk_tokens, spans, tuple(_warning(each, chunk_tokens) for each in spans if each.whole))
-    # vLLM computes at least the last token of a request, which is never stored.
+    # vLLM always computes the last token of a request, so a load has at most max_model_len - 1.
     if plan.first_tokens >= max_model_len:
         raise ConfigurationError(_nothing_fits(plan, max_model_len))
     return plan
 
 
 def granule_tokens(group: Group) -> int:
-    """Return the tokens between two positions at which all layers of a group can be cut."""
+    """Return the tokens between adjacent positions at which all layers can be cut."""
     return math.lcm(*(group.row_tokens(pages) for pages in group.layers))
 
 
@@ -135,12 +139,12 @@ def _spans(group: Group, chunk_tokens: int) -> GroupSpans:
 
 
 def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
-    """Return the tokens of a chunk that attention after the chunk's end can read."""
+    """Return the number of tokens to keep of a chunk, for attention after the chunk's end."""
     if group.kind not in WINDOWED:
         return chunk_tokens
     assert group.window_tokens is not None
     if group.kind is GroupKind.CHUNKED:
-        # If a chunk of the store ends with an attention chunk, later tokens read nothing before it.
+        # If attention chunks end at every chunk end, later tokens read no token before that end.
         return 0 if chunk_tokens % group.window_tokens == 0 else chunk_tokens
     seen = group.window_tokens - 1
     # A power of two is a multiple of most block sizes.
@@ -151,8 +155,8 @@ def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
 def _fits(block_tokens: int, kept: int, chunk_tokens: int) -> bool:
     """Return whether a load at a chunk end leaves every block complete for a prefix cache.
 
-    Blocks within the kept tokens are complete. A longer block ends with the chunk, and no token
-    after it reads the missing tokens.
+    Blocks within the kept tokens are complete. A block longer than the kept tokens ends with the
+    chunk, and no token after the chunk reads the tokens that the block lacks.
     """
     return chunk_tokens % block_tokens == 0 and (block_tokens >= kept or kept % block_tokens == 0)
 

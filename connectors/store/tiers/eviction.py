@@ -1,8 +1,9 @@
 """Eviction order of a tier: GreedyDual over recompute cost per byte. Pure: no clock, no files.
 
-An object's *value* is its cost per byte plus the *age* at its last use. The object of least value
-is evicted first, and the age rises to its value, so unused objects are evicted eventually, however
-costly. Among equal values, the least recently used is evicted first. With equal costs this is LRU.
+An object's *value* is its cost per byte plus the *age* at its last use. Eviction removes the object
+of least value and raises the age to this value, so it eventually removes all unused objects. Among
+equal values, it removes the least recently used object first. With equal costs per byte, this is
+LRU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class EvictionOrder(Generic[K]):
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def add(self, key: K, size_bytes: int, cost: float) -> None:
-        """Add an object as just used, or update its size and cost."""
+        """Add an object as just used, or update its size and cost. All costs have one unit."""
         self._entries[key] = _Entry(size_bytes, cost / max(1, size_bytes), 0)
         self.use(key)
 

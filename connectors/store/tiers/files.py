@@ -14,7 +14,7 @@ from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES
 
 PIECE_BYTES = 256 << 10
-"""Bytes of one read call: a disk that delivers none for a while hangs (``service.py``)."""
+"""Bytes per read call. Each call reports progress, which shows a hanging disk (``reads.py``)."""
 
 
 class Files:
@@ -47,9 +47,9 @@ class Files:
             return bytes(header[: min(count, HEADER_BYTES)]), state.st_size, read
 
     def create(self, path: Path, size_bytes: int) -> int:
-        """Create a file with ``size_bytes`` allocated, locked while this process lives.
+        """Create a file with ``size_bytes`` allocated; return its descriptor.
 
-        Return its descriptor.
+        The file stays locked until the descriptor is closed.
         """
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

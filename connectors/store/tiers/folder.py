@@ -49,7 +49,7 @@ _MARKER = "tandem-kv-store"
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts of events in this tier, of this process."""
+    """Counts of this process's events in one tier."""
 
     hits: int = 0
     misses: int = 0
@@ -64,7 +64,7 @@ class TierCounts:
 class FolderTier:
     """Objects in one folder. Thread-safe.
 
-    ``budget_bytes``  limit of the bytes of all files, of all processes
+    ``budget_bytes``  limit for the bytes of all files, including those of other processes
     ``durable``       whether to sync each file before it is renamed; tmpfs needs no sync
     ``files``         system calls, replaced in tests
     ``label``         name of the tier in metrics
@@ -79,7 +79,7 @@ class FolderTier:
         self.label = label
         self.budget_bytes = budget_bytes
         self.counts = TierCounts()
-        # Names of objects that this process has removed, for whoever sets a queue.
+        # Names of objects that this process has removed; None: not recorded. The owner may set it.
         self.removed: deque[ObjectName] | None = None
         self._durable = durable
         self.files = files or Files()
@@ -113,12 +113,15 @@ class FolderTier:
             return len(self._order)
 
     def used_bytes(self, deadline: float) -> int:
-        """Return the bytes of all files, of all processes. Raises StoreError."""
+        """Return the bytes of all files, including other processes'. Raises StoreError."""
         with self._ledger.locked(deadline):
             return self._ledger.used_bytes
 
     def find(self, name: ObjectName) -> ObjectHeader | None:
-        """Look an object up and check its header; None if it is missing or another object."""
+        """Look up an object and check its header; None if the file is missing or corrupt.
+
+        Removes a corrupt file.
+        """
         path = self._path(name)
         try:
             head, state = self.files.head(path)
@@ -141,9 +144,9 @@ class FolderTier:
     def read(
         self, name: ObjectName, payload: memoryview, piece_read: Callable[[], None] = lambda: None
     ) -> ObjectHeader:
-        """Read an object into ``payload`` and verify its digest. Calls ``piece_read`` on the way.
+        """Read an object into ``payload`` and verify its digest. Calls ``piece_read`` per piece.
 
-        Raises StoreError; ``payload`` is then undefined. A corrupt object is removed.
+        Raises StoreError; ``payload`` is then undefined. Removes a corrupt object.
         """
         path = self._path(name)
         try:
@@ -233,7 +236,7 @@ class FolderTier:
         try:
             with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
                 self._ledger.begin()
-                # Missing if it was renamed and only the write of the ledger failed.
+                # The part is missing if it was renamed and only the write of the ledger failed.
                 with contextlib.suppress(FileNotFoundError):
                     part.unlink()
                     self._ledger.add(-allocated(size_bytes))
@@ -295,8 +298,8 @@ class FolderTier:
     def _scan(self) -> int:
         """Rebuild the index; return the bytes of all files. Remove corrupt and abandoned files.
 
-        Raises OSError if a file cannot be read. A file counts as missing only if the descriptor of
-        its folder shows this: paths also fail while a disk is briefly unavailable.
+        Raises OSError if a file cannot be read. A file counts as missing only if it is missing
+        relative to its folder's descriptor: paths also fail while a disk is briefly unavailable.
         """
         found: list[tuple[float, Path, int, float]] = []
         used = 0
@@ -340,7 +343,7 @@ class FolderTier:
         except FileNotFoundError:
             raise
         except OSError:
-            # An unreadable file still uses its bytes.
+            # An unreadable file still uses bytes of the budget.
             return path.stat(), 0.0
         try:
             header = parse_header(head, state.st_size)
@@ -375,7 +378,8 @@ def _bytes_now(entry: os.DirEntry[str]) -> int:
 def check_folder(path: Path) -> None:
     """Raise ConfigurationError if a folder cannot be a tier.
 
-    It must contain no other files, and only its user may write to it.
+    The folder must belong to this user or root and be writable for this user, but not for all
+    users. It must not contain files other than a store's.
     """
     state = path.stat()
     if state.st_uid not in (0, os.geteuid()):

@@ -1,4 +1,4 @@
-"""Threads for a tier's blocking calls: a hanging file system delays a caller only to its deadline.
+"""Threads for a tier's blocking calls, so that a hanging file system blocks no caller.
 
 A lane has a few threads and a bounded queue. A call that has not started by its deadline fails. A
 call that hangs keeps its thread. If all threads of a lane hang, the lane rejects calls until one
@@ -38,8 +38,8 @@ class LaneCall(Generic[T]):
 
     ``function``  the blocking call
     ``deadline``  latest start, in ``time.monotonic()`` seconds
-    ``result``    its result, once ``state`` is ENDED
-    ``seconds``   its duration
+    ``result``    result of ``function``, once ``state`` is ENDED
+    ``seconds``   duration of the call
     """
 
     function: Callable[[], T]
@@ -94,7 +94,7 @@ class Lane:
             return self._hangs(time.monotonic())
 
     def close(self) -> None:
-        """Fail the queued calls and start no others."""
+        """Fail all queued calls and reject new ones."""
         with self._condition:
             self._closed = True
             left, self._queue = list(self._queue), deque()

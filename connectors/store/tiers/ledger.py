@@ -40,7 +40,7 @@ class Ledger:
 
     ``count``  returns the bytes of all files; called under the lock if the ledger is unreliable
 
-    All methods except ``locked`` require the lock.
+    ``used_bytes``, ``begin``, ``add`` and ``recount`` require the lock.
     """
 
     def __init__(self, folder: Path, count: Callable[[], int]) -> None:
@@ -77,7 +77,7 @@ class Ledger:
         return self._used
 
     def begin(self) -> None:
-        """Mark the ledger dirty before files change. After a crash, the next process counts."""
+        """Mark the ledger dirty before files change: after a crash, the next process recounts."""
         self._write(dirty=True)
 
     def add(self, number: int) -> None:
@@ -97,13 +97,13 @@ class Ledger:
             raise
 
     def distrust(self) -> None:
-        """Count the files at the next lock: they were changed without the ledger."""
+        """Mark the count as wrong, after changes without the ledger. The next lock recounts."""
         self._distrusted = True
 
     def close(self) -> None:
         self._closed = True
         if not self._thread_lock.acquire(timeout=_CLOSE_S):
-            # A thread hangs in a write: the kernel closes its descriptor with the process.
+            # A thread hangs with the lock: the kernel closes the descriptor with the process.
             return
         try:
             if self._folder_fd is not None:

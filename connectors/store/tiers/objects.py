@@ -4,7 +4,7 @@
     group                          4
     namespace, key                 16 + 32   must equal the requested name
     payload bytes, cost            8 + 8     the file ends with the payload; recompute cost in ns
-    payload digest, header digest  16 + 16   xxh3_128; the latter of all header bytes before it
+    payload digest, header digest  16 + 16   xxh3_128; the header digest covers all fields before it
 
 Numbers are little endian. A lookup checks the header; a load checks the payload before a request
 uses it.
@@ -33,7 +33,7 @@ class ObjectName:
 
     ``space``  namespace
     ``key``    key within the namespace
-    ``group``  KV cache group; only for people who inspect files
+    ``group``  KV cache group, for people who inspect files; not compared
     """
 
     space: bytes
@@ -89,12 +89,12 @@ def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
 
 
 def is_other_format(data: bytes) -> bool:
-    """Return whether a file is an object of another release's format."""
+    """Return whether ``data`` begins an object in the format of another release."""
     return data.startswith(MAGIC) and data[_VERSION] != FORMAT.to_bytes(2, "little")
 
 
 def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
-    """Raise CorruptObjectError if a file contains another object than ``wanted``."""
+    """Raise CorruptObjectError if a file contains an object other than ``wanted``."""
     if (header.name.space, header.name.key) != (wanted.space, wanted.key):
         raise CorruptObjectError("it contains another object: a file was moved or copied here")
 

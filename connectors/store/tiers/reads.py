@@ -1,7 +1,7 @@
-"""Reads of a tier and their progress, which distinguish a slow disk from one that hangs.
+"""Reads of a tier, with progress reports that distinguish a slow disk from a hanging one.
 
-Each read reports its pieces. A read that runs makes progress with its own pieces; a queued one with
-those of all reads of its tier.
+Each read reports every piece that it has read. A running read progresses with its own pieces. A
+queued read progresses with the pieces of any read of its tier.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from connectors.store.tiers.objects import ObjectHeader, ObjectName
 
 @dataclass(slots=True)
 class Progress:
-    """Time of the last piece that was read, in seconds; 0 before the start of the read."""
+    """Time of a read's last piece, in ``time.monotonic()`` seconds; 0 while it is queued."""
 
     at: float = 0.0
 
@@ -30,7 +30,7 @@ class TierReads:
 
     def read(self, name: ObjectName, payload: memoryview, progress: Progress) -> ObjectHeader:
         """Read and verify an object on the caller's thread. Raises StoreError."""
-        # While this read was queued, the progress of those before it counted.
+        # Keep the tier's progress, which counted while this read was queued. 0 would mean queued.
         progress.at = max(self.progress.at, sys.float_info.min)
 
         def piece_read() -> None:

@@ -79,12 +79,12 @@ class Staging:
         return None
 
     def share(self, offset: int) -> None:
-        """Add a user to a slot, which calls ``give_back`` later."""
+        """Add a user to a slot. Each user calls ``give_back`` once."""
         with self._lock:
             self._users[offset] += 1
 
     def give_back(self, offset: int) -> None:
-        """Remove a user from a slot. The last one frees it."""
+        """Remove a user from a slot, and free the slot after its last user."""
         with self._lock:
             self._users[offset] -= 1
             if self._users[offset]:
@@ -103,7 +103,7 @@ class Staging:
         return self._view[offset : offset + size_bytes]
 
     def close(self) -> None:
-        """Remove the name. The kernel frees the memory when the last process has unmapped it."""
+        """Unlink the file. The kernel frees the memory when the last process has unmapped it."""
         self.path.unlink(missing_ok=True)
         if self._fd >= 0:
             os.close(self._fd)

@@ -169,7 +169,7 @@ class Handshaker:
     def _connect(self, engine: EngineAddress) -> None:
         found: list[Partner] | None = None
         failure = ""
-        # The peer table keeps the engine's workers until the machine has them.
+        # The peer table keeps the engine's workers until the state machine has recorded them.
         with contextlib.ExitStack() as handshakes:
             try:
                 found = self._shake_hands(engine, handshakes)

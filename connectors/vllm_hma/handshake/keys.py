@@ -20,7 +20,7 @@ _PURPOSE = b"tandem peers 1"
 class Keys:
     """Keys of 32 bytes each.
 
-    Empty without a secret: every client that can connect is then a peer.
+    Both are empty without a secret: the engine then accepts every client as a peer.
     """
 
     messages: bytes = field(default=b"", repr=False)

@@ -1,7 +1,7 @@
 """Sends messages to other workers, with one reconnect.
 
 A connection that was reset stays broken on this side until it is reopened, even if the network
-recovers. A message that cannot be sent is therefore sent once more over a new connection.
+recovers. The sender therefore repeats a failed message once, over a new connection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MessageSender:
         self._sent_at: dict[str, float] = {}
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message. Raises TransportError if that fails, even over a new connection."""
+        """Send a message. Raises TransportError if this fails even over a new connection."""
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:
             self._transport.notify(name, frame)

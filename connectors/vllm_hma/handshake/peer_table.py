@@ -1,4 +1,4 @@
-"""Bounded table of the workers of other engines that a worker knows.
+"""Bounded table of a worker's peers: workers of other engines.
 
 Every start of an engine is a new peer that never unregisters. The table evicts peers that have only
 sent Hello before those that have sent messages of a transfer, so a flood of Hellos evicts its own

@@ -1,9 +1,10 @@
-"""Workers of other engines that a rank knows: table entry, connection and, for consumers, a plan.
+"""Peers of a rank: their table entries and connections, and the plans of consumer workers.
 
     handshaking  a handshake is in progress: the peer keeps its table entry and its connection
-    welcome      a consumer worker matches: it gets a plan, and the producer machine knows it
-    forget       a machine has removed it: release what that machine needed, and the rest if neither
-                 machine knows it
+    welcome      a consumer worker is compatible: record its plan, and add it to the producer state
+                 machine
+    forget       a state machine has removed the peer: release its plan if the producer state
+                 machine has no such peer, and its connection if neither state machine has it
 
 Every start of an engine is a new peer that never unregisters, so the table has a limit
 (``PeerTable``): when it is full, the least recently used idle peer is removed.
@@ -101,9 +102,9 @@ class Peers:
         self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Release what the machine that removed the peer needed.
+        """Release the resources of a peer that a state machine has removed.
 
-        The other machine may still know it.
+        Keep the resources that the other state machine or a handshake still needs.
         """
         if self._producer.knows(peer):
             return
@@ -117,7 +118,7 @@ class Peers:
             return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
 
     def _evict(self, peer: Peer) -> None:
-        """Remove an idle peer from both machines."""
+        """Remove an idle peer from both state machines, with its plan and connection."""
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):
             self.forget(sibling.peer)

@@ -1,13 +1,12 @@
 """Checks whether silent prefill workers are dead, so that their consumer's blocks can be freed.
 
 A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no
-more, or its process is known to be dead (docs/decisions/0025). Proof is the end of the process in
-its kernel:
+more, or its process is proved dead (docs/decisions/0025). The kernel of its host supplies the
+proof:
 
-    this host     the process has ended (``processes.py``); this worker saw it alive at the
-                  handshake
-    another host  an engine at the same address, in the same pid namespace, reports that it has
-                  ended
+    this host     the process has ended (``processes.py``), and was alive at the handshake
+    another host  an engine at the same address, in the same pid namespace, reports that the process
+                  has ended
 
 A refused or broken connection and a silent peer prove nothing. Without proof the blocks stay in
 quarantine until a supervisor reports that the engine has ended.
@@ -36,7 +35,7 @@ _MAX_WITNESSES = 16
 
 
 class WorkerProbe:
-    """Probes the watched workers in a thread, which runs only while there are some."""
+    """Probes the watched workers in a thread, which runs only while workers are watched."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class WorkerProbe:
         self._warn = RateLimitedLog(logger)
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
-        """Replace the workers to probe and the engines that may know their state."""
+        """Replace the workers to probe, and the engines to ask for the state of workers."""
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():
@@ -74,7 +73,7 @@ class WorkerProbe:
         self._closed.set()
 
     def _run(self) -> None:
-        # `on_lost` sends messages.
+        # `on_lost` calls NIXL to send messages, so this thread needs its device.
         self._on_start()
         gone: set[Suspect] = set()
         while True:

@@ -1,21 +1,22 @@
 r"""The side channel: a TCP server through which peers fetch an engine's agent metadata.
 
-Each connection carries one request and one response, once per pair of engines. KV uses the
-transport. With a secret, the connection is TLS, and only peers with the secret can complete the
-handshake (``tls.py``): agent metadata lets its reader write to this engine's memory.
+Each connection carries one request and one response, once per pair of engines. KV does not use this
+channel. With a secret, the connection is TLS, and only peers with the secret can complete the TLS
+handshake (``tls.py``): a client with the agent metadata can write to this engine's memory.
 
 Each connection is limited to TALK_S and to a few kilobytes. Above MAX_CONNECTIONS, the server
 closes the oldest. Engines run it in its own process (``metadata_process.py``), so a flood does not
 block the scheduler's interpreter; elsewhere, it accepts one connection per PACE_S. A rejected
 client retries until its deadline.
 
-    request    b"tandem/5 metadata\n"
+    request    b"tandem/VERSION metadata\n"
     response   b"TDA" | version | n | n lengths | n agent metadata
-    request    b"tandem/5 process HOST PID STARTED_AT\n", values from a worker's agent metadata
+    request    b"tandem/VERSION process HOST PID STARTED_AT\n", values from agent metadata
     response   b"TDP" | version | length | "alive", "gone" or "unknown"
     error      b"TDE" | version | length | text
 
-The version is one byte; other numbers are uint32, little endian.
+VERSION is PROTOCOL_VERSION in decimal. In responses, the version is one byte; other numbers are
+uint32, little endian.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class MetadataServer:
     def close(self) -> None:
         """Stop listening. Idempotent."""
         if self._thread.is_alive():
-            # The loop may have ended between the two.
+            # The loop may have been closed after the check.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(timeout=5)
@@ -289,7 +290,10 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
-    """Send a request; retry until the deadline: an overloaded engine rejects connections."""
+    """Send a request; return the parts of the response.
+
+    Retries until the deadline, because an overloaded engine rejects connections.
+    """
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
     give_up_at = time.monotonic() + timeout_s
@@ -321,7 +325,7 @@ def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
 
 
 class _Attempt:
-    """One attempt of a request. OSError and EOFError mean that a retry may succeed."""
+    """One attempt of a request. Raises OSError or EOFError if a retry may succeed."""
 
     def __init__(self, where: str, request: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
         self._where = where

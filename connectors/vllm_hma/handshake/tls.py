@@ -1,4 +1,4 @@
-"""TLS between engines with a shared secret: both present one certificate, and trust no other.
+"""TLS between engines with a shared secret: both present and accept one certificate only.
 
 Every byte of the certificate is derived from the secret, so a peer that completes the handshake has
 the secret. X.509 names, authorities and dates are not used.
@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 _NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tandem engine")])
-# X.509 requires dates. These accept any clock of an engine.
+# X.509 requires dates. These are valid for any time on an engine's clock.
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 

@@ -1,8 +1,9 @@
 """vLLM's KV events for objects of the KV store: stored and removed chunks, by tier.
 
-vLLM publishes them with its own (``kv_events_config``). A block of an event is an object: its hash
-is the object's key, its size the object's tokens. The parent of full attention is the object
-before it, so a consumer can rebuild prefixes; windows and states have none.
+vLLM publishes them with its own events (``kv_events_config``). A block of an event is an object:
+the block's hash is the object's key, and the block's size is the object's span in tokens. The
+parent of a full-attention object is the object before it, so a subscriber can rebuild prefixes.
+Objects of windows and states have no parent.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ _MEDIA = {"memory": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
 _KEPT = 4096
 
 Changes = Iterable[tuple[str, ObjectName]]
-"""(tier label, object)."""
+"""(tier label, object name) of each changed object."""
 
 
 class StoreEvents:
-    """Events of one engine's store. An object that it stored gets its tokens and parent."""
+    """KV events of one engine's store. Events of stored objects include tokens and parent."""
 
     def __init__(self, plan: StorePlan) -> None:
         self._plan = plan
         self._described: dict[bytes, BlockStored] = {}
 
     def describe(self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], request: Request) -> None:
-        """Remember tokens, parent and extra keys of an object of ``request`` for its event."""
+        """Record tokens, parent and extra keys of an object of ``request`` for its event."""
         spans = self._plan.groups[ref.group]
         full = spans.group.kind is GroupKind.FULL
         begin = ref.end_token - spans.span_tokens
@@ -60,7 +61,7 @@ class StoreEvents:
             del self._described[next(iter(self._described))]
 
     def take(self, stored: Changes, removed: Changes) -> list[KVCacheEvent]:
-        """Return the events of these changes."""
+        """Return the events of these changes. Skips stored objects without ``describe``."""
         events: list[KVCacheEvent] = []
         for label, name in stored:
             event = self._described.get(name.key)

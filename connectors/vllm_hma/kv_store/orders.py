@@ -63,11 +63,10 @@ class StoreOrders(KVConnectorMetadata):
 class StoreReport(KVConnectorWorkerMetadata):
     """Report of one or several ranks on their copies.
 
-    ``loaded``  ranks that have finished a load, by load id
-    ``filled``  ranks that have filled a slot of staging, by offset
-    ``failed``  ranks that have failed to fill a slot, by offset
-    ``broken``  ids of requests whose load failed on a rank: KV that they have computed since is
-                invalid
+    ``loaded``  number of ranks that have finished a load, by load id
+    ``filled``  number of ranks that have filled a slot of staging, by offset
+    ``failed``  number of ranks that have failed to fill a slot, by offset
+    ``broken``  ids of requests whose load failed on a rank; KV computed for them since is invalid
     """
 
     loaded: dict[int, int] = field(default_factory=dict)

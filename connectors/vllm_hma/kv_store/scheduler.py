@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of keys known to be stored; each takes little more than its 32 bytes.
+# Maximum number of recorded keys of stored objects, which this engine does not store again.
 _KNOWN_KEYS = 100_000
-# Not measured: eviction needs equal values for all objects, not exact ones.
+# Not measured: eviction only compares costs, so any constant gives the same order.
 _COST_NS_PER_TOKEN = 100_000
 
 
@@ -55,16 +55,17 @@ _COST_NS_PER_TOKEN = 100_000
 class _Known:
     """State of one request.
 
-    ``chain``     digests of its prefixes
-    ``fetched``   result of its fetch, until the load is ordered
+    ``chain``            digests of its prefixes
+    ``fetched``          result of its fetch, until the load is ordered
+    ``tier``             label of the slowest tier that its last load has read
     ``beside_transfer``  whether the fetch is for a transferred prompt: full attention only
-    ``patience_s``  time that the transfer may wait for the fetch, in seconds
-    ``ready_at``  time at which the transfer could start, in seconds
-    ``asked``     start of the transfer in seconds, and the bytes of its full attention
-    ``received``  range of tokens from a transfer that are not stored yet
-    ``filling``   objects whose slots ranks are filling, by offset
-    ``ended``     whether vLLM has finished the request
-    ``void``      whether its KV must not be stored
+    ``patience_s``       time that the transfer may wait for the fetch, in seconds
+    ``ready_at``         time at which the transfer could start, in seconds
+    ``asked``            start of the transfer in seconds, and the bytes of its full attention
+    ``received``         range ``[start, end)`` of received tokens that are not stored yet
+    ``filling``          objects whose slots ranks are filling, by offset
+    ``ended``            whether vLLM has finished the request
+    ``void``             whether its KV must not be stored
     """
 
     request: Request
@@ -201,9 +202,9 @@ class StoreScheduler:
     def prefix_ready(self, request: Request, local_tokens: int, end_token: int, queued: bool) -> bool:
         """Return whether a request's transfer up to ``end_token`` may start.
 
-        The first call starts a fetch of full attention beyond ``local_tokens``. It ends when it has
-        read all, when it has taken as long as the transfer of the same bytes, or when nothing was
-        verified for ``lookup_s``.
+        The first call starts a fetch of full attention beyond ``local_tokens``. The fetch ends when
+        it has read all objects, when the transfer has waited as long as it would take for the same
+        bytes, or when the tiers have delivered no bytes for ``lookup_s``.
 
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
@@ -240,7 +241,7 @@ class StoreScheduler:
         """Order the load of a stored prefix beside the transfer of ``[start_token, end_token)``.
 
         Return the token before which the store supplies full attention, ``start_token`` if it
-        supplies none. The received rest is stored once the request runs.
+        supplies none. Tokens that the transfer supplies are stored once the request runs.
         """
         known = self._requests.get(request.request_id)
         if known is None:
@@ -263,7 +264,7 @@ class StoreScheduler:
                 self.costs.transferred(size_bytes, time.monotonic() - asked_at)
 
     def source(self, request_id: str) -> CacheHitSource:
-        """Return the slowest tier that the request's last load has read."""
+        """Return the medium of the slowest tier that the request's last load has read."""
         known = self._requests.get(request_id)
         return CacheHitSource.HOST if known is not None and known.tier == "memory" else CacheHitSource.DISK
 
@@ -291,7 +292,7 @@ class StoreScheduler:
 
     def take(self, report: StoreReport) -> None:
         """Apply a report of ranks about their copies."""
-        # First: KV of this step, and of a next one in progress, must not be stored.
+        # Failed loads first: KV of this step, and of a next step in progress, must not be stored.
         for request_id in report.broken:
             if request_id in self._requests:
                 self._requests[request_id].void = True
@@ -373,7 +374,7 @@ class StoreScheduler:
         )
 
     def _begin_prefix(self, known: _Known, local_tokens: int, limit: int, queued: bool) -> None:
-        """Start a fetch of full attention, if objects can exist and waiting for them can pay."""
+        """Start a fetch of full attention, if objects can exist and waiting can save time."""
         names = self._names(known, possible_objects(self.store.plan.full_attention, local_tokens, limit))
         if not names:
             return
@@ -382,7 +383,7 @@ class StoreScheduler:
             self.store.begin_fetch(known.request.request_id, names, local_tokens, limit, full_attention_only=True)
 
     def _prefix_bytes(self, start_token: int, end_token: int) -> int:
-        """Return the bytes of full attention of a range of tokens, in objects."""
+        """Return the bytes of objects for the full attention of a range of tokens."""
         groups = self.store.plan.full_attention.groups
         per_token = sum(self.store.object_bytes([ObjectRef(0, each.index)]) / each.span_tokens for each in groups)
         return int(per_token * (end_token - start_token))
@@ -435,7 +436,7 @@ class StoreScheduler:
     def _received(self, known: _Known, computed: int) -> list[ObjectRef]:
         """Return received objects to store in this step: at most one chunk, to keep the step short.
 
-        Only full attention: of windows and states, a transfer sends those at the prompt's end.
+        Returns only full attention: a transfer sends windows and states only for the prompt's end.
         """
         if known.received is None:
             return []
@@ -466,15 +467,15 @@ class StoreScheduler:
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Return the names of objects whose tokens are known.
+        """Return the names of the objects that end within the sampled tokens.
 
-        An answer's last tokens may be unsampled.
+        The engine may not have sampled an answer's last tokens yet.
         """
         request, chain = known.request, known.chain
         try:
             chain.extend(request.all_token_ids[chain.tokens :])
         except PlanError:
-            # A placeholder for a token that has not been sampled yet.
+            # A negative id is a placeholder for a token that has not been sampled yet.
             return {}
         return {
             ref: ObjectName(self.store.space, chain.key(ref), ref.group)

@@ -60,8 +60,9 @@ class StoreWorker:
     def load(self, orders: StoreOrders) -> set[str]:
         """Copy objects into blocks; return requests whose load failed.
 
-        The scheduler already counts their tokens as computed. For a load beside a transfer, the
-        caller lets the transfer fill all blocks. vLLM computes the prompts of the others.
+        The scheduler already counts the tokens of failed loads as computed. If a failed load was
+        beside a transfer, the caller makes the transfer fill all blocks. vLLM computes the prompts
+        of the other requests.
         """
         broken: set[str] = set()
         assert self._plan is not None
@@ -110,7 +111,7 @@ class StoreWorker:
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the copies since the last call, or None."""
+        """Return the results of copies since the last call; None if there were none."""
         report, self._report = self._report, StoreReport()
         return report or None
 

@@ -1,8 +1,8 @@
 """Speculative decoding: which methods keep KV of drafts in the cache, and which can be transferred.
 
-Methods without a model (n-gram, suffix) and Medusa keep none. A draft model, EAGLE and MTP add
-layers to the KV cache. Wrong KV of a draft costs accepted tokens, never an answer: the target model
-verifies every token.
+Methods without a model (n-gram, suffix) and Medusa keep no KV. A draft model, EAGLE and MTP add
+layers to the KV cache. Wrong KV of a draft lowers the acceptance rate and cannot change an answer:
+the target model verifies every token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_method(config: VllmConfig) -> None:
 
 
 def check_store(config: VllmConfig) -> None:
-    """Raise ConfigurationError if the KV cache also holds drafts: no test stores them yet."""
+    """Raise ConfigurationError if the cache holds KV of drafts, which no test stores yet."""
     speculative = drafting(config)
     if speculative is not None:
         raise ConfigurationError(
@@ -53,14 +53,14 @@ def drafting(config: VllmConfig) -> SpeculativeConfig | None:
 
 
 def reads_next_token(config: VllmConfig) -> bool:
-    """Return whether a draft's KV at a position depends on the next token: EAGLE and MTP."""
+    """Return whether a draft's KV at a position depends on the next token, as in EAGLE and MTP."""
     return config.num_prefill_lookahead_tokens > 0
 
 
 def draft_identity(config: VllmConfig) -> str:
     """Return a digest of the draft model; empty if the cache holds no drafts.
 
-    The number of speculated tokens is no part of it, so it may differ between two engines.
+    The digest excludes the number of speculated tokens, which may differ between two engines.
     """
     speculative = drafting(config)
     if speculative is None:
@@ -72,8 +72,8 @@ def draft_identity(config: VllmConfig) -> str:
 def model_of(config: VllmConfig, layer: str) -> ModelConfig:
     """Return the configuration of the model that has this layer: the target's or the draft's.
 
-    A draft model's layers have a prefix. EAGLE and MTP count theirs after the target's (vLLM's
-    ``models/llama_eagle.py``).
+    A draft model's layers have a prefix. EAGLE and MTP number their layers after the target's
+    layers (vLLM's ``models/llama_eagle.py``).
     """
     speculative = drafting(config)
     if speculative is None:

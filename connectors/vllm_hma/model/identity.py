@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_identity(config: VllmConfig, draft: str = "") -> ModelIdentity:
-    """Return the model's identity. ``draft`` is the draft model's (``drafts.py``).
+    """Return the model's identity. ``draft`` is the draft model's identity (``drafts.py``).
 
     Reads all weights of a local model once per host (``weights.py``).
     """
@@ -77,7 +77,7 @@ def named_weights(name: str, revision: str | None) -> str:
 
 
 def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:
-    """Return the commit of a revision, from vLLM or the hub's local cache; else None."""
+    """Return the commit of a revision, from vLLM or the hub's local cache; None if unknown."""
     # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
     # "main".
     resolved = getattr(revision, "resolved", None) or revision
@@ -95,7 +95,7 @@ class Adapters:
     """Identities of an engine's LoRA adapters, by content. Not thread-safe.
 
     An engine loads an adapter once per id. If the files have changed since, the loaded content is
-    unknown. The adapter then gets a unique identity, and each engine computes its KV itself.
+    unknown. The adapter then gets a unique identity, so no other engine uses KV computed with it.
     """
 
     def __init__(self) -> None:

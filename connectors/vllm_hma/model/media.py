@@ -1,6 +1,4 @@
-"""Images and other multimodal inputs: when their names tell contents apart, and where their KV may
-be divided.
-"""
+"""Checks for images and other multimodal inputs: naming by content, and prompts cut in an image."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 def check_media(config: VllmConfig) -> None:
     """Raise ConfigurationError if vLLM names images by counters and not by content.
 
-    It hashes contents for its own caches only (vllm/renderers/base.py, ``_process_mm_uuids``).
+    vLLM hashes contents only for its own caches (vllm/renderers/base.py, ``_process_mm_uuids``).
     """
     media = config.model_config.multimodal_config
     if media is None or media.mm_processor_cache_gb > 0 or config.cache_config.enable_prefix_caching:
@@ -28,7 +26,7 @@ def check_media(config: VllmConfig) -> None:
 
 
 def reads_whole_images(config: VllmConfig) -> bool:
-    """Return whether tokens of an image attend to later tokens of it, as in Gemma 3."""
+    """Return whether tokens of an image attend to later tokens of this image, as in Gemma 3."""
     return bool(config.model_config.is_mm_prefix_lm)
 
 

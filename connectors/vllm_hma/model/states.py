@@ -93,7 +93,8 @@ class _Page:
     def part(self, section: _Section, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
         """Return one part of the page: ``section``, stored as ``rows`` rows.
 
-        ``section.width`` is in bytes."""
+        ``section.width`` is in bytes.
+        """
         return LayerPages(
             layer=self.layer,
             address=self.address + offset,
@@ -116,9 +117,9 @@ def _packing(spec: MambaSpec, device: str) -> str:
 
 
 def _sections(config: VllmConfig, spec: MambaSpec, tp_size: int) -> tuple[list[_Section], list[_Section]] | None:
-    """Return the sections of the convolution and of the recurrent state, widths in elements.
+    """Return the sections of the convolution state and of the recurrent state.
 
-    None for an unknown kind of state.
+    Widths are in elements. Return None for an unknown kind of state.
     """
     kind, last = spec.mamba_type, spec.shapes[-1]
     if kind is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1:
@@ -156,7 +157,7 @@ def _channels(shape: tuple[int, ...]) -> int:
 def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
     """Return the number of groups in the model; None if unknown.
 
-    Every rank holds a replica of a single group, so the shape does not show the total.
+    A single group is replicated on every rank, so the shape does not show the total.
     """
     if groups > 1 or tp_size == 1:
         return groups * tp_size
@@ -166,7 +167,7 @@ def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
 
 
 def _parts(page: _Page, spec: MambaSpec, sections: tuple[list[_Section], list[_Section]]) -> Iterator[LayerPages]:
-    """Yield the sections as parts, in the order in which they lie in the page."""
+    """Yield the sections as parts, in the order of their offsets in the page."""
     convolution, recurrent = sections
     offset = 0
     if convolution:

@@ -6,8 +6,8 @@ head's tokens differently: K first, then V, each in tiles by instruction set
 (``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per state
 (``states.py``).
 
-A new model family needs a branch in this module only. The module refuses an unknown cache by layer
-and spec.
+A new model family needs a branch in this module only. For an unknown cache, the module raises
+UnsupportedCacheError with the layer and the spec.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
 def only_states_can_lag(cache: KVCacheConfig) -> bool:
     """Return whether only states can be missing from a prefix that full attention has cached.
 
-    Windows can be missing too, and so can full attention layers of another spec, because vLLM
-    evicts their blocks separately.
+    False with windows or with several specs of full attention: vLLM evicts the blocks of such
+    layers separately, so these blocks can be missing, too.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     others = [spec for spec in specs if type(spec) is not MambaSpec]
@@ -176,8 +176,8 @@ def _attention_parts(
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return [_latent_page(page, spec)]
     page = replace(page, total_heads=total_heads(config, layer, spec), packing=f"tokens/{page.packing}")
-    # CPU attention stores K, then V. A kernel with scales in the cache stores them behind each
-    # token's data, in the token's row.
+    # CPU attention stores K, then V. A kernel with scales in the cache stores the scales behind
+    # each token's data, in the token's row.
     of_cpu = view.device.type == "cpu" and spec.state_content_bytes is None
     return _cpu_parts(config, page, spec, size) if of_cpu else [page]
 
@@ -192,9 +192,9 @@ def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
 def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
     """Return the scales with which this rank quantizes the layer; empty if the cache has them.
 
-    Equal bytes mean equal values only under equal scales, so they are part of the packing: ranks
-    with other scales refuse each other. Scales per head (compressed-tensors' ``attn_head``) come
-    with the head from the checkpoint, whatever the TP size; the model's identity covers them.
+    Equal bytes have equal values only under equal scales. The scales are therefore part of the
+    packing, and ranks with different scales refuse each other. Scales per head (compressed-tensors'
+    ``attn_head``) come from the checkpoint for any TP size; the model's identity covers them.
     """
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
     attention = config.compilation_config.static_forward_context.get(layer)
@@ -205,12 +205,12 @@ def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
 
 
 def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
-    """Return a page of head slots. It moves whole, between engines of equal TP size.
+    """Return a page of head slots, transferred whole between engines of equal TP size.
 
-    Only the kernel knows the content of a slot, and a slot is not a head. With ``num_head_slots``
-    2, K of all heads is one slot and V the other (ROCm, B12X). With two slots per head, FlashInfer
-    stores all of K before all of V, each with all data before all scales; MiniMax's MSA alternates
-    K and V.
+    The content of a slot depends on the kernel, and a slot is not a head. With ``num_head_slots``
+    2, K of all heads is one slot and V of all heads the other (ROCm, B12X). With two slots per
+    head, FlashInfer stores all of K before all of V. Within K and within V, all data precedes all
+    scales. MiniMax's MSA alternates K and V.
     """
     order = "token, slot" if page.rows > 1 and page.row_stride_bytes > page.row_bytes else "slot, token"
     packing = f"{page.heads} head slots/{order}/one of {tp_size} ranks/{page.packing}"
@@ -242,8 +242,8 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
     """Return MLA's page: one latent, replicated on every rank.
 
     It can be cut between tokens only if the bytes of each token are contiguous. Packed FP8 pages
-    store the data of all tokens before their scales: DeepSeek's indexer, and ``fp8_ds_mla`` of
-    DeepSeek-V4, unlike V3.2's of the same name.
+    store the data of all tokens before all scales. DeepSeek's indexer has packed pages, and so has
+    ``fp8_ds_mla`` in DeepSeek-V4, but not ``fp8_ds_mla`` in DeepSeek-V3.2.
     """
     if page.heads != 1:
         raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1", _SEPARATE)
@@ -262,10 +262,10 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
     """Return the KV heads of this layer in the whole model.
 
     vLLM splits heads evenly and puts ``spec.num_kv_heads`` on this rank. Several heads per rank
-    determine the total. One head per rank is either one of ``tp_size`` heads or a replica, which
-    only the model's configuration shows: a wrong total would move wrong bytes.
+    determine the total. A single head per rank is either one of ``tp_size`` heads or a replica;
+    only the model's configuration distinguishes them. A wrong total would transfer wrong bytes.
 
-    Raises UnsupportedCacheError if the configuration does not determine it.
+    Raises UnsupportedCacheError if the configuration does not determine the total.
     """
     tp_size, heads = config.parallel_config.tensor_parallel_size, spec.num_kv_heads
     if tp_size == 1 or heads > 1:
@@ -284,8 +284,8 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
     model = model_of(config, layer)
     text = model.hf_text_config
     if getattr(text, "block_configs", None):
-        # Puzzle models (Nemotron-NAS) state a number per block; vLLM's total is that of the first
-        # block.
+        # Puzzle models (Nemotron-NAS) have a number of heads per block; vLLM reports the number of
+        # the first block.
         return None
     architecture = model.model_arch_config
     if architecture.per_layer_overrides is not None:
@@ -296,7 +296,7 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
         architecture = architecture[numbers[0]]
     total = architecture.total_num_kv_heads
     if getattr(spec, "sliding_window", None) is not None:
-        # MiMo-V2 and Inkling.
+        # Windows of MiMo-V2 and Inkling have a different number of KV heads.
         total = getattr(text, "swa_num_key_value_heads", None) or total
     return total if isinstance(total, int) and total > 0 else None
 

@@ -1,9 +1,9 @@
 """Digests of all bytes of weight files, cached on this host until a file changes.
 
-The cache key is path, inode, size, modification time and status change time; copying tools cannot
-set the last one back. xxh3 reads about 5 GB/s from the page cache, which still has the files after
-the engine has loaded them. Engines on one host share the cache under vLLM's cache folder and hash
-each file once.
+The cache key is path, inode, size, modification time and status change time. Copying tools cannot
+restore the status change time. xxh3 reads about 5 GB/s from the page cache, which still has the
+files after the engine has loaded them. Engines on one host share the cache under vLLM's cache
+folder and hash each file once.
 """
 
 from __future__ import annotations

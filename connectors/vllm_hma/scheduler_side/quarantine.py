@@ -1,9 +1,9 @@
 """Holds blocks that a prefill rank may still write to after their request has released them.
 
 vLLM counts references to blocks. If a transfer was cancelled and its producer does not answer, vLLM
-computes the request in other blocks and drops its references to the first ones. The scheduler side
-takes its own references before that, and drops them when no producer rank can write to this
-engine's ranks any more.
+drops its references to the request's blocks and computes the request in other blocks. The scheduler
+side takes its own references before that. It drops them when no producer rank can write to the
+blocks any more.
 
     consumer machine of a rank  Received(quarantine) ... Freed
     QuarantineReport            of all ranks, with each step's output, not later than Received
@@ -11,8 +11,8 @@ engine's ranks any more.
 
 vLLM puts a request whose load has failed at the head of its queue, because it assumes that the
 request's blocks are free again. A request too large for the blocks outside quarantine would block
-the queue. Its ``finished_recving`` is therefore delayed until it fits: vLLM skips requests that
-wait for KV.
+the queue. The scheduler side therefore delays ``finished_recving`` of such a request until the
+request fits: vLLM skips requests that wait for KV.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Quarantine:
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
         self._holds: dict[Kept, _Hold] = {}
-        # Blocks that each delayed request needs, by request id.
+        # Number of blocks that each delayed request needs, by request id.
         self._waiting: dict[str, int] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -53,7 +53,7 @@ class Quarantine:
         return len(self._holds)
 
     def take(self, report: QuarantineReport) -> None:
-        """Apply a report before vLLM reads the step's results, while requests have their blocks."""
+        """Apply a report, before vLLM reads the step's results and frees blocks of requests."""
         for kept in report.begun:
             if kept not in self._holds:
                 self._holds[kept] = _Hold(self._take_references(kept.request_id))
@@ -70,8 +70,8 @@ class Quarantine:
 
         ``ended``  requests whose wait has ended in this step
 
-        The result includes requests of earlier steps that did not fit then and fit now.
-        Delays only requests with blocks in quarantine.
+        The result includes requests delayed in earlier steps that fit now. Only requests with
+        blocks in quarantine are delayed.
         """
         kept = {kept.request_id: len(hold.blocks) for kept, hold in self._holds.items()}
         self._waiting |= {request_id: kept[request_id] for request_id in ended if request_id in kept}

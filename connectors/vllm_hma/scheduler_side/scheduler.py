@@ -6,26 +6,27 @@
              ``matched_tokens`` claims tokens, ``after_alloc`` has the blocks -> Receive
 
 Both requests of a transfer arrive at once, and prefill may compute other requests first. The
-consumer allocates its blocks when the prompt is about to start, so a queued prompt holds none:
-until then ``matched_tokens`` returns None and vLLM skips the request. If no other request waits for
-that producer, the consumer allocates at once: an idle prefill engine computes the first chunk
-before an answer could arrive (docs/decisions/0032).
+consumer allocates its blocks when the prompt is about to start, so a queued request holds no
+blocks. Until then, ``matched_tokens`` returns None and vLLM skips the request. If no other request
+waits for that producer, the consumer allocates at once: an idle prefill engine computes the first
+chunk before an answer could arrive (docs/decisions/0032).
 
 A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM also
 lets a connector claim all tokens and recompute the last one (vllm/v1/core/sched/scheduler.py,
-``_update_waiting_for_remote_kv``). But then sliding-window groups have freed the oldest token in
-that token's window, and a state has already consumed it. The producer therefore removes the last
-token from the prompt on arrival: its windows and states end where the consumer resumes.
+``_update_waiting_for_remote_kv``). In that case, sliding-window groups have freed the oldest token
+in the last token's window, and a state already includes the last token. The producer therefore
+removes the last token from the prompt on arrival: its windows and states end where the consumer
+resumes.
 
 The requests of one client request with several choices (``n``) have the same transfer id. The first
 one receives the prompt's KV. The others wait until its transfer has ended and find the prompt in
 this engine's prefix cache (docs/decisions/0056).
 
 With ``first_token``, the producer computes the whole prompt and samples the answer's first token
-(docs/decisions/0046). It sends the KV of whole blocks only, and computes the tokens after them in
-one more step, while their KV is sent: that step writes to other blocks. The consumer computes the
-tokens after these blocks itself. The step would change a state while it is sent, so models with
-states sample no first tokens (``first_token_multiple`` is 0).
+(docs/decisions/0046). It sends the KV of whole blocks only. While they are sent, one more step
+computes the remaining tokens; it writes to other blocks. The consumer computes the remaining tokens
+itself. The extra step would change a state that is being sent, so producers of models with states
+sample no first tokens (``first_token_multiple`` is 0).
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMEMBERED_TRANSFERS = 4096
-"""Number of transfer ids whose receiving request is known. Requests that share one arrive
-together."""
+"""Number of latest transfer ids with a record of the receiving request.
+
+Requests that share a transfer id arrive together.
+"""
 
 
 @dataclass(slots=True)
@@ -86,8 +89,8 @@ class _Production:
     """A prefill request whose KV this engine sends.
 
     ``prompt_tokens``  tokens that this engine computes for the consumer
-    ``sent``           block ids that the workers have, by group
-    ``starting``       whether the workers know that its prompt is about to start
+    ``sent``           number of block ids that the workers have, by group
+    ``starting``       whether the workers have its ``starts`` order: its prompt is about to start
     ``request``        the request whose last tokens are computed in one more step, for the answer's
                        first token; None without ``first_token``
     """
@@ -159,9 +162,9 @@ class SchedulerConnector:
         self._queued: set[str] = set()
         # Producer's incarnation of each transfer in progress, by request id.
         self._taken: dict[str, str] = {}
-        # The request that receives each transfer, also after it has ended; the latest ones.
+        # Id of the receiving request of each transfer id, for the latest REMEMBERED_TRANSFERS.
         self._receivers: dict[str, str] = {}
-        # Requests that share a transfer, with the one that receives it.
+        # Id of the receiving request, by id of each other request that shares its transfer.
         self._followers: dict[str, str] = {}
         self._adapters = Adapters()
         self.quarantine = Quarantine()
@@ -201,12 +204,12 @@ class SchedulerConnector:
     def new_request(self, request: Request) -> None:
         """Handle a new request.
 
-        Invalid kv_transfer_params do not fail it: this engine computes it.
+        Invalid kv_transfer_params do not fail the request: this engine computes its prompt.
         """
         try:
             params = parse_params(request.kv_transfer_params)
         except WireError as error:
-            # The request itself is valid: this engine computes it alone.
+            # The request itself is valid: this engine computes its prompt.
             logger.warning("request %s: %s; this engine computes its prompt", request.request_id, error)
             # vLLM also reads the parameters and expects a dict (vllm/v1/core/sched/scheduler.py).
             request.kv_transfer_params = None
@@ -261,7 +264,7 @@ class SchedulerConnector:
                     sample_last_token(request)
                 drop_last_token(request)
                 tokens = request.num_prompt_tokens
-            # Of a prompt without a whole block, the consumer needs nothing.
+            # The consumer needs no KV of a prompt without a whole block.
             production = _Production(
                 params.transfer_id or uuid.uuid4().hex, tokens or request.num_prompt_tokens, [0] * len(self._groups)
             )
@@ -277,7 +280,7 @@ class SchedulerConnector:
             if self._follows_other(request, params):
                 return
             if self._divides_image(request, _end_token(request, params)):
-                # The producer finds the same, and sends nothing.
+                # The producer makes the same check and sends no KV.
                 self._stats.count("requests", "recomputed")
                 self._orders.releases.append(Release(params.transfer_id, params.producer))
                 return
@@ -288,7 +291,7 @@ class SchedulerConnector:
                 self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
 
     def _follows_other(self, request: Request, params: ConsumeParams) -> bool:
-        """Return whether another request of this transfer id receives the KV."""
+        """Record a request of a transfer id; return whether another request receives the KV."""
         receiver = self._receivers.setdefault(params.transfer_id, request.request_id)
         if len(self._receivers) > REMEMBERED_TRANSFERS:
             del self._receivers[next(iter(self._receivers))]
@@ -298,7 +301,7 @@ class SchedulerConnector:
         return True
 
     def awaits_prefix(self, request_id: str) -> bool:
-        """Return whether the request waits for another one to receive their prompt.
+        """Return whether the request waits until another one has received their common prompt.
 
         The deadlines of the other request's transfer bound the wait.
         """
@@ -308,7 +311,7 @@ class SchedulerConnector:
         )
 
     def _divides_image(self, request: Request, token: int) -> bool:
-        """Return whether a producer that stops at ``token`` would compute other KV of an image."""
+        """Return whether a producer that stops at ``token`` would compute wrong KV for an image."""
         return self._whole_images and divides_image(request, token)
 
     def _waits_for(self, incarnation: str) -> bool:
@@ -332,10 +335,10 @@ class SchedulerConnector:
         return _end_token(request, self._consumptions[request.request_id])
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Let queued requests allocate blocks, or compute their prompts if the transfer failed."""
+        """Release queued requests: they allocate blocks, or compute prompts after a failure."""
         for due in reported:
             params = self._consumptions.get(due.request_id)
-            # The id may belong to a later request.
+            # A later request may have the same id.
             if params is None or params.transfer_id != due.transfer_id or due.request_id not in self._queued:
                 continue
             self._queued.discard(due.request_id)
@@ -344,17 +347,19 @@ class SchedulerConnector:
                 self._stats.count("requests", "recomputed")
 
     def consumes(self, request_id: str) -> bool:
-        """Return whether a transfer of this request will start."""
+        """Return whether the request has a transfer that has not started."""
         return request_id in self._consumptions
 
     def receives(self, request_id: str) -> bool:
-        """Return whether a transfer of this request has started."""
+        """Return whether the transfer of this request is in progress."""
         return request_id in self._taken
 
     def after_alloc(
         self, request: Request, tables: tuple[list[int], ...], external_tokens: int, loaded_token: int = 0
     ) -> Receive | None:
-        """Start the request's transfer, if any: its blocks are allocated.
+        """Start the request's transfer, if it needs one, after vLLM has allocated its blocks.
+
+        Return the order for the workers; None without a transfer.
 
         ``loaded_token``  token before which the KV store supplies full attention
 
@@ -435,10 +440,10 @@ class SchedulerConnector:
     def receiving_finished(self, request_ids: set[str], failed: set[str]) -> set[str]:
         """Handle requests whose transfers have ended on all workers, and return those to resume.
 
-        ``failed``  requests without KV
+        ``failed``  requests whose transfer failed
 
-        A request with blocks in quarantine resumes, in this or a later call, when enough blocks are
-        free.
+        The result includes a request with blocks in quarantine once enough blocks are free, in this
+        or a later call.
         """
         for request_id in request_ids & self._taken.keys():
             self._stats.count("requests", "recomputed" if request_id in failed else "received")
@@ -446,7 +451,7 @@ class SchedulerConnector:
         return self.quarantine.go_on(request_ids)
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call, or None."""
+        """Return the counts since the last call; None if there were none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, TandemStats()
@@ -496,7 +501,7 @@ class SchedulerConnector:
                 and any(group.kind in WINDOWED for group in self._groups)
             ):
                 # vLLM has divided the step for the last tokens (by budget, encoder or priority), so
-                # this one frees blocks of the window that is sent.
+                # this part of it frees blocks of a window that is being sent.
                 del self._productions[request_id]
                 reason = "the step for the first token was divided, which frees blocks of the window"
                 orders.finished.append(Finished(request_id, False, reason))
@@ -553,9 +558,9 @@ class SchedulerConnector:
 
 
 def first_token_multiple(groups: Sequence[Group]) -> int:
-    """Return the number of tokens of which a producer sends multiples if it samples first tokens.
+    """Return the granularity, in tokens, of the KV sent by a producer that samples first tokens.
 
-    0 if it cannot sample them, because a group holds states.
+    0 if a group holds states: such a producer cannot sample first tokens.
     """
     if any(group.kind is GroupKind.STATE for group in groups):
         return 0

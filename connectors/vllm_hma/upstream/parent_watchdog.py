@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_parent() -> None:
-    """Kill this process when its parent has ended.
+    """Start a thread that kills this process when its parent ends.
 
     Does nothing if ``multiprocessing`` did not start it.
     """

@@ -1,7 +1,7 @@
 """Ends vLLM's data-parallel coordinator when the process that started it ends.
 
 vLLM stops this process when its parent shuts down, but not when the parent is killed: the
-coordinator would stay. Source:
+coordinator would keep running. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/coordinator.py
 """
 
@@ -17,7 +17,10 @@ _RUN = DPCoordinatorProc.run_coordinator
 
 
 def run_coordinator(*arguments: Any, **named: Any) -> None:
-    """Run vLLM's coordinator in this process. Pickled by name, so every start method finds it."""
+    """Run vLLM's coordinator in this process, and end it with the parent.
+
+    ``multiprocessing`` pickles this function by name, so it works with every start method.
+    """
     end_with_parent()
     _RUN(*arguments, **named)
 

@@ -33,7 +33,7 @@ CPU_PACKING = {
     "vec16": (Stripes(1, 1), Stripes(None, 1)),
     "amx": (Stripes(None, 16), Stripes(16, 2)),
 }
-"""(K, V) by instruction set. tests/vllm_contract/test_cpu_packing.py proves it on the CPU."""
+"""Packing of (K, V), by instruction set; tests/vllm_contract/test_cpu_packing.py checks it."""
 
 
 def instruction_set(config: VllmConfig, block_tokens: int, head_size: int) -> str:

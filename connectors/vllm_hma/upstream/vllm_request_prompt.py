@@ -1,6 +1,6 @@
 """Removes, hides or samples the last token of a request's prompt before vLLM schedules the request.
 
-vLLM has no public call for it and stores the prompt's tokens twice: the scheduler computes
+vLLM has no public call for this and stores the prompt's tokens twice: the scheduler computes
 ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/request.py
 """
@@ -30,23 +30,25 @@ def drop_last_token(request: Request) -> None:
 def hide_last_tokens(request: Request, tokens: int) -> None:
     """Hide the prompt's tokens after the first ``tokens``, so that a step ends before them.
 
-    Workers know the whole prompt. Until ``show_last_tokens`` they see an incomplete prompt and
-    discard its sample, as for any chunk of a prompt. vLLM must still see a chunk after the step
-    that computes the last of ``tokens``, so the tokens are shown while that step is scheduled
-    (``Scheduler._update_after_schedule``).
+    Workers have the whole prompt. They treat every step up to ``tokens`` as a chunk of an
+    incomplete prompt and discard its sample. The scheduler must treat the last of these steps as a
+    chunk, too. The caller therefore calls ``show_last_tokens`` while vLLM schedules that step,
+    before ``Scheduler._update_after_schedule``.
     """
     del request._all_token_ids[tokens:]  # noqa: SLF001 - the module docstring has the source
 
 
 def send_whole_prompt(new: NewRequestData) -> None:
-    """Undo the hiding in the data for workers, where the V2 model runner reads the scheduler's
-    tokens (``prefill_token_ids``)."""
+    """Put the whole prompt into the data for workers.
+
+    vLLM fills ``prefill_token_ids``, which the V2 model runner reads, without the hidden tokens.
+    """
     if new.prefill_token_ids is not None and new.prompt_token_ids is not None:
         new.prefill_token_ids = list(new.prompt_token_ids)
 
 
 def show_last_tokens(request: Request) -> None:
-    """Let the next step compute the hidden tokens of the prompt."""
+    """Restore the hidden tokens of the prompt, so that the next step computes them."""
     assert request.prompt_token_ids is not None, "the connector does not hide tokens of embeddings"
     request._all_token_ids += request.prompt_token_ids[request.num_tokens :]  # noqa: SLF001 - see above
 

@@ -1,7 +1,8 @@
 """Fence between a step's computation and the readers of its KV.
 
 On an accelerator, the forward pass returns before its kernels have run. Its KV may be read only
-after an event recorded after them. On a CPU, the forward pass has completed when it returns.
+after the device has reached an event that follows these kernels. On a CPU, the forward pass has
+completed when it returns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 
 class StepFence:
-    """Call ``mark`` after a forward pass; its KV can be read once ``passed`` returns True."""
+    """Marks the end of a forward pass. Once ``passed`` returns True, the KV can be read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -9,10 +9,10 @@ _JOIN_S = 5.0
 
 
 class ProgressThread:
-    """Calls ``progress`` in a loop, after the pause in seconds that it returned or after ``wake``.
+    """Calls ``on_start`` once, then ``progress`` in a loop.
 
-    ``progress`` must not raise: it checks all deadlines and answers peers. The thread first calls
-    ``on_start``.
+    ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause.
+    ``progress`` must not raise: it checks all deadlines and answers peers.
     """
 
     def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
@@ -24,7 +24,7 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call once, when ``progress`` can be called."""
+        """Start the thread. Call this once, when ``progress`` can run."""
         self._thread.start()
 
     @property

@@ -318,7 +318,10 @@ class WorkerRuntime:
         return sent, set(received), {request_id for request_id, failure in received.items() if failure is not None}
 
     def report(self) -> WorkerReport | None:
-        """Return the changes since the last call, or None. Called after ``results``."""
+        """Return the changes since the last call; None if there were none.
+
+        Called after ``results``.
+        """
         with self._lock:
             report = WorkerReport(self._quarantine, self._due)
             self._quarantine, self._due = QuarantineReport(), []
@@ -326,7 +329,7 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call, or None."""
+        """Return the counts since the last call; None if there were none."""
         with self._lock:
             return self._tally.take(self.counts())
 

@@ -1,4 +1,4 @@
-"""Queue of the engine steps' results, in order; each can be read once the device has computed it.
+"""Queue of the engine steps' results, in order, until the device has computed them.
 
 The engine's thread appends the start of a step, its computed layers and its end. On an accelerator
 this thread is ahead of the device, so every entry has an event of the ``StepFence`` and is returned
@@ -41,7 +41,7 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The step has computed these chunks. ``begun`` are the request ids of its ``Begun``."""
+    """The step has computed these chunks. ``begun``: request ids of the step's ``Begun``."""
 
     chunks: tuple[Chunk, ...]
     begun: frozenset[str]

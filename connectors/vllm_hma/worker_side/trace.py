@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Trace file of one rank. Every line has its engine and rank."""
+    """Trace file of one rank. Every line names the engine and the rank."""
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:
         self._who = {"engine": incarnation, "rank": rank}
@@ -36,7 +36,7 @@ class Trace:
     def close(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            # Closing retries the write of the failed line and fails again.
+            # close() retries the failed write and fails again.
             with contextlib.suppress(OSError):
                 stream.close()
 

@@ -45,7 +45,7 @@ class WorkerConnector:
         group_shapes(vllm_config, cache)
         if vllm_config.parallel_config.use_ubatching or drafting(vllm_config) is not None:
             # With ubatching, vLLM calls each layer once per part of the batch, so one call does not
-            # complete it. A draft's layers run once per speculated token.
+            # complete the layer. A draft's layers run once per speculated token.
             config = replace(config, streaming=Streaming.CHUNK)
         self._config = config
         self._incarnation = incarnation

@@ -1,4 +1,4 @@
-"""Writes of one rank, from the machine's ``Write`` action to their end."""
+"""Carries out the ``Write`` actions of one rank, and follows each write until it has ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Posted:
 class Writes:
     """Posts and polls writes, and reports their ends to the producer machine.
 
-    Not thread-safe: its owner serialises calls. Methods return the machine's actions.
+    Not thread-safe: its owner serialises calls. Methods return actions of the producer machine.
     """
 
     def __init__(
