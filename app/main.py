@@ -63,12 +63,14 @@ class DeployedModel(NamedTuple):
     ``prefill``, ``decode``  bound deployments, which Serve replaces by handles
     ``names``                name and aliases; empty for the only model of a service
     ``allows_adapters``      whether clients may load and unload adapters
+    ``adapters``             names of the adapters that the engines load at their start
     """
 
     prefill: Any
     decode: Any
     names: tuple[str, ...] = ()
     allows_adapters: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 @serve.ingress()
@@ -89,7 +91,11 @@ class HttpRouter(RouterReplica):
             settings.limits(),
             *(
                 ModelEngines(
-                    EnginePool(one.prefill, client), EnginePool(one.decode, client), one.names, one.allows_adapters
+                    EnginePool(one.prefill, client),
+                    EnginePool(one.decode, client),
+                    one.names,
+                    one.allows_adapters,
+                    one.adapters,
                 )
                 for one in models
             ),
@@ -134,6 +140,7 @@ def build(args: ServiceSettings) -> serve.Application:
             deploy_engine(Decode, "decode", one, secret, suffix),
             one.model_names if args.models else (),
             one.allow_runtime_lora_updating,
+            one.adapter_names,
         )
         for suffix, one in args.each_model().items()
     ]

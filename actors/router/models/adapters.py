@@ -38,9 +38,9 @@ class AdapterNames:
     """Models by adapter name, read from the decode engines, which are the only source."""
 
     def __init__(self, models: Sequence[ModelRouter]) -> None:
-        self._models = models
-        self._names: dict[ModelRouter, frozenset[str]] = {}
-        """Adapter names of each model, from the last answer of its engines."""
+        self._changing = [model for model in models if model.allows_adapters]
+        self._names = {model: frozenset(model.adapters) for model in models}
+        """Adapter names of each model: those of its start, or of its engines' last answer."""
         self._unanswered: list[ModelRouter] = []
         """Models whose engines did not answer in the last reading."""
         self._lock = asyncio.Lock()
@@ -95,12 +95,12 @@ class AdapterNames:
                 return
             began = time.monotonic()
             replies = await asyncio.gather(
-                *(model.pools["decode"].ask_all("adapters", NAMES_S) for model in self._models)
+                *(model.pools["decode"].ask_all("adapters", NAMES_S) for model in self._changing)
             )
-            for model, answers in zip(self._models, replies, strict=True):
+            for model, answers in zip(self._changing, replies, strict=True):
                 if answers:
                     self._names[model] = _loaded(answers)
-            self._unanswered = [model for model, answers in zip(self._models, replies, strict=True) if not answers]
+            self._unanswered = [model for model, answers in zip(self._changing, replies, strict=True) if not answers]
             self._read_at = began
 
 

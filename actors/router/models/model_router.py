@@ -34,12 +34,14 @@ class ModelEngines:
     ``names``            name and aliases; empty for the only model of a service, which serves all
                          requests
     ``allows_adapters``  whether clients may load and unload adapters
+    ``adapters``         names of the adapters that the engines load at their start
     """
 
     prefill: EnginePool
     decode: EnginePool
     names: tuple[str, ...] = ()
     allows_adapters: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 class ModelRouter:
@@ -55,6 +57,7 @@ class ModelRouter:
         """Create the router; `limits` returns the current limits of the service."""
         self.names = engines.names
         self.allows_adapters = engines.allows_adapters
+        self.adapters = engines.adapters
         self.metrics = metrics
         self.recent = recent
         self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from actors.errors import EngineError, UnavailableError
 from actors.request import Call
-from actors.router.models.adapters import AdapterError, load, unload
+from actors.router.models.adapters import CHANGE_S, AdapterError, load, unload
 from actors.router.models.model_router import ModelRouter
 from actors.router.router import Router
 from app.http.errors import BadRequestError, error_response, status_of
@@ -107,7 +108,7 @@ class AdapterEndpoints:
         if any(name in one.names for one in self._router.models):
             raise _invalid(f"The lora adapter '{name}' conflicts with a served base model.")
         model = self._model(_text(body, "base_model_name"))
-        async with self._loading:
+        async with self._one_load():
             await self._refuse_second_model(name, model)
             try:
                 await load(model, name, path, body.get("is_3d_lora_weight") is True)
@@ -139,6 +140,19 @@ class AdapterEndpoints:
             self._router.adapters.forget()
         logger.info("unloaded adapter %s", name)
         return f"Success: LoRA adapter '{name}' removed successfully."
+
+    @asynccontextmanager
+    async def _one_load(self) -> AsyncIterator[None]:
+        """Wait until no other adapter is being loaded; raises UnavailableError after CHANGE_S."""
+        try:
+            async with asyncio.timeout(CHANGE_S):
+                await self._loading.acquire()
+        except TimeoutError:
+            raise UnavailableError("other adapters are being loaded; retry later") from None
+        try:
+            yield
+        finally:
+            self._loading.release()
 
     async def _refuse_second_model(self, name: str, model: ModelRouter) -> None:
         """Raise InvalidAdapterError if a model other than `model` has an adapter of this name."""
