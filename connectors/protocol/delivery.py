@@ -248,7 +248,7 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return (problem, moves): why an offer cannot be served or None, and the moves to write now."""
+    """Return (problem, moves): why an offer cannot be served, or None; the moves to write now."""
     if consumer is None:
         return "the consumer engine has ended", []
     if delivery.pending is None:
