@@ -20,7 +20,7 @@ serves.
     (any)     discard                   (same)   open deliveries: Aborted; HELD becomes gone
 
 In LIVE, the producer sends Alive for open deliveries and, until the prompt starts, to ranks that
-sent AwaitStart. It stops when the engine finishes no step (``stepped``) for step_s, so a forward
+sent AwaitStart. Alive stops when the engine finishes no step (``stepped``) for step_s, so a forward
 pass that hangs does not make a consumer wait forever.
 
 During a step (``begin`` to ``progress``), the producer can write layers as soon as they are
@@ -42,8 +42,8 @@ computed (``layers_computed``).
                                                  has ended (docs/decisions/0009)
 
 The producer never writes for a closed delivery: Fin, Aborted and Cancelled allow the consumer to
-use or free its blocks. Failed does not. The producer answers later Offers and Cancels of a transfer
-with a failed write with Failed, even after it has removed the transfer or the consumer.
+use or free its blocks. Failed does not. After a failed write, the producer answers every Offer and
+Cancel of the transfer with Failed, even after it has removed the transfer or the consumer.
 
 The producer keeps the ids of ended transfers for lease_s. It answers an offer with such an id with
 Aborted, or not at all while a write for that consumer rank is in flight. After lease_s, it keeps

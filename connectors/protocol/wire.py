@@ -8,8 +8,8 @@ Any other input raises WireError. ``decode`` checks the tag before it parses the
     consumer -> producer   Hello, AwaitStart, Offer, Cancel
     producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
 
-Every message names its sender and its receiver, each by incarnation and rank. An engine answers
-messages to a former incarnation but does not act on them.
+Every message names its sender and its receiver, each by incarnation and rank. A worker drops
+messages to another worker or incarnation.
 """
 
 from __future__ import annotations
