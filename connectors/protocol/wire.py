@@ -65,7 +65,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The producer refuses this consumer. ``reason`` describes the difference of the engines."""
+    """The producer refuses this consumer. ``reason`` states why the two engines do not match."""
 
     reason: str
     kind: ClassVar[str] = "refused"
