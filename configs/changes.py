@@ -12,7 +12,7 @@ from typing import Literal
 from configs.settings import RouterLimits
 
 Cost = Literal["live", "role", "all"]
-"""Replicas that restart: none (`live`), those of one deployment (`role`), or all (`all`)."""
+"""Replicas that restart: none (`live`), one deployment's (`role`), or the application's (`all`)."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _is_free(port: int) -> bool:
 
 
 def give_vllm_these_ports() -> None:
-    """Make vLLM choose ports of its process groups by ``free_port`` (vllm/utils/network_utils.py)."""
+    """Make vLLM choose its process groups' ports by ``free_port`` (vllm/utils/network_utils.py)."""
     from vllm.utils import network_utils
 
     assert list(inspect.signature(network_utils._get_open_port).parameters) == ["start_port", "max_attempts"]  # noqa: SLF001

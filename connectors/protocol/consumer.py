@@ -213,8 +213,8 @@ class Consumer:
     def forget(self, incarnation: str) -> list[Forget]:
         """Remove an engine after the owner dropped one of its workers.
 
-        If requests still wait for other ranks, only mark the engine stale. In both cases its next
-        request starts with a handshake.
+        If requests still depend on the engine's other ranks, only mark the engine stale. In both
+        cases the engine's next request starts with a handshake.
         """
         if self._of_engine(incarnation) or self._queue.uses(incarnation):
             self._engines.mark_stale(incarnation)

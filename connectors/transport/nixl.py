@@ -37,8 +37,7 @@ class NixlTransport:
         """Start the agent and its backends.
 
         ``devices``  UCX names of the network devices to use, for all transports that this process
-                     creates from now on; empty: UCX's environment variables decide, else all
-                     devices
+                     creates from now on; empty: those of UCX's environment variables, else all
 
         Raises ConfigurationError for a backend that this NIXL build lacks, TransportError if one
         fails to start.
