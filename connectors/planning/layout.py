@@ -14,8 +14,8 @@ kernel block  block of the attention kernel, if it is smaller than the allocator
 
 Each row has ``row_bytes`` bytes. Layers of different groups may share a region: all groups allocate
 block ids from one pool, so their pages have different block ids. A layout describes a layer with an
-irregular page as several layers, its *parts*, for example K and V of CPU attention, or convolution
-and recurrent state of a Mamba layer.
+irregular page as several layers, its *parts*. Examples are K and V of CPU attention, and
+convolution and recurrent state of a Mamba layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
-The connector makes a plan once per pair of ranks. For each piece of a unit, a plan has the start
-address at source and destination, the distance to the next block, and the offsets of a block's
-units. Applying a plan to block ids takes one numpy broadcast (``descriptors.py``), for every model.
+The connector makes a plan once per pair of ranks. For each piece of a unit and each side, a plan
+has the piece's address, the distance to the next block, and the offsets of a block's units.
+Applying a plan to block ids takes one numpy broadcast (``descriptors.py``), for every model.
 """
 
 from __future__ import annotations

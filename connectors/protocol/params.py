@@ -1,8 +1,9 @@
 """Parses ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
-The keys are those of public prefill/decode proxies, plus ``transfer_id`` (send both legs at once),
-``describe`` (return the engine's address), ``first_token`` (also sample the answer's first token),
-``discard`` (cancel a transfer) and ``engines_lost`` (a supervisor's report of ended engines).
+The keys are those of public prefill/decode proxies. Tandem adds ``transfer_id`` (send both legs at
+once), ``describe`` (return the engine's address) and ``first_token`` (also sample the answer's
+first token). ``discard`` cancels a transfer; ``engines_lost`` is a supervisor's report of ended
+engines.
 
     prefill leg     do_remote_decode=True  [transfer_id] [describe] [first_token]
     discard         do_remote_decode=True  transfer_id  discard=True; computes nothing
