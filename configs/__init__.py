@@ -1,1 +1,1 @@
-"""Settings and Ray Serve config files, one per way of running."""
+"""Settings of the service, and example Ray Serve config files."""

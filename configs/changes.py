@@ -1,4 +1,4 @@
-"""Maps each setting to the restarts that a change of it causes in a running service. Pure.
+"""Maps each setting of a running service to the restarts that its change causes. Pure functions.
 
 Ray Serve computes one code version from all of `args` and `autoscaling_policy`, and restarts every
 replica of the application when the version changes (`get_app_code_version` in
@@ -12,16 +12,16 @@ from typing import Literal
 from configs.settings import RouterLimits
 
 Cost = Literal["live", "role", "all"]
-"""Replicas that restart: none (`live`), those of one deployment (`role`), or all (`all`)."""
+"""Replicas that restart: none (`live`), one deployment's (`role`), or the application's (`all`)."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The cheapest way to change a setting."""
+    """Change of a setting with the fewest restarts."""
 
     cost: Cost
     option: str | None = None
-    """Key under `deployments` of the Serve config file, with dots; None: `args` itself."""
+    """Dotted key under `deployments` of the Serve config file; None: the key in `args`."""
 
 
 ALL = Change("all")
@@ -40,11 +40,14 @@ OPTIONS = {
     "environment": Change("role", "ray_actor_options.runtime_env.env_vars"),
     "placement": Change("role", "max_replicas_per_node"),
 }
-"""Settings of a deployment that Serve can override."""
+"""Changes of a deployment's settings for which Serve has an option, by setting."""
 
 
 def change_of(section: str, key: str) -> Change:
-    """Return the cheapest way to change `key` of a section of `args`, such as `router.routing`."""
+    """Return the change of `key` with the fewest restarts.
+
+    `section` is the path of the key's section in `args`, such as `router.routing`.
+    """
     if section == "router.routing" or (section == "router" and key in RouterLimits.model_fields):
         return USER_CONFIG
     return OPTIONS.get(key, ALL) if section in DEPLOYMENTS else ALL

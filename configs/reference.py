@@ -133,7 +133,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
     ("`cpu`", CpuSettings, ("cpu",)),
     ("`autoscaling_policy`", ScalingSettings, ("autoscaling_policy",)),
 )
-"""Title of each table, its settings, and where they stand in a configuration."""
+"""Title of each table, its settings model, and the model's sections in a configuration."""
 
 _TEXTS = {
     "The service": (
@@ -166,7 +166,7 @@ _TEXTS = {
 
 
 def reference() -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     parts = [_INTRODUCTION, _CHANGES, _SEVERAL]
     for title, model, sections in SECTIONS:
         wrapped = textwrap.fill(_TEXTS[title], 100, break_on_hyphens=False)

@@ -27,7 +27,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 BEAT_S = 5.0
-"""Interval of the heartbeats that an engine sends to routers during open calls."""
+"""Interval in seconds of the heartbeats that an engine sends to routers during open calls."""
 
 PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
 API_KEYS_VARIABLE = "TANDEM_API_KEYS"
@@ -38,7 +38,7 @@ MIN_SECRET_CHARACTERS = 16
 LAST_PORT = 65535
 
 UNNAMEABLE = re.compile("[^A-Za-z0-9._-]")
-"""Characters of a model's name that its deployments do not have."""
+"""Characters of a model's name that become `-` in the names of its deployments."""
 
 MIN_ONGOING_SEQUENCES = 4096
 """Minimum of a router's default `max_ongoing_sequences`."""
@@ -76,12 +76,15 @@ class PlacementSettings(Frozen):
     )
 
     def spreading_options(self) -> dict[str, Any]:
-        """Return Serve's option for `placement: apart`. `serve build` accepts no `None` for it."""
+        """Return Serve's `max_replicas_per_node` for `placement: apart`, else no option.
+
+        `serve build` does not accept the value `None` for it.
+        """
         return {"max_replicas_per_node": 1} if self.placement == "apart" else {}
 
 
 class CpuSettings(Frozen):
-    """Use of the host by an engine without a GPU; ignored by roles with `num_gpus` > 0."""
+    """Host resources of an engine without a GPU; ignored for roles with `num_gpus` > 0."""
 
     kv_cache_gib: int = Field(1, ge=1, description="KV cache of each engine worker (GiB)")
     omp_threads: int = Field(1, ge=1, description="OpenMP threads of each engine worker")
@@ -96,7 +99,7 @@ class CpuSettings(Frozen):
 
 
 class TransferSettings(Frozen):
-    """Settings of the KV connector, with the names of its `kv_connector_extra_config`."""
+    """Settings of the KV connector, named like the keys of its `kv_connector_extra_config`."""
 
     side_channel_host: str | None = Field(
         None, description="interface of the side channel; unset: the address of the node"
@@ -179,7 +182,10 @@ class TransferSettings(Frozen):
         }
 
     def operators_secret(self) -> SecretStr | None:
-        """Return the operator's secret from these settings or the environment, or None."""
+        """Return the operator's secret from these settings or the environment, or None.
+
+        Raises SettingsError if the secret in the environment is too short.
+        """
         if self.secret is not None:
             return self.secret
         found = os.environ.get(PEER_SECRET_VARIABLE)
@@ -191,7 +197,7 @@ class TransferSettings(Frozen):
 
 
 class KVStoreSettings(Frozen):
-    """Settings of the KV store, disabled without `path` and `memory_gib`."""
+    """Settings of the KV store, which is disabled unless `path` or `memory_gib` is set."""
 
     path: str = Field(
         "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
@@ -353,7 +359,7 @@ class RouterLimits(Frozen):
 
 
 class RouterSettings(RouterLimits, PlacementSettings):
-    """The Router deployment."""
+    """Settings of the Router deployment."""
 
     replicas: int = Field(1, ge=1, description="number of router replicas")
     http_port: int | None = Field(
@@ -439,7 +445,7 @@ class AuthSettings(Frozen):
     def operators_keys(self) -> tuple[SecretStr, ...]:
         """Return the operator's API keys from these settings and this process's environment.
 
-        Raises SettingsError if the environment variable has a value that no client can send.
+        Raises SettingsError if a variable has a key that no client can send, or is set without any.
         """
         listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
         single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
@@ -447,7 +453,10 @@ class AuthSettings(Frozen):
 
 
 def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
-    """Return the keys among the `values` of an environment variable."""
+    """Return the keys in the `values` of an environment variable, without surrounding blanks.
+
+    Raises SettingsError if no client can send a key, or if the variable is set without any.
+    """
     try:
         found = [_sendable_key(key) for key in values if key.strip()]
     except ValueError as error:
@@ -458,8 +467,10 @@ def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
 
 
 def _sendable_key(key: str) -> str:
-    """Return `key` without surrounding blanks. Raises ValueError if no client can send it in a
-    header; the message does not contain the key."""
+    """Return `key` without surrounding blanks.
+
+    Raises ValueError, without the key in its message, if no client can send the key in a header.
+    """
     key = key.strip()
     if not key:
         raise ValueError("a key must not be empty")
@@ -472,7 +483,7 @@ def _sendable_key(key: str) -> str:
 
 
 class RoleSettings(PlacementSettings):
-    """The Prefill or the Decode deployment."""
+    """Settings of the Prefill or the Decode deployment."""
 
     replicas: int | dict[str, Any] = Field(
         1,
@@ -554,7 +565,7 @@ class RoleSettings(PlacementSettings):
 
 
 class RpcTlsSettings(Frozen):
-    """Certificates of the connections between routers and engines."""
+    """TLS certificates for the connections between routers and engines."""
 
     certfile: str = Field(min_length=1, description="PEM file with the certificate chain, on the node of each replica")
     keyfile: str = Field(min_length=1, description="PEM file with its unencrypted key")
@@ -598,7 +609,7 @@ class ScalingSettings(Frozen):
 
 
 class ModelSettings(Frozen):
-    """One model and its engines."""
+    """Settings of one model and its engines."""
 
     model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo` (the embedded model)")
     served_model_name: str | list[str] | None = Field(
@@ -732,7 +743,7 @@ class ServiceSettings(ModelSettings):
     def each_model(self) -> dict[str, "ServiceSettings"]:
         """Return the settings of each model in the form of a service with one model.
 
-        The keys are the ends of the names of its deployments: `-NAME`, or empty without `models`.
+        Each key is the suffix of the model's deployment names: `-NAME`, or empty without `models`.
         """
         if not self.models:
             return {"": self}

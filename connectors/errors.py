@@ -1,8 +1,8 @@
 """Exceptions that Tandem raises.
 
-Every message names what is wrong, where, and the remedy. Input from a peer or a configuration file
-raises one of these classes; ``assert`` is for our own invariants. The connector turns an error of a
-peer into a failed transfer; it never ends the engine.
+Every message states what is wrong, where, and the remedy. Invalid input from a peer or a
+configuration file raises one of these classes; ``assert`` checks internal invariants. The connector
+turns a peer's error into a failed transfer and never ends the engine.
 """
 
 
@@ -65,9 +65,9 @@ class StaleReferenceError(HandshakeError):
 class TransportError(TandemError):
     """The transport could not send bytes or a message to a peer.
 
-    ``peer``  the transport's name for the peer
+    ``peer``  name of the peer in the transport
 
-    No part of a write has been posted if the error is a plain TransportError.
+    A write that raises TransportError, and not FailedWriteError, has posted nothing.
     """
 
     def __init__(self, peer: str, what: str) -> None:
@@ -78,7 +78,7 @@ class TransportError(TandemError):
 class FailedWriteError(TransportError):
     """A write failed after its start.
 
-    Parts of it may reach the peer's memory while this process lives.
+    Parts of the write may reach the peer's memory while this process lives.
     """
 
 

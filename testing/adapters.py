@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, made where the tests run."""
+"""Creates LoRA adapters with random weights for tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ADAPTED = ("q_proj", "k_proj", "v_proj")
 
 
 def lora_adapter(folder: Path, model: Path, seed: int = 1) -> Path:
-    """An adapter of the attention's projections, of a size that changes what the model says.
+    """Create an adapter of the attention projections in the new ``folder`` and return its path.
 
-    Its path.
+    Its weights are large enough to change the model's output.
     """
     folder.mkdir()
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(ADAPTED), "bias": "none"}

@@ -31,7 +31,10 @@ class Authority:
         return self._write(self.name, self.name, self.key, 10)[0]
 
     def issue(self, name: str, days: float = 10) -> tuple[Path, Path]:
-        """Return a certificate and its key; negative `days`: expired."""
+        """Issue a certificate that is valid for `days` days from now, or expired if negative.
+
+        Return the paths of the certificate and its key.
+        """
         return self._write(name, self.name, ec.generate_private_key(ec.SECP256R1()), days)
 
     def _write(self, name: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: float) -> tuple[Path, Path]:

@@ -37,8 +37,10 @@ class Answer:
 
 
 def start_engine(model: str, tp_size: int, role: str | None, **overrides: Any) -> AsyncLLM:
-    """Start an engine with Tandem's connector in ``role`` (``kv_producer`` ...), or without it if
-    None.
+    """Start an engine with Tandem's connector in ``role``, for example ``kv_producer``.
+
+    ``role``       None: without a connector
+    ``overrides``  engine arguments; ``transfer`` is the connector's extra configuration
     """
     os.environ.update(ENVIRONMENT)
     extra = overrides.pop("transfer", {})
@@ -162,14 +164,14 @@ class Pair:
         return answer
 
     async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """Send the prefill leg first and its answer to decode, as public proxies do."""
+        """Send the prefill leg, then the decode leg with its parameters, as public proxies do."""
         first = await generate(self.prefill, prompt, 1, PRODUCE, logprobs=None, rank=self.prefill_rank)
         assert first.transfer is not None
         return await generate(self.decode, prompt, max_tokens, first.transfer, rank=self.decode_rank)
 
 
 async def describe(engine: AsyncLLM, rank: int | None = None) -> dict[str, Any]:
-    """Return the address of an engine or of one of its data-parallel ranks: its answer to
+    """Return the address with which an engine, or its data-parallel ``rank``, answers
     ``describe``.
     """
     params = {"do_remote_decode": True, "describe": True}
@@ -180,7 +182,7 @@ async def describe(engine: AsyncLLM, rank: int | None = None) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def engine_pair(model: str, prefill_tp: int, decode_tp: int, **overrides: Any) -> AsyncIterator[Pair]:
-    """Start both engines; stop them at the end."""
+    """Yield a running prefill and decode engine; stop both at the end."""
     prefill = start_engine(model, prefill_tp, "kv_producer", **overrides)
     try:
         decode = start_engine(model, decode_tp, "kv_consumer", **overrides)

@@ -1,5 +1,6 @@
-"""The environment of engines on a machine without a GPU. Separate from ``engines.py``, which
-imports vLLM.
+"""Environment variables of engines on a machine without a GPU.
+
+Separate from ``engines.py``, which imports vLLM.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ A prompt reads
     kelo=093
     mira?
 
-and its only right completion is `427`. In a chat, the model's answer restates the fact: `mira=427`.
-With the demo tokenizer a name, a digit and every other character here is one token, so prompt
-lengths are exact (`prompt_tokens`).
+and its only correct completion is `427`. In a chat, the model's answer restates the fact:
+`mira=427`. With the demo tokenizer a name, a digit and every other character here is one token, so
+prompt lengths are exact (`prompt_tokens`).
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ NAMES = tuple(head + tail for head in _HEADS for tail in _TAILS)
 """The 256 names used in facts; each is one token."""
 
 VALUE_DIGITS = 3
-"""Digits, and so tokens, in every value."""
+"""Number of digits in every value; each digit is one token."""
 
 SEPARATORS = ("\n", " ", ";")
 """Separators between facts; one prompt uses one of them throughout."""
 
 FACT_TOKENS = 1 + 1 + VALUE_DIGITS + 1
-"""Tokens of one fact: name, `=`, digits, separator."""
+"""Number of tokens of one fact: name, `=`, digits, separator."""
 
 _FRAME_TOKENS = 1 + 2
-"""Tokens of a completion prompt besides its facts: <bos>, the question's name and `?`."""
+"""Number of tokens of a completion prompt besides its facts: <bos>, the question's name and `?`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """Facts with distinct names, and the index of the fact in the question."""
+    """Facts with distinct names, and a question for the fact with index `asked`."""
 
     facts: tuple[Fact, ...]
     asked: int
@@ -79,14 +79,15 @@ class RecallPrompt:
 
     @property
     def distance_facts(self) -> int:
-        """Number of facts between the one asked for and the question."""
+        """Number of facts between the asked fact and the question."""
         return len(self.facts) - 1 - self.asked
 
 
 def make_prompt(rng: Random, fact_count: int, distance_facts: int | None = None, separator: str = "\n") -> RecallPrompt:
-    """Draw a prompt of `fact_count` facts whose asked fact has `distance_facts` facts after it.
+    """Generate a prompt of `fact_count` facts, `distance_facts` of them after the asked fact.
 
-    `distance_facts` of None draws it uniformly from 0 to fact_count - 1.
+    If `distance_facts` is None, sample it uniformly from 0 to fact_count - 1. Raises ValueError if
+    a number is out of range.
     """
     if not 1 <= fact_count <= len(NAMES):
         raise ValueError(f"fact_count must be 1 to {len(NAMES)}, got {fact_count}")
@@ -99,19 +100,20 @@ def make_prompt(rng: Random, fact_count: int, distance_facts: int | None = None,
 
 
 def prompt_tokens(fact_count: int) -> int:
-    """Return the tokens of a completion prompt of `fact_count` facts, <bos> included."""
+    """Return the number of tokens of a completion prompt of `fact_count` facts, <bos> included."""
     return fact_count * FACT_TOKENS + _FRAME_TOKENS
 
 
 def fact_count_for(tokens: int) -> int:
-    """Return the largest number of facts that fit into `tokens` tokens; at least 1."""
+    """Return the largest number of facts in a prompt of `tokens` tokens, from 1 to len(NAMES)."""
     return min(max((tokens - _FRAME_TOKENS) // FACT_TOKENS, 1), len(NAMES))
 
 
 def distance_tokens(distance_facts: int) -> int:
-    """Return the tokens from the fact's name to the question's `?`, where recall must start.
+    """Return the distance in tokens from the asked fact's name to the question's `?`.
 
-    A sliding window of w positions contains the whole fact if the result is less than w.
+    The answer starts after `?`. There, a sliding window of w tokens contains the whole fact if the
+    distance is less than w.
     """
     return (distance_facts + 1) * FACT_TOKENS + 1
 

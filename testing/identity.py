@@ -11,7 +11,7 @@ from testing.models import VOCABULARY, WINDOW_TOKENS
 
 BLOCK_TOKENS = 32
 MAX_TOKENS = 8
-# Two orders of summing float32 may swap two tokens only if their logprobs are this close.
+# Different summation orders in float32 may swap two tokens only if their logprobs are this close.
 TIE_LOGPROB = 1e-3
 LOGPROB_TOLERANCE = 1e-4
 
@@ -36,7 +36,7 @@ def random_prompt(tokens: int, seed: int) -> list[int]:
 
 
 def difference(reference: Answer, answer: Answer, tolerance: float = LOGPROB_TOLERANCE) -> str | None:
-    """Return the difference of ``answer`` from the reference, or None."""
+    """Return a description of the difference of ``answer`` from ``reference``, or None."""
     first = abs(reference.logprobs[0][0][1] - answer.logprobs[0][0][1])
     if first > tolerance:
         return f"first-token logprobs differ by {first:.1e}"
@@ -62,9 +62,10 @@ async def compare(
     tolerance: float = LOGPROB_TOLERANCE,
     tokens: int = MAX_TOKENS,
 ) -> Outcome:
-    """Send every prompt through the pair, alternately with both legs at once and in sequence.
+    """Send every prompt through the pair and compare the answers with the references.
 
-    References and answers have ``tokens`` tokens.
+    Every fourth prompt has its legs in sequence, the others both legs at once. References and
+    answers have ``tokens`` tokens.
     """
     wrong: list[str] = []
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Reads which modules a source file imports."""
+"""Lists the modules that a source file imports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Tiny random models, created where the tests run.
+"""Creates tiny models with random weights for tests.
 
-The architectures are real; the models have no tokenizer and a few megabytes of weights.
+The architectures are real. Except for ``benchmark_gemma3`` and ``paddle_vl``, the models have no
+tokenizer.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from app.demo.paths import MODEL_DIR
 VOCABULARY = 576
 WINDOW_TOKENS = 128
 IMAGE_TOKEN = VOCABULARY
-"""Token of ``paddle_vl`` that stands for one image in a prompt, and for each piece of it once vLLM
-has processed the image."""
+"""Placeholder token of ``paddle_vl``: one per image in a prompt; vLLM replaces it by one per piece
+of the image."""
 
 
 @dataclass(frozen=True)
 class SizedModel:
-    """Path of a model and the size of its KV: number of layers of each kind, and bytes of one token
-    of one layer in float32.
+    """Path of a model, and its KV's size: layers of each kind, and float32 bytes per token and
+    layer.
     """
 
     path: str
@@ -57,15 +58,17 @@ class SizedModel:
 def gemma3(folder: Path, kv_heads: int = 4, seed: int = 0, sliding: int = 2) -> str:
     """Create a Gemma-3-style hybrid and return its path.
 
-    ``sliding`` sliding layers, then a full one, twice; vLLM makes sliding + 1 KV cache groups.
+    The layers are ``sliding`` sliding layers and one full layer, twice; vLLM makes sliding + 1 KV
+    cache groups of them.
     """
     _save_gemma3(folder, seed, hidden=128, layer_types=_layers(sliding, 2), heads=4, kv_heads=kv_heads, head_dim=32)
     return str(folder)
 
 
 def repeating_gemma3(folder: Path) -> str:
-    """A ``gemma3`` whose layers add little to the embeddings: it repeats tokens, as n-gram
-    drafts expect. Its path.
+    """Create a ``gemma3`` that repeats tokens, as n-gram drafts expect. Return its path.
+
+    The model's layers add little to the embeddings.
     """
     gemma3(folder)
     weights = load_file(folder / "model.safetensors")
@@ -78,7 +81,7 @@ def repeating_gemma3(folder: Path) -> str:
 
 
 def benchmark_gemma3(folder: Path) -> SizedModel:
-    """Create a Gemma-3-style model whose prefill takes noticeable time; return its path.
+    """Create a Gemma-3-style model large enough to measure its prefill time.
 
     It has 12 layers, about 14 million parameters, and the demo model's tokenizer, so that servers
     can stream text.
@@ -114,8 +117,9 @@ def llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 @dataclass(frozen=True)
 class SpeculativeLlama:
-    """Paths of a target model, of a draft model and of an EAGLE head that both guess it well,
-    but not always.
+    """Paths of a target model, a draft model and an EAGLE head.
+
+    The target accepts most of their draft tokens, but not all.
     """
 
     target: str
@@ -124,17 +128,17 @@ class SpeculativeLlama:
 
 
 def speculative_llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> SpeculativeLlama:
-    """A llama whose first layer decides most; the draft model is its first two layers, the EAGLE
-    head its first.
+    """Create a llama whose first layer contributes most to the logits, with two drafters.
 
-    An EAGLE head has no norm before its layer, so the embeddings here have a root mean square of 1.
+    The draft model has the llama's first two layers, the EAGLE head the first layer. An EAGLE head
+    has no norm before its layer, so the embeddings here have a root mean square of 1.
     """
     torch.manual_seed(seed)
     sizes = _SIZES | {"tie_word_embeddings": False}
     target = LlamaForCausalLM(LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=4)).float()
     with torch.no_grad():
         embeddings = target.model.embed_tokens.weight
-        # The padding token's embedding is zero, and vLLM computes it for drafts that do not exist.
+        # Clamp: the padding token's embedding is zero, and vLLM computes padding for absent drafts.
         embeddings /= embeddings.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-6)
         for layer in list(target.model.layers)[1:]:
             layer.self_attn.o_proj.weight *= 0.1
@@ -154,7 +158,7 @@ def speculative_llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> Specula
         for name, weight in weights.items()
         if name.startswith("model.layers.0.") and "input_layernorm" not in name
     }
-    # A little of the target's hidden state, so that the head depends on it.
+    # Add a little of the target's hidden state, so that the head depends on it.
     head["fc.weight"] = torch.cat([torch.eye(hidden), 0.02 * torch.eye(hidden)], dim=1)
     save_file(head, eagle / "model.safetensors", metadata={"format": "pt"})
     config = LlamaConfig(**sizes, **_attention(kv_heads), num_hidden_layers=1)
@@ -164,8 +168,9 @@ def speculative_llama(folder: Path, kv_heads: int = 4, seed: int = 0) -> Specula
 
 
 def gpt_oss(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a gpt-oss: alternating sliding and full layers, attention sinks, experts. Return its
-    path.
+    """Create a gpt-oss model and return its path.
+
+    It has alternating sliding and full layers, attention sinks, and experts.
     """
     config = GptOssConfig(
         **_SIZES | {"tie_word_embeddings": False},
@@ -248,10 +253,10 @@ def falcon_h1(folder: Path, kv_heads: int = 4, state_groups: int = 1, seed: int 
 
 
 def qwen3_next(folder: Path, kv_heads: int = 2, seed: int = 0) -> str:
-    """Create a model of three gated delta net layers and one of full attention, twice; return its
-    path.
+    """Create a hybrid of gated delta nets and full attention; return its path.
 
-    vLLM requires experts in one of the layers.
+    Three gated delta net layers and a full-attention layer repeat twice. vLLM requires experts in
+    one of the layers.
     """
     config = Qwen3NextConfig(
         **_SIZES | {"tie_word_embeddings": False},
@@ -290,11 +295,11 @@ def lfm2(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
 
 
 def paddle_vl(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
-    """Create a PaddleOCR-VL: a vision encoder for images of any size, and positions of three axes
-    as in Qwen-VL; return its path.
+    """Create a PaddleOCR-VL model and return its path.
 
-    The processors of Qwen-VL and Gemma 3 import torchvision, which the CPU lock leaves out. The
-    tokenizer is the demo model's with tokens for images. A piece of 16 x 16 pixels is one token.
+    It has a vision encoder for images of any size, and positions of three axes as in Qwen-VL. A
+    piece of 16 x 16 pixels is one token. The tokenizer is the demo model's, plus image tokens. The
+    processors of Qwen-VL and Gemma 3 import torchvision, which requirements-cpu.lock leaves out.
     """
     patch, merge = 8, 2
     text = _SIZES | _attention(kv_heads) | {"vocab_size": VOCABULARY + 64, "num_hidden_layers": 4}
@@ -319,7 +324,7 @@ def paddle_vl(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     with torch.no_grad():
         for weight in model.model.visual.parameters():
             if weight.dim() > 1:
-                # From the encoder's fixed 0.02 to the range of all other weights.
+                # Scale from the encoder's fixed initializer range, 0.02, to that of other weights.
                 weight *= 10
     model.save_pretrained(folder)
     processor = {
@@ -335,7 +340,7 @@ def paddle_vl(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     names = ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>")
     tokenizer = json.loads((MODEL_DIR / "tokenizer.json").read_text())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    # Ids follow on those of the vocabulary without a gap.
+    # The image tokens' ids must follow the vocabulary's ids without a gap.
     known = len(tokenizer["model"]["vocab"])
     fill = [f"<unused {number}>" for number in range(known, VOCABULARY)]
     tokenizer["model"]["vocab"] |= {name: known + index for index, name in enumerate((*fill, *names))}

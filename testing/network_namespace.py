@@ -8,7 +8,7 @@ import subprocess
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MNT_DETACH = 2
 _PRIVATE = 0x4000 | 1 << 18
-"""mount(2): MS_REC, MS_PRIVATE"""
+"""Flags of mount(2): MS_REC and MS_PRIVATE."""
 
 
 def enter_new_network() -> None:
@@ -22,7 +22,7 @@ def enter_new_network() -> None:
 def enter_network(path: str) -> None:
     """Move the calling thread and its later children into the network namespace at ``path``.
 
-    /sys then shows the devices of that namespace, where UCX looks for them. Only for processes that
+    /sys then lists the devices of that namespace; UCX reads them there. Only for processes that
     have not started a thread.
     """
     _call("unshare", _CLONE_NEWNS)

@@ -1,8 +1,8 @@
-"""Ports for test servers that no other process takes between the choice and the bind.
+"""Chooses ports for test servers that no other process uses between the choice and the bind.
 
-A port that the kernel chooses (``bind`` to 0) comes from the range of outgoing connections, so one
-of them may take it. These ports come from below that range. A counter shared by all processes of
-the machine returns each port again only after all others.
+A port that the kernel chooses (``bind`` to 0) comes from the range of outgoing connections, so an
+outgoing connection may use it. This module chooses ports below that range. A counter shared by all
+processes of the machine returns each port again only after all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _COUNTER = Path(tempfile.gettempdir()) / f"tandem-test-ports-{os.getuid()}"
 
 
 def free_port() -> int:
-    """Return a TCP port without a listener that no other caller has received recently."""
+    """Return a TCP port without a listener that no other caller has received recently.
+
+    Raises RuntimeError if every port is in use.
+    """
     with _COUNTER.open("a+") as counter:
         fcntl.flock(counter, fcntl.LOCK_EX)
         counter.seek(0)
@@ -46,7 +49,7 @@ def _is_free(port: int) -> bool:
 
 
 def give_vllm_these_ports() -> None:
-    """Make vLLM take the ports of its process groups here (vllm/utils/network_utils.py)."""
+    """Make vLLM choose its process groups' ports by ``free_port`` (vllm/utils/network_utils.py)."""
     from vllm.utils import network_utils
 
     assert list(inspect.signature(network_utils._get_open_port).parameters) == ["start_port", "max_attempts"]  # noqa: SLF001

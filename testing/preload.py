@@ -1,6 +1,6 @@
 """Imports vLLM in the fork server, and adapts it to many engines on few cores.
 
-Every forked process inherits both.
+Every forked process inherits the imports and the changes.
 """
 
 from __future__ import annotations

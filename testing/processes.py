@@ -3,7 +3,8 @@
 An *arm* is a prefill and a decode engine with one connector. Requests alternate between the arms.
 The idle arm is stopped (SIGSTOP), because NIXL's progress threads, which vLLM's connector starts,
 spin when idle and would slow the other arm down. vLLM's connector also pins its worker to the last
-core of the machine. So all threads of both arms are allowed on all cores before the measurement.
+core of the machine. Callers therefore unpin all threads of both arms before a measurement
+(``free_cores``).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Arm(Processes):
 
 
 def children() -> set[int]:
-    """Return all descendants of this process."""
+    """Return the ids of all descendants of this process."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 

@@ -1,10 +1,11 @@
-"""The prefill/decode proxy of public examples in its shortest form: prefill first, then decode.
+"""Minimal prefill/decode proxy, like those of public examples: prefill first, then decode.
 
     python -m testing.sequential_proxy --prefill http://127.0.0.1:8100 \
         --decode http://127.0.0.1:8200 --port 8300
 
-It has no code for Tandem. It requests one token from the prefill server with ``do_remote_decode``
-and passes the ``kv_transfer_params`` of the answer unchanged to the decode server.
+It has no code specific to Tandem. It requests one token from the prefill server with
+``do_remote_decode`` and passes the ``kv_transfer_params`` of the answer unchanged to the decode
+server.
 """
 
 from __future__ import annotations

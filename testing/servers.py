@@ -28,13 +28,17 @@ from testing.network_namespace import enter_network
 from testing.processes import free_cores
 
 POOL_BLOCKS = 448
-"""Small, so that another request soon reuses a freed block."""
+"""Number of KV blocks of each engine; small, so that another request soon reuses a freed block."""
 
 MODEL = "demo"
 
 
 def _serve(argv: list[str], environment: dict[str, str], log: str, network: str) -> None:
-    """Main function of a server's process; does not return before the server ends."""
+    """Run a server in this process until the server ends.
+
+    ``log``      file to which stdout and stderr are appended
+    ``network``  path of the network namespace to enter; empty: this process's own
+    """
     os.setsid()
     if network:
         enter_network(network)
@@ -53,7 +57,7 @@ class Server:
     """One server.
 
     ``members``  processes of the current start by part: ``api``, ``core``, ``rank0``, …
-    ``network``  path of the server's network namespace, if it is not this process's own
+    ``network``  path of the server's network namespace; empty: this process's own
     ``host``     address at which this process reaches the server
     """
 
@@ -97,11 +101,11 @@ class Server:
             target=_serve, args=(argv, dict(self.environment), str(self.log), self.network)
         )
         process.start()
-        # Keep the id: a fork server that is asked to end forgets its children.
+        # Keep the process id: a fork server that is ending no longer tracks its children.
         self._api = psutil.Process(process.pid)
 
     def wait_until_up(self, timeout_s: float = 240.0) -> None:
-        """Wait until the server answers. Raises RuntimeError with the end of its log otherwise."""
+        """Wait until the server answers. Raises ``start_failure`` if it ends or time runs out."""
         give_up_at = time.monotonic() + timeout_s
         while time.monotonic() < give_up_at and not self.has_ended:
             with contextlib.suppress(httpx.TransportError):
@@ -126,7 +130,7 @@ class Server:
         return self._api is None or not _runs(self._api)
 
     def wait_end(self, timeout_s: float) -> None:
-        """Wait until the API server has ended."""
+        """Wait until the API server has ended, for at most ``timeout_s``; then return anyway."""
         assert self._api is not None
         psutil.wait_procs([self._api], timeout_s)
 
@@ -146,7 +150,7 @@ class Server:
         free_cores([process.pid for process in self.members.values()])
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """Record the processes of the server; ``tree`` has all of them."""
+        """Return the processes of a part (``members``); the part ``tree`` has all of them."""
         return list(self.members.values()) if part == "tree" else [self.members[part]]
 
     def signal(self, part: str, number: signal.Signals) -> None:

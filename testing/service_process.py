@@ -25,14 +25,14 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _stop_with_parent() -> None:
-    """Interrupt the service when the thread that started it ends, however it ends."""
+    """Make the kernel send SIGINT to this process when the thread that forked it ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 @dataclass
 class ServiceProcess:
-    """Run `python -m app.run` on one of the shipped configurations, on its own port."""
+    """A process of `python -m app.run` with one of the shipped configurations, on its own port."""
 
     config: Path
     folder: Path
@@ -47,10 +47,10 @@ class ServiceProcess:
         return (self.folder / "service.log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Return when the launcher reports that the service is ready. A failed start leaves no
-        process.
+        """Start the service and wait until the launcher reports that it is ready.
 
-        `log` includes the output of Ray, actors and engines.
+        Raises RuntimeError if the start fails; no process then remains. `log` includes the output
+        of Ray, actors and engines.
         """
         with (self.folder / "service.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ class ServiceProcess:
         return [launcher, *launcher.children(recursive=True)]
 
     def stop(self) -> list[psutil.Process]:
-        """Send Ctrl-C; end the remaining processes and return them."""
+        """Send SIGINT; kill the processes left after STOP_TIMEOUT_S and return them."""
         if self._process.poll() is not None:
             return []
         family = self.processes()
@@ -100,7 +100,10 @@ class ServiceProcess:
 
 
 def write_config(base: str, folder: Path, **sections: Mapping[str, object]) -> Path:
-    """Return a shipped configuration with some keys of its `args` sections replaced."""
+    """Write a shipped configuration with some keys of its `args` sections replaced.
+
+    Return the path of the written file.
+    """
     config = yaml.safe_load((ROOT / "configs" / base).read_text())
     for name, values in sections.items():
         config["applications"][0]["args"].setdefault(name, {}).update(values)

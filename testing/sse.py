@@ -10,7 +10,7 @@ NOT_SAID_TWICE = ("id", "object", "created", "model")
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    """Return the events of a whole stream, which must end with its end mark."""
+    """Return the events of a whole stream, which must end with `data: [DONE]`."""
     *frames, last, empty = stream.decode().split("\n\n")
     assert (last, empty) == ("data: [DONE]", ""), stream[-200:]
     return [json.loads(frame.removeprefix("data: ")) for frame in frames if not frame.startswith(":")]

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 
 
 def nixl_bytes() -> float:
-    """Return all bytes that NixlConnector reports as moved."""
+    """Return the number of bytes that NixlConnector's metrics report as moved."""
     return sum(
         sample.value
         for metric in REGISTRY.collect()

@@ -1,6 +1,6 @@
 """Runs vLLM's OpenAI server in its own process.
 
-Started as a module, because the CPU build has no working command.
+The server starts as a module, because the CPU build has no working `vllm` command.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def start_vllm(
     transfer: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Run a server with a KV connector; it serves the model as ``demo``."""
+    """Start a server with a KV connector; the served model name is ``demo``."""
     arguments = [
         "vllm.entrypoints.openai.api_server",
         *("--model", model, "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)),
@@ -58,7 +58,11 @@ def start_vllm(
 
 
 def wait_until_up(url: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Wait until ``url`` answers 200. Raises with the processes' logs if it does not."""
+    """Wait until ``url`` answers 200.
+
+    Raises RuntimeError with the ends of all logs in ``folder`` if ``process`` ends or
+    START_TIMEOUT_S passes first.
+    """
     give_up_at = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up_at:
         if process.poll() is not None:
@@ -73,7 +77,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], folder: Path) -> N
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and all their descendants."""
+    """Terminate the processes; kill those of them and their descendants left after 30 s."""
     family = [member for process in processes for member in _family(process.pid)]
     for process in processes:
         process.terminate()

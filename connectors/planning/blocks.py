@@ -53,9 +53,9 @@ class UnitShape:
     ``tokens``     tokens per unit
     ``src_units``  units per block of the producer
     ``dst_units``  units per block of the consumer
-    ``src_shard``  units that the producer rank stores
-    ``dst_shard``  units that the consumer rank stores
-    ``spread``     ranks over which both engines divide each unit's tokens in the same way
+    ``src_shard``  selects the units that the producer rank stores
+    ``dst_shard``  selects the units that the consumer rank stores
+    ``spread``     number of DCP ranks over which both engines divide each unit's tokens by one rule
     """
 
     tokens: int
@@ -108,12 +108,13 @@ def first_needed_token(group: Group, resume_token: int) -> int:
 def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_token: int) -> BlockSet:
     """Return the blocks to fill so that a consumer can resume at ``end_token``.
 
-    Tokens before ``start_token`` are a prefix cache hit of the consumer. Their blocks may be shared
-    with other requests and are never written. Tokens before the window are not needed. For a state
-    group, the result is the block that holds the state after ``end_token`` tokens, at position 0.
+    Tokens before ``start_token`` are a prefix cache hit of the consumer. Other requests may share
+    their blocks, so a transfer never writes to these blocks. Tokens before the window need no
+    block. For a state group, the result is the block that holds the state after ``end_token``
+    tokens, at position 0.
 
-    Raises PlanError if the table has no block for a needed token. The caller then computes that
-    token.
+    Raises PlanError if ``start_token`` exceeds ``end_token``, or if the table has no block for a
+    needed token. The caller then computes that token.
     """
     if not 0 <= start_token <= end_token:
         raise PlanError(f"start_token {start_token} must be 0 to end_token {end_token}")
@@ -147,11 +148,12 @@ def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet
 
 
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
-    """Return the units of ``blocks`` that a rank needs from another to resume at ``end_token``.
+    """Return the units of ``blocks`` that a producer rank writes for a resume at ``end_token``.
 
-    The first block of a window is filled from the beginning of the producer's block, because a
-    consumer with prefix caching treats a full block as complete. The last block may extend past the
-    prompt. Producer and consumer both call this function, so they count the same bytes.
+    The units of a window start with the producer's first block of the window, not with the window
+    itself: a consumer with prefix caching treats a full block as complete. Units that start at or
+    after ``end_token`` are left out. Producer and consumer both call this function, so they count
+    the same bytes.
     """
     if group.kind is GroupKind.STATE:
         return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))
@@ -167,8 +169,10 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the units whose tokens below ``end_token`` are all computed.
 
-    The last unit of a prompt may be partly filled; it is complete when the prompt is. A state is
-    complete when exactly ``end_token`` tokens have been computed.
+    ``computed``  number of computed tokens
+
+    The last unit may extend past ``end_token``. A state is complete when exactly ``end_token``
+    tokens have been computed.
     """
     if group.kind is GroupKind.STATE:
         return np.full(len(units), computed == end_token)

@@ -1,8 +1,9 @@
 """Describes a worker's cache without layer layouts: tensors of (blocks, page bytes) and references.
 
-The KV store uses this form: it needs only block ids and bytes. Layers that share memory refer to
-one tensor: all groups of a hybrid cache, or all layers of a block if the block is the outermost
-dimension. vLLM's ``CanonicalKVCaches`` (vllm/v1/kv_offload/base.py) has the same shape.
+The KV store uses this form, because the store needs only block ids and bytes. Layers that share
+memory refer to one tensor: layers of different groups in a hybrid cache, or all layers if the block
+is the outermost dimension. vLLM's ``CanonicalKVCaches`` (vllm/v1/kv_offload/base.py) has the same
+shape.
 """
 
 from __future__ import annotations

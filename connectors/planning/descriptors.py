@@ -1,7 +1,7 @@
 """Applies plans to block ids: returns runs, vectors of (source, destination, length).
 
-Adjacent runs are merged. The code creates no Python object per block: 10,000 blocks take a few
-numpy operations.
+The code merges adjacent runs. It creates no Python object per block: 10,000 blocks take a few numpy
+operations.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Moves:
 
 
 def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
-    """Return the runs of all moves, adjacent runs merged."""
+    """Return the runs of all moves, with adjacent runs merged."""
     parts = [_expand(plan.groups[move.group], move) for move in moves]
     if not parts:
         empty = np.empty(0, np.int64)
@@ -97,8 +97,8 @@ def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
 def _contiguous_units(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints, Ints]:
     """Return (first unit, number of units) of each range of units that is contiguous in all pieces.
 
-    If pages are dense on both sides, the block ids alone determine the ranges, for all pieces at
-    once.
+    If units are whole blocks and pages are dense on both sides, the block ids determine the ranges
+    of all pieces. Otherwise each unit is a range of its own.
     """
     size = plan.piece_bytes[pieces]
     whole = plan.src.unit_offset.shape[1] == plan.dst.unit_offset.shape[1] == 1
@@ -111,7 +111,7 @@ def _contiguous_units(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints
 
 
 def coalesce(runs: Runs) -> Runs:
-    """Merge each run with its predecessor if source and destination both continue it."""
+    """Merge consecutive runs that are adjacent in both source and destination memory."""
     if len(runs) < 2:
         return runs
     ends_src, ends_dst = runs.src[:-1] + runs.length[:-1], runs.dst[:-1] + runs.length[:-1]

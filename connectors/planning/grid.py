@@ -42,7 +42,7 @@ class Shard:
 
     @property
     def period(self) -> int:
-        """Tokens after which the assignment to ranks repeats."""
+        """Number of tokens after which the assignment to ranks repeats."""
         return self.size * self.interleave_tokens
 
     def stores(self, tokens: Tokens) -> npt.NDArray[np.bool_]:
@@ -61,8 +61,8 @@ class Shard:
     def meets(self, other: Shard) -> bool:
         """Return whether any token lies on both ranks.
 
-        A rank stores the same range of each period. Two ranges drift by all multiples of the common
-        divisor of their periods.
+        Each rank stores one range of tokens per period. The distances between ranges of the two
+        ranks differ by multiples of the greatest common divisor of their periods.
         """
         first, theirs = self.rank * self.interleave_tokens, other.rank * other.interleave_tokens
         drift = math.gcd(self.period, other.period)
@@ -105,7 +105,7 @@ class Grid:
         return self.pcp_size * self.tp_size
 
     def shard(self, pcp_rank: int, tp_rank: int) -> Shard:
-        """Return the tokens that a rank stores. DCP ranks are consecutive along PCP, then TP."""
+        """Return the shard of a rank. DCP ranks are consecutive along PCP, then along TP."""
         if self.dcp_size == 1:
             return EVERY_TOKEN
         return Shard((tp_rank * self.pcp_size + pcp_rank) % self.dcp_size, self.dcp_size, self.interleave_tokens)

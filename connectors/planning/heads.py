@@ -5,8 +5,8 @@
 
 TP sizes need not divide each other. Every consumer rank receives each token of each of its heads
 from exactly one producer rank. Ranks with the same heads and tokens are replicas and share the
-load: consumer ranks take turns over them; if there are fewer consumer ranks than replicas, layers
-take turns, too.
+load: each replica serves its own subset of the consumer ranks. If there are more replicas than
+consumer ranks, a consumer rank receives different layers from different replicas.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Holding:
 def holdings(grid: Grid, kv_heads: int, *, sharded: bool) -> list[Holding]:
     """Return what each rank of a pipeline stage stores of a layer with ``kv_heads`` heads.
 
-    ``sharded``  whether DCP divides the layer's tokens; it does not divide states, for example
+    ``sharded``  whether DCP divides the layer's tokens; False for states, for example
     """
     return [
         Holding(held_heads(tp_rank, grid.tp_size, kv_heads), grid.shard(pcp_rank, tp_rank) if sharded else EVERY_TOKEN)
@@ -60,7 +60,7 @@ def holdings(grid: Grid, kv_heads: int, *, sharded: bool) -> list[Holding]:
 
 
 def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: int = 0) -> tuple[HeadShare, ...]:
-    """Return the shares of one layer between engines that have tensor parallelism alone."""
+    """Return the shares of one layer between engines with tensor parallelism only."""
     return shares_of_layer(Grid(producer_tp), Grid(consumer_tp), kv_heads, layer_index, (False, False))
 
 
@@ -70,9 +70,10 @@ def shares_of_layer(
 ) -> tuple[HeadShare, ...]:
     """Return all shares of one layer, sorted by consumer rank, then by head, then by shard.
 
+    ``layer_index``  selects the replica
+    ``sharded``      whether DCP divides the layer's tokens, at the producer and at the consumer
+
     Heads that one producer rank sends to one consumer rank are contiguous and form one share.
-    ``layer_index`` selects the replica. ``sharded`` says whether DCP divides the layer's tokens at
-    the producer and at the consumer.
     """
     sources: dict[Holding, list[int]] = {}
     for rank, holding in enumerate(holdings(producer, kv_heads, sharded=sharded[0])):
@@ -90,7 +91,7 @@ def shares_of_layer(
 
 
 def _overlap(held: Holding, wanted: Holding) -> range:
-    """Return the heads of which both ranks store a common token."""
+    """Return the heads that both ranks store; empty if they have no token in common."""
     heads = range(max(held.heads.start, wanted.heads.start), min(held.heads.stop, wanted.heads.stop))
     return heads if heads and held.shard.meets(wanted.shard) else range(0)
 
@@ -98,7 +99,8 @@ def _overlap(held: Holding, wanted: Holding) -> range:
 def _replica(replicas: list[int], position: int, wanting: int, layer_index: int) -> int:
     """Return the replica that serves consumer rank number ``position`` of ``wanting``.
 
-    Each replica serves its own subset of the consumer ranks.
+    Each replica serves its own subset of the consumer ranks. If there are more replicas than
+    consumer ranks, each consumer rank has several and ``layer_index`` selects one of them.
     """
     first = position * len(replicas) // wanting
     stop = max(first + 1, (position + 1) * len(replicas) // wanting)

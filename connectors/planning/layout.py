@@ -12,10 +12,10 @@ kernel block  block of the attention kernel, if it is smaller than the allocator
         + b * block_stride_bytes + k * kernel_block_stride_bytes
         + h * head_stride_bytes + s * stripe_stride_bytes + r * row_stride_bytes
 
-and ``row_bytes`` bytes lie there. Layers of different groups may share a region; all groups draw
-block ids from one pool, so their pages have different block ids. A layer with an irregular page
-becomes several layers, its *parts*: K and V of CPU attention, convolution and recurrent state of a
-Mamba layer.
+Each row has ``row_bytes`` bytes. Layers of different groups may share a region: all groups allocate
+block ids from one pool, so their pages have different block ids. A layout describes a layer with an
+irregular page as several layers, its *parts*. Examples are K and V of CPU attention, and
+convolution and recurrent state of a Mamba layer.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Region:
 class LayerPages:
     """Pages of one layer on one worker. Strides and sizes are in bytes.
 
-    ``total_heads``  KV heads of the whole model; anything that is split evenly over TP ranks counts
-                     as heads, MLA's latent as one
+    ``total_heads``  KV heads of the whole model, or other parts of a page that TP splits evenly
+                     over ranks; 1 for MLA's latent
     ``heads``        KV heads on this worker (``heads.held_heads``)
     ``rows``         rows of one head's stripe in one kernel block
     ``packing``      name of the byte order within a row; equal packings are interchangeable
@@ -138,9 +138,9 @@ class Group:
     ``block_tokens``   tokens per block, over all DCP ranks; for a state group, the number of tokens
                        between two states
     ``window_tokens``  window or chunk size; None for full attention and state groups
-    ``layers``         this rank's layers
+    ``layers``         pages of this rank's layers, one entry per part
     ``shard``          tokens of each block that this rank stores
-    ``stages``         names of the model's layers, by pipeline stage; empty without PP
+    ``stages``         names of the group's layers, by pipeline stage; empty without PP
     """
 
     index: int
@@ -211,10 +211,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Cache of one worker: its ranks on the parallel axes, and the axes' sizes (``grid.Grid``).
+    """Cache layout of one worker, with its rank on each parallel axis and the sizes of the axes.
 
-    ``caches_prefixes``  whether the engine reuses full blocks for later requests; each must then
-                         contain everything that its tokens wrote
+    ``caches_prefixes``  whether prefix caching is on. A later request may then reuse any full
+                         block, so a transfer must fill the whole block
     """
 
     tp_rank: int
@@ -270,7 +270,7 @@ class EngineLayout:
         return self.pcp_rank * self.tp_size + self.tp_rank
 
     def _check_share(self, group: Group) -> None:
-        """Raise PlanError unless the group has the tokens and layers of this rank."""
+        """Raise PlanError unless the group has this rank's shard and layers."""
         if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
             raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its place in the grid is {shard}")
         if len(group.stages) != (self.pp_size if self.pp_size > 1 else 0):
@@ -290,10 +290,10 @@ class EngineLayout:
 
 
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
-    """Return this rank's parts of a group with their layer index.
+    """Return (layer index, pages) of each part of a group on this rank.
 
-    The model's layers are numbered over all groups and pipeline stages. Parts of one layer have the
-    same index.
+    Layer indices count the model's layers over all groups and pipeline stages. Parts of one layer
+    have the same index.
     """
     first = sum(len(before.model_layers) for before in groups[: group.index])
     index_of = {layer: index for index, layer in enumerate(group.model_layers, first)}

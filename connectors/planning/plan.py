@@ -1,8 +1,8 @@
 """Plans the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
-A plan is made once per pair of ranks. For each piece of a unit it holds the start address at source
-and destination, the distance to the next block, and the offsets of a block's units. Applying it to
-block ids is one numpy broadcast (``descriptors.py``), for every model.
+The connector makes a plan once per pair of ranks. For each piece of a unit and each side, a plan
+has the piece's address, the distance to the next block, and the offsets of a block's units.
+Applying a plan to block ids takes one numpy broadcast (``descriptors.py``), for every model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Side:
 
     ``address``       address of each piece in block 0, shape (K,)
     ``block_stride``  bytes from one block to the next, shape (K,)
-    ``unit_offset``   bytes from the block's piece to that of unit j, shape (K, units per block)
+    ``unit_offset``   bytes from a piece of a block's first unit to the same piece of its unit j,
+                      shape (K, units per block)
     """
 
     address: Ints
@@ -47,7 +48,8 @@ class GroupPlan:
     """The K pieces of one unit of one group, sorted by layer.
 
     ``piece_bytes``  bytes of each piece, shape (K,)
-    ``layer_of``     index within the group of each piece's layer, shape (K,)
+    ``layer_of``     index of each piece's layer among the producer rank's layers of the group,
+                     shape (K,)
     """
 
     shape: UnitShape
@@ -62,7 +64,7 @@ class GroupPlan:
         return int(self.piece_bytes.sum())
 
     def pieces_of(self, layers: tuple[int, int] | None) -> slice:
-        """Return the pieces of layers ``[first, stop)`` of the group; None means all layers."""
+        """Return the range of the pieces of layers ``[first, stop)``; None means all layers."""
         if layers is None:
             return slice(0, len(self.piece_bytes))
         first, stop = np.searchsorted(self.layer_of, layers)
@@ -106,7 +108,7 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
 
 
 def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]:
-    """Return the pages of the parts that both ranks hold. With PP, others lie on other stages."""
+    """Return (producer's, consumer's) pages of each part of a layer that both ranks hold."""
     theirs = dst.parts
     return [
         pair for layer, pages in src.parts.items() if layer in theirs for pair in zip(pages, theirs[layer], strict=True)
@@ -114,12 +116,12 @@ def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]
 
 
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
-    """Refuse block sizes with which a producer could fill a consumer's block only in part.
+    """Raise IncompatiblePeerError if the producer could fill a consumer's block only in part.
 
-    This can happen if the producer's blocks are not a multiple of the consumer's. A partly filled
-    block is wrong in two cases: the consumer's prefix cache treats it as complete if a window
-    starts within it; beside state groups, attention past the end of the prompt reads the rest,
-    because vLLM does not clear these blocks.
+    This can happen if the producer's block size is not a multiple of the consumer's. A partly
+    filled block gives wrong results in two cases. If a window starts within the block, the
+    consumer's prefix cache treats the block as complete. In a model with state groups, attention
+    past the end of the prompt reads the rest of the block, because vLLM does not clear it.
     """
     theirs, ours = producer.groups[index], consumer.groups[index]
     if ours.kind is GroupKind.STATE or not theirs.block_tokens % ours.block_tokens:
@@ -166,7 +168,7 @@ def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
 def unit_shape(src: Group, dst: Group) -> UnitShape:
     """Return the largest unit that lies in one block and one kernel block on both sides.
 
-    If DCP divides tokens differently on the two sides, a unit also lies on one DCP rank of each.
+    If DCP divides tokens differently on the two sides, a unit also lies on one DCP rank per side.
 
     Raises PlanError if a unit would not be a whole number of rows.
     """
@@ -196,9 +198,9 @@ def unit_shape(src: Group, dst: Group) -> UnitShape:
 def consumer_ranks(producer: EngineLayout, consumer: EngineLayout) -> frozenset[int]:
     """Return the consumer ranks that exchange messages with this producer rank per transfer.
 
-    ``consumer`` may be any rank of its engine. They are the ranks with which the producer rank has
-    a share. A producer rank without any share must still learn when it can free its blocks, so it
-    exchanges messages, without bytes, with consumer rank ``rank % size``.
+    ``consumer`` may be any rank of its engine. The result is the ranks to which the producer rank
+    sends a share. A producer rank without any share also holds blocks until the transfer ends, so
+    it exchanges messages, without bytes, with consumer rank ``rank % size``.
     """
     ranks = set()
     for src, dst in zip(producer.groups, consumer.groups, strict=True):
@@ -220,8 +222,8 @@ def _shares(
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
     """Plan the copies from one producer rank to one consumer rank.
 
-    The layouts must be compatible (``check_compatible``). A pair without a common layer, head or
-    token gets a plan without pieces: it exchanges messages only.
+    The layouts must be compatible (``check_compatible``). The plan of two ranks without a common
+    layer, head or token has no pieces; these ranks exchange messages only.
     """
 
     def plan_group(src: Group, dst: Group) -> GroupPlan:
@@ -331,8 +333,8 @@ def _merge_columns(columns: list[_Column]) -> list[_Column]:
 def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:
     """Divide ``heads`` heads of ``rows`` rows into the fewest ranges contiguous on both sides.
 
-    ``first`` is the index of the first head among the source rank's heads, and among the target
-    rank's.
+    ``first``  index of the first head among the producer rank's heads, and among the consumer
+               rank's heads
     """
     src_head, dst_head = first
     if src_head + heads > src.heads or dst_head + heads > dst.heads:

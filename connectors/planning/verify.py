@@ -57,10 +57,10 @@ def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequen
 def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
     """Prove the plans of one consumer rank on one block of each group. Raises CoverError.
 
-    One block proves all: pieces are the same for every block, and pages of different blocks do not
-    overlap. If DCP divides tokens at the producer, the ranks that write a block depend on its
-    position; each position of one period is proved. Each group is proved separately because groups
-    may share memory.
+    One block is enough: pieces are the same for every block, and pages of different blocks do not
+    overlap. If DCP divides tokens at the producer, a block's position determines the ranks that
+    write the block. This function therefore proves each position of one period. It proves each
+    group separately because groups may share memory.
     """
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]

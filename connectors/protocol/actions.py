@@ -14,11 +14,11 @@ from connectors.protocol.wire import Message, Peer
 class Digest(Protocol):
     """Digest of one transfer between two ranks, at one end.
 
-    The owner of the machine adds the bytes.
+    The owner of the state machine adds the bytes of writes; ``Verify`` adds received bytes.
     """
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of some units of a group. Units must ascend over all calls.
+        """Add the bytes of some units of a group. For each layer, units must ascend over all calls.
 
         ``ids``     block of each unit at this end
         ``parts``   index of each unit within its block
@@ -45,7 +45,8 @@ class Send:
 class Write:
     """Write ``moves`` to ``peer``, then report the end of write ``write_id``.
 
-    ``digest``  receives the source bytes after the write is posted; None without integrity check
+    ``digest``  digest to which the owner adds the source bytes after it has posted the write; None
+                without integrity check
 
     The owner calls ``write_done``, ``write_refused`` or ``write_failed``.
     """
@@ -59,10 +60,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The machine has removed this peer; it has no messages or writes in progress to it.
+    """The state machine has removed this peer and has no message or write to it in progress.
 
-    The owner releases the peer's plans and connection, unless the other machine ``knows`` it. A
-    peer that is still alive reconnects with a new handshake.
+    The owner releases the peer's plans and connection, unless ``knows`` of the other state machine
+    returns True. A peer that is still alive reconnects with a new handshake.
     """
 
     peer: Peer
@@ -84,9 +85,9 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A queued request can allocate its blocks: the producer is about to start its prompt.
+    """The producer is about to start a queued request's prompt: the request can allocate blocks.
 
-    ``failure``  None, or why no KV will arrive; this engine then computes the prompt
+    ``failure``  None, or the reason why no KV will arrive; this engine then computes the prompt
     """
 
     request_id: str
@@ -128,7 +129,7 @@ class Received:
     ``failure``     None if all KV has arrived with matching digests, else the reason
     ``quarantine``  transfer id if a producer rank may still write to the blocks, else None
 
-    No request may use blocks in quarantine, this one included, until ``Freed`` for that transfer.
+    No request, this one included, may use blocks in quarantine until ``Freed`` of their transfer.
     """
 
     request_id: str

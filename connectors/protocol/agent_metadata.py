@@ -1,8 +1,8 @@
 """Describes each worker to its peers (agent metadata) and checks that two engines match.
 
-Agent metadata describes one worker and its NIXL agent; engine metadata has that of all workers of
-one incarnation. The encoding is JSON: engines exchange it once per pair, and people read it to
-debug a refused handshake.
+Agent metadata describes one worker and its NIXL agent. Engine metadata is the agent metadata of all
+workers of one incarnation. The encoding is JSON: engines exchange metadata once per pair, and
+operators read it to debug a refused handshake.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Identity of a process, with which another process can check whether it is alive.
+    """Identity of a process, for liveness checks by other processes.
 
-    ``host``        boot id and namespaces of ``pid`` and ``started_at``; empty if unknown
+    ``host``        boot id of the kernel, and the namespaces in which ``pid`` and ``started_at``
+                    are valid; empty if unknown
     ``pid``         process id
     ``started_at``  start time in clock ticks since boot
     """
@@ -150,7 +151,8 @@ def decode_agent_metadata(payload: bytes) -> AgentMetadata:
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
     """Combine the agent metadata of all workers.
 
-    Raises WireError unless they are ranks 0 to n-1 of one incarnation.
+    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation with one grid and
+    equal layers.
     """
     rank_metadata = tuple(workers[rank] for rank in sorted(workers))
     if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):

@@ -1,7 +1,7 @@
 """State machine of all transfers that one worker receives (the consumer). Sans-I/O.
 
-Events and the current time go in, actions come out. ``reception.py`` holds the requests and their
-queue, ``engines.py`` the producer engines.
+Its methods take events and the current time in seconds, and return actions. ``reception.py`` has
+the requests and their queue; ``engines.py`` has the producer engines.
 
     reception   on                         becomes     actions
     --------------------------------------------------------------------------------------------
@@ -12,7 +12,7 @@ queue, ``engines.py`` the producer engines.
     (none)      start                      CONNECTING  Connect to the producer engine
     (none)      start, id used before      gone        Received(failed): an id is valid once
     CONNECTING  connected                  OFFERED     an Offer to every partner rank
-    CONNECTING  connect_failed, silence    gone        Received(failed): no peer knows the blocks
+    CONNECTING  connect_failed, silence    gone        Received(failed): no peer has the block ids
     OFFERED     Fin, expected byte count   OFFERED     Verify if a digest was requested
     OFFERED     all verified               gone        Received(ok)
     OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
@@ -30,17 +30,18 @@ queue, ``engines.py`` the producer engines.
 
 Silence is progress_s without a message of one partner. Cancel goes to all partners that may write.
 A request of a known engine skips CONNECTING, unless a message to the engine could not be sent or
-one of its transfers is in quarantine. A transfer id stays used for lease_s.
+one of its transfers is in quarantine. A transfer id counts as used until lease_s after the end of
+its transfer.
 
-A partner *may write* after an Offer was sent to it, until its Fin, Aborted or Cancelled arrives or
-it is known to be dead. Failed does not end this: parts of a write may still arrive. ``Received``
+A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives or the owner
+reports its death. Failed does not end this period: parts of a write may still arrive. ``Received``
 without quarantine and ``Freed`` return blocks to the scheduler. Both require that no partner may
 write and that no verification runs. A deadline ends the request's wait; it never releases blocks.
-The machine ignores messages of transfers that are gone. It removes an engine that is dead or unused
-for forget_s / 2, with a Forget per rank.
+The state machine ignores messages of transfers that are gone. It removes an engine that is dead or
+unused for forget_s / 2, with a Forget per rank.
 
-    worker_lost  one producer rank is dead and may not write any more
-    engine_lost  the producer is dead and none of its ranks may write any more
+    worker_lost  one producer rank is dead and cannot write any more
+    engine_lost  the producer is dead and none of its ranks can write any more
     release      a request needs nothing from its producer: Cancel to every partner ends the lease
 """
 
@@ -83,7 +84,7 @@ _USED_TWICE = "the transfer id has been used by another request; use a new trans
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSnapshot:
-    """Copy of a consumer machine's state at one moment.
+    """Copy of the consumer's state at one moment.
 
     ``queued``       transfer ids of the queued requests
     ``receptions``   stage of each reception outside quarantine, by request id
@@ -102,7 +103,7 @@ class ConsumerSnapshot:
 class Consumer:
     """State machine of all transfers that one worker receives.
 
-    Not thread-safe: the owner serialises.
+    Not thread-safe: the owner serialises calls.
     """
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
@@ -118,9 +119,7 @@ class Consumer:
         self._used: dict[str, float] = {}
 
     def queue(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """Add a request without blocks. ``Due`` follows, unless ``start`` or ``release`` is
-        first.
-        """
+        """Add a request without blocks; it stays queued until ``Due``, ``start`` or ``release``."""
         if self._is_used(transfer_id):
             return [Due(request_id, transfer_id, _USED_TWICE)]
         return self._queue.add(request_id, transfer_id, producer, now)
@@ -128,9 +127,9 @@ class Consumer:
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
         """Receive the KV of a request whose blocks are allocated.
 
-        A transfer id is valid once (requests with n > 1 share their parameters). A second use fails
-        at once: Fin carries only the transfer id, so a late Fin of the first request would match
-        the second one.
+        A transfer id is valid once, but several requests may have the same parameters. A second use
+        fails at once: Fin carries only the transfer id, so a late Fin of the first request would
+        match the second request.
         """
         if not self._queue.remove(order.transfer_id, order.request_id) and self._is_used(order.transfer_id):
             return [Received(order.request_id, _USED_TWICE)]
@@ -141,7 +140,7 @@ class Consumer:
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
 
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """End the producer's lease for a request that needs no KV and has no blocks for it."""
+        """End the producer's lease of a request that needs no KV and has no blocks to fill."""
         self._queue.discard(transfer_id)
         self._engines.touch(producer.incarnation, now)
         cancels = self._engines.release(transfer_id, producer.incarnation, now)
@@ -214,8 +213,8 @@ class Consumer:
     def forget(self, incarnation: str) -> list[Forget]:
         """Remove an engine after the owner dropped one of its workers.
 
-        If requests still wait for other ranks, only mark the engine stale. In both cases its next
-        request starts with a handshake.
+        If requests still depend on the engine's other ranks, only mark the engine stale. In both
+        cases the engine's next request starts with a handshake.
         """
         if self._of_engine(incarnation) or self._queue.uses(incarnation):
             self._engines.mark_stale(incarnation)
@@ -277,13 +276,13 @@ class Consumer:
         return actions
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether this worker has met ``peer`` and has not removed its engine."""
+        """Return whether ``peer`` is a rank of a known engine."""
         return self._engines.knows(peer)
 
     def suspects(self) -> set[Suspect]:
         """Return the producer workers that may still write to blocks in quarantine.
 
-        They left a Cancel unanswered, or one of their writes failed.
+        Such a worker left a Cancel unanswered, or one of its writes failed.
         """
         return {
             Suspect(each.peer, each.process, each.was_seen, each.met_at)
@@ -331,7 +330,7 @@ class Consumer:
         return transfer_id in self._used or transfer_id in self._by_transfer or transfer_id in self._queue.requests
 
     def _producers(self) -> Iterator[EngineAddress]:
-        """Yield the engines that a request waits for."""
+        """Yield the address of the producer of each queued request and reception."""
         yield from (queued.producer for queued in self._queue.requests.values())
         yield from (reception.order.producer for reception in self._all())
 
@@ -409,7 +408,7 @@ class Consumer:
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """End the request's wait cancel_s after a Cancel, and send Cancel again."""
+        """Send Cancel again, cancel_s after the last one; end the request's wait if it lasts."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
         if reception.stage is ReceptionStage.ENDING:
@@ -428,7 +427,8 @@ class Consumer:
         order = reception.order
         reception.stage = ReceptionStage.QUARANTINE
         self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)
-        # New requests start with a handshake: offered blocks would only join the quarantine.
+        # The engine's next requests start with a handshake: blocks offered to an engine that does
+        # not answer would also end in quarantine.
         self._engines.mark_stale(order.producer.incarnation)
         return Received(order.request_id, reception.failure, quarantine=order.transfer_id)
 

@@ -1,4 +1,4 @@
-"""State of one transfer at its producer, the writes that are possible now, and limits."""
+"""State of one transfer at its producer, selection of the units to write, limits on consumers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from connectors.protocol.wire import Message, Offer, Peer
 class ConsumerPeer:
     """Producer's record of a consumer worker after its Hello.
 
-    ``partner_ranks``  ranks of that engine that exchange messages with this producer rank
+    ``partner_ranks``  ranks of the consumer engine that exchange messages with this producer rank
     ``num_blocks``     size of the consumer worker's block pool
     ``shapes``         units of each group between the two workers
-    ``new_digest``     creates the digest of one transfer; None if this engine computes none
+    ``new_digest``     creates the digest of one transfer; None if this engine computes no digests
     """
 
     partner_ranks: frozenset[int]
@@ -52,8 +52,8 @@ EVERY_LAYER = 2**31
 """Upper bound of a layer range; no group has as many layers."""
 
 MAX_EARLY = 1024
-"""Transfers per consumer engine whose requests have not arrived; usually this lasts
-milliseconds.
+"""Limit of early transfers per consumer engine. The prefill request of an early transfer has not
+arrived; it usually arrives within milliseconds.
 """
 
 NO_CONSUMER = ""
@@ -96,16 +96,19 @@ class Delivery:
     hangs: bool = False
 
     def taken(self, transfer: Transfer) -> bool:
-        """Return whether nothing is left to write, or the prompt has ended without the rest."""
+        """Return whether the delivery is complete, or the whole prompt has been computed.
+
+        A complete delivery has no unit left, and ``offer.end_token`` tokens have been computed.
+        """
         assert self.offer is not None
         left = bool(self.early) or (self.pending is not None and any(map(len, self.pending)))
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
     def missing(self) -> str | None:
-        """Return what was not written by the end of the prompt, or None.
+        """Return a description of the units left unwritten at the end of the prompt, or None.
 
-        Only a state can be missing: the prompt was computed past the token at which the consumer
-        resumes.
+        Only a state can remain unwritten: the engine computed the prompt past the token at which
+        the consumer resumes.
         """
         assert self.offer is not None
         groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
@@ -130,6 +133,7 @@ class Gone:
 class Transfer:
     """One request's KV for one consumer engine.
 
+    ``since``            time of the last change of stage, in seconds
     ``starting``         True once the scheduler is about to start the prompt
     ``computed_tokens``  tokens whose KV has been computed
     ``coming_tokens``    tokens whose KV will have been computed after the current step; 0 between
@@ -139,7 +143,7 @@ class Transfer:
     ``expected_ranks``   consumer ranks that this rank serves; None until the first message
     ``deliveries``       state of each consumer rank
     ``numbers``          highest message number of each consumer worker
-    ``check_at``         time before which no deadline passes
+    ``check_at``         time before which no deadline passes, in seconds
     """
 
     transfer_id: str
@@ -168,11 +172,11 @@ class Transfer:
 
 
 class Allowance:
-    """Limits on what consumers can make a producer rank remember.
+    """Limits on the state that consumers can create in a producer rank.
 
-    ``early``   transfers whose requests have not arrived, by consumer incarnation. Beyond
+    ``early``   number of transfers whose requests have not arrived, by consumer incarnation. Beyond
                 MAX_EARLY, the producer does not answer: an answer lets the consumer reuse blocks,
-                so it must be remembered
+                so the producer would have to keep a record of the answer
     ``blocks``  blocks in open offers, by consumer rank; at most the size of its pool
     """
 
@@ -181,7 +185,7 @@ class Allowance:
         self.blocks: Counter[Peer] = Counter()
 
     def count_early(self, transfer: Transfer, change: int) -> None:
-        """Add ``change`` to the consumer's early transfers, if this transfer is early."""
+        """Add ``change`` to the consumer's number of early transfers, if this transfer is early."""
         if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
@@ -204,7 +208,7 @@ class Allowance:
 
 
 def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> str | None:
-    """Return why an offer cannot be served, or None."""
+    """Return the reason why an offer cannot be served, or None."""
     if offer.digest and consumer.new_digest is None:
         return "the offer requests a digest, but integrity is off on the prefill engine"
     if offer.prompt_digest != transfer.prompt_digest:
@@ -244,7 +248,7 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return the moves that can be written now for an offer, or why it cannot be served."""
+    """Return (problem, moves): why an offer cannot be served, or None; the moves to write now."""
     if consumer is None:
         return "the consumer engine has ended", []
     if delivery.pending is None:
@@ -284,7 +288,7 @@ def take_layers(
 ) -> list[Moves] | None:
     """Return the unwritten layers below ``stop`` of the units that the current step completes.
 
-    None if a source block has been freed.
+    Return None if a source block has been freed.
     """
     if group.index not in delivery.early:
         taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)
@@ -301,10 +305,11 @@ def take_layers(
 def _take(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, computed_tokens: int
 ) -> list[Moves] | None:
-    """Remove and return a group's pending units that ``computed_tokens`` complete; None if freed.
+    """Remove and return a group's pending units that ``computed_tokens`` complete.
 
-    If the token after ``end_token`` lies in the prompt's last unit, the unit waits for that token:
-    the engine would otherwise compute into the unit while a write reads it.
+    Return None if a source block has been freed. The prompt's last unit is complete once all its
+    prompt tokens are computed, also those from ``end_token`` on: the engine would otherwise write
+    KV into the unit while the transfer reads it.
     """
     assert delivery.offer is not None
     assert delivery.pending is not None

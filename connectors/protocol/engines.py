@@ -1,4 +1,4 @@
-"""Producer engines that a consumer worker has met. Part of the machine in ``consumer.py``."""
+"""Producer engines known to a consumer worker. Part of the state machine in ``consumer.py``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Partner:
     ``shapes``      units of each group between the two workers
     ``unit_bytes``  bytes per unit of each group
     ``new_digest``  creates the digest of one transfer from this rank; None without integrity check
-    ``met_at``      side channel address of the handshake; None without one. Other addresses in
-                    requests prove nothing about this engine
+    ``met_at``      side channel address of the handshake, or None. An address that a request names
+                    does not prove that this engine answers there
     ``process``     process that posts the rank's writes
-    ``was_seen``    whether that process was in this worker's own kernel at the handshake
+    ``was_seen``    whether the process ran under this worker's own kernel at the handshake
     """
 
     peer: Peer
@@ -109,24 +109,24 @@ class ProducerEngines:
         self.releases.setdefault(incarnation, []).append((transfer_id, now))
 
     def send_releases(self, incarnation: str, now: float) -> list[Send]:
-        """Return the Cancels of the transfers that waited for this handshake."""
+        """Return the Cancels that were pending until this handshake."""
         waiting = self.releases.pop(incarnation, [])
         return [send for transfer_id, _ in waiting for send in self.release(transfer_id, incarnation, now)]
 
     def drop_releases(self, now: float) -> None:
-        """Drop Cancels after lease_s: the producer's lease has expired."""
+        """Drop pending Cancels older than lease_s: the producer's leases have expired."""
         for incarnation, waiting in list(self.releases.items()):
             self.releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self.releases[incarnation]:
                 del self.releases[incarnation]
 
     def next_number(self) -> int:
-        """Return the number of the next Offer, AwaitStart or Cancel. One series for all engines."""
+        """Return the number of the next Offer, AwaitStart or Cancel, over all engines."""
         self._last_number += 1
         return self._last_number
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether this worker has met the rank and has not removed its engine."""
+        """Return whether ``peer`` is a rank of a known engine."""
         return any(partner.peer == peer for partner in self.partners.get(peer.incarnation, ()))
 
     def addresses(self) -> set[EngineAddress]:

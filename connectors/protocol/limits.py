@@ -1,6 +1,6 @@
 """Deadlines of the transfer protocol.
 
-Each wait of both state machines is bounded by one of them.
+Each wait of the producer and consumer state machines ends by one of these deadlines.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ class TransferLimits:
 
     ``handshake_s``  limit of the first contact with an engine, its agent metadata included
     ``progress_s``   time without a message of a queued or offered transfer after which the consumer
-                     gives it up
-    ``cancel_s``     interval between Cancels to a producer that does not answer; after the first,
-                     the engine computes the request in other blocks and quarantines its blocks
-    ``lease_s``      time for which a producer holds finished blocks without an offer, and remembers
-                     ended transfers and offers without a request
+                     gives the transfer up
+    ``cancel_s``     interval between Cancels to a producer that does not answer; after the first
+                     interval, the engine quarantines the request's blocks and computes the request
+                     in other blocks
+    ``lease_s``      time for which a producer holds finished blocks without an offer, and keeps
+                     records of ended transfers and of offers whose requests have not arrived
     ``alive_s``      interval of Alive from a producer that cannot write yet
     ``step_s``       time without a finished engine step, with work queued, after which Alive stops.
                      The default equals vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which vLLM
                      ends the engine
-    ``fence_s``      time after its post for which a preempted request waits for a write in flight
+    ``fence_s``      longest wait of a preempted request for a write in flight, from the write's
+                     post
     ``forget_s``     time without a message after which a producer removes a consumer worker; a
-                     consumer removes an unused producer engine after half of it, so it seldom
-                     contacts a producer that has removed it
+                     consumer removes an unused producer engine after half this time, so consumers
+                     seldom contact a producer that has removed them
     """
 
     handshake_s: float = 30.0
@@ -52,14 +54,17 @@ class TransferLimits:
 
     @property
     def hang_s(self) -> float:
-        """Time without progress of a write after which the producer gives a delivery up.
+        """Time in seconds without progress of a write after which the producer ends the delivery.
 
-        It exceeds progress_s, so the consumer has given the transfer up before.
+        It exceeds progress_s, so the consumer gives the transfer up first.
         """
         return 2 * self.progress_s
 
     def silence_s(self, connecting: bool) -> float:
-        """Return the time without a message after which a consumer gives a transfer up."""
+        """Return the seconds without a message after which a consumer gives a transfer up.
+
+        ``connecting``  whether the transfer waits for a handshake
+        """
         return max(self.handshake_s, self.progress_s) if connecting else self.progress_s
 
     def __post_init__(self) -> None:

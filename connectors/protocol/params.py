@@ -1,19 +1,20 @@
 """Parses ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
-The keys are those of public prefill/decode proxies, plus ``transfer_id`` (send both legs at once),
-``describe`` (return the engine's address), ``first_token`` (also sample the answer's first token),
-``discard`` (cancel a transfer) and ``engines_lost`` (a supervisor's report of ended engines).
+The keys are those of public prefill/decode proxies. Tandem adds ``transfer_id`` (send both legs at
+once), ``describe`` (return the engine's address) and ``first_token`` (also sample the answer's
+first token). ``discard`` cancels a transfer; ``engines_lost`` is a supervisor's report of ended
+engines.
 
     prefill leg     do_remote_decode=True  [transfer_id] [describe] [first_token]
     discard         do_remote_decode=True  transfer_id  discard=True; computes nothing
     prefill answer  do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size,
                     transfer_id, remote_num_tokens, ...
-    decode leg      the prefill answer, unchanged; or the same keys from a router that knows the
+    decode leg      the prefill answer, unchanged; or the same keys from a router that has the
                     engine's address, without remote_num_tokens: the prompt may not be computed yet.
                     With first_token on the prefill leg, prompt_multiple is the
                     first_token_multiple that the engine returns with its address
-    lost engines    engines_lost: one remote_engine_id, or a prefix of several up to a dot; their
-                    processes have ended. supervisor: the configured supervisor token
+    lost engines    engines_lost: one remote_engine_id, or a common prefix of several, up to a dot;
+                    the engines' processes have ended. supervisor: the configured supervisor token
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class ProduceParams:
-    """Prefill this request for a consumer on another engine.
+    """Parameters of a prefill leg: this engine sends the request's KV to a consumer engine.
 
-    ``transfer_id``  None lets the producer generate one
+    ``transfer_id``  None: the producer generates one
     ``describe``     whether to return this engine's address
-    ``first_token``  whether the sampled token must be the answer's first: the engine computes the
-                     whole prompt and sends the KV of ``whole_blocks``
+    ``first_token``  whether to sample the answer's first token: the engine then computes the whole
+                     prompt and sends the KV of the first ``whole_blocks`` tokens
     """
 
     transfer_id: str | None
@@ -53,14 +54,17 @@ class ProduceParams:
 
 @dataclass(frozen=True, slots=True)
 class DiscardParams:
-    """No engine will fetch this transfer's KV, whether or not its request has arrived."""
+    """Parameters that discard a transfer, before or after the arrival of its prefill request."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LostParams:
-    """The engines that ``engines`` matches (``names_engine``) have ended and write no more.
+    """Supervisor's report that engines have ended and write no more.
+
+    ``engines``     id or prefix of the engines (``names_engine``)
+    ``supervisor``  token of the sender
 
     Valid only if ``supervisor`` equals the connector's configured token.
     """
@@ -71,11 +75,11 @@ class LostParams:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeParams:
-    """Receive this request's KV from the engine at ``producer``.
+    """Parameters of a decode leg: this engine receives the request's KV from ``producer``.
 
-    ``computed``         whether that engine has already computed the prompt
-    ``prompt_multiple``  its ``first_token_multiple`` if it samples the first token, and therefore
-                         sends the KV of ``whole_blocks``; else 0
+    ``computed``         whether the producer has already computed the prompt
+    ``prompt_multiple``  ``first_token_multiple`` of the producer if it samples the first token and
+                         therefore sends the KV of the first ``whole_blocks`` tokens; else 0
     """
 
     transfer_id: str
@@ -90,7 +94,7 @@ TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     """Parse ``kv_transfer_params``; return None for a request without a transfer.
 
-    Raises WireError that names the invalid key.
+    Raises WireError with the name of the invalid key.
     """
     if not params:
         return None
@@ -127,7 +131,9 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
 
 
 def whole_blocks(prompt_tokens: int, multiple: int) -> int:
-    """Return the tokens of a prompt whose KV is sent if the producer samples the first token.
+    """Return the number of prompt tokens whose KV a producer sends if it samples the first token.
+
+    The result is a multiple of ``multiple`` tokens.
 
     >>> [whole_blocks(tokens, 16) for tokens in (1, 16, 17, 32, 33)]
     [0, 0, 16, 16, 32]

@@ -1,7 +1,8 @@
 """State machine of all transfers that one worker sends (the producer). Sans-I/O.
 
-Events and the current time go in, actions come out. A *transfer* is one request's KV for one
-consumer engine. It has one *delivery* for each consumer rank that this rank serves.
+Its methods take events and the current time in seconds, and return actions. A *transfer* is one
+request's KV for one consumer engine. It has one *delivery* for each consumer rank that this rank
+serves.
 
     transfer  on                        becomes  actions
     -----------------------------------------------------------------------------------------
@@ -18,12 +19,12 @@ consumer engine. It has one *delivery* for each consumer rank that this rank ser
     HELD      lease_s without an offer  gone     Sent
     (any)     discard                   (same)   open deliveries: Aborted; HELD becomes gone
 
-In LIVE, Alive goes to open deliveries and, until the prompt starts, to ranks that sent AwaitStart.
-It stops when the engine finishes no step (``stepped``) for step_s, so a forward pass that hangs
-does not make a consumer wait forever.
+In LIVE, the producer sends Alive for open deliveries and, until the prompt starts, to ranks that
+sent AwaitStart. Alive stops when the engine finishes no step (``stepped``) for step_s, so a forward
+pass that hangs does not make a consumer wait forever.
 
-During a step (``begin``), layers that it has computed (``layers_computed``) can be written before
-it ends (``progress``).
+During a step (``begin`` to ``progress``), the producer can write layers as soon as they are
+computed (``layers_computed``).
 
     delivery  on                        becomes  actions
     -----------------------------------------------------------------------------------------
@@ -33,26 +34,26 @@ it ends (``progress``).
     OPEN      all written               CLOSED   Fin, with a digest if the offer requests one
     OPEN      Cancel                    CLOSED   Cancelled, after its writes have ended
     OPEN      a failure                 CLOSED   Aborted, after its writes have ended
-    OPEN      a write fails             CLOSED   Failed. No Cancel is acknowledged any more:
-                                                 parts of the write may still arrive while this
-                                                 process lives (docs/decisions/0024)
-    OPEN      no progress for hang_s    OPEN     the delivery is given up and its write counts
-                                                 as hanging; blocks stay allocated until it has
-                                                 ended (docs/decisions/0009)
+    OPEN      a write fails             CLOSED   Failed. The producer acknowledges no later
+                                                 Cancel: parts of the write may still arrive
+                                                 while this process lives (docs/decisions/0024)
+    OPEN      no progress for hang_s    OPEN     Aborted is pending and the write counts as
+                                                 hanging; blocks stay allocated until the write
+                                                 has ended (docs/decisions/0009)
 
-A closed delivery is never written for again: Fin, Aborted and Cancelled allow the consumer to use
-or free its blocks. Failed does not. The producer answers later Offers and Cancels of such a
-transfer with Failed, even after it has removed the transfer or the consumer.
+The producer never writes for a closed delivery: Fin, Aborted and Cancelled allow the consumer to
+use or free its blocks. Failed does not. After a failed write, the producer answers every Offer and
+Cancel of the transfer with Failed, even after it has removed the transfer or the consumer.
 
-Ids of ended transfers are remembered for lease_s. The answer to an offer for one is Aborted, or
-none while a write for that consumer rank is in flight. After lease_s, the machine keeps only the
-highest number that each consumer worker had sent for them. It answers offers up to that number with
-Aborted, however late they arrive: a cancelled offer that counted as new would write into blocks of
-another request.
+The producer keeps the ids of ended transfers for lease_s. It answers an offer with such an id with
+Aborted, or not at all while a write for that consumer rank is in flight. After lease_s, it keeps
+only the highest message number that each consumer worker has sent for these transfers. It answers
+offers up to that number with Aborted, however late they arrive: if a cancelled offer counted as
+new, the producer would write into blocks of another request.
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until forget_s without a message
-and without an open delivery; then Forget. ``Allowance`` limits what a consumer can make this rank
-remember.
+and without an open delivery; the producer then returns Forget. ``Allowance`` limits the state that
+a consumer can create in this rank.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ _PREEMPTED = "the prefill was preempted during a write"
 
 @dataclass(frozen=True, slots=True)
 class ProducerSnapshot:
-    """Copy of a producer machine's state at one moment.
+    """Copy of the producer's state at one moment.
 
     ``consumers``       known consumer workers
-    ``heard_at``        time of the last message of each remembered consumer worker
+    ``heard_at``        time of the last message of each consumer worker not yet removed, in seconds
     ``transfers``       stage of each open transfer, by transfer id
     ``remembered``      ids of ended transfers
     ``offered_blocks``  blocks in open offers, by consumer worker
@@ -100,7 +101,7 @@ class ProducerSnapshot:
 class Producer(Production):
     """State machine of all transfers that one worker sends.
 
-    Not thread-safe: the owner serialises.
+    Not thread-safe: the owner serialises calls.
     """
 
     # Events of the scheduler and the engine.
@@ -165,7 +166,7 @@ class Producer(Production):
         transfer.coming_tokens = computed_tokens
 
     def layers_computed(self, request_ids: Iterable[str], group: int, stop: int, now: float) -> list[ProducerAction]:
-        """Write the first ``stop`` layers of a group: the current step has computed them."""
+        """Write the first ``stop`` layers of a group, which the current step has computed."""
         actions: list[ProducerAction] = []
         for request_id in request_ids:
             transfer = self._by_request.get(request_id)
@@ -183,7 +184,7 @@ class Producer(Production):
         """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
         No new write reads the old blocks. Writes in flight (``writes_in_flight``) may continue
-        until ``fenced``; what they wrote by then stays valid.
+        until ``fenced``; bytes written by then stay valid.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -218,8 +219,8 @@ class Producer(Production):
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
         """Handle the end of a request.
 
-        ``held``    whether its blocks stay allocated until ``Sent``
-        ``reason``  why they do not
+        ``held``    whether the request's blocks stay allocated until ``Sent``
+        ``reason``  reason in the Aborted messages if ``held`` is False
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -239,8 +240,8 @@ class Producer(Production):
     def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
         """Abort a transfer whose KV no engine will fetch.
 
-        Its request may have arrived or arrive later. vLLM computes it, and Sent follows when it
-        finishes.
+        The prefill request may have arrived or may arrive later. vLLM still computes it; Sent
+        follows when the request finishes.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -253,7 +254,7 @@ class Producer(Production):
             self._forget(transfer, now)
             return actions
         if transfer_id not in self._transfers:
-            # The last delivery waited for the start of a prompt that had been computed.
+            # The end of the last delivery of a held transfer has released the transfer.
             return actions
         transfer.consumer, transfer.expected_ranks = NO_CONSUMER, frozenset()
         return actions + self._advance(transfer, now)
@@ -270,7 +271,7 @@ class Producer(Production):
     def welcome(self, peer: Peer, consumer: ConsumerPeer, now: float) -> None:
         """Add a consumer worker that has sent a valid Hello.
 
-        It may repeat its Hello at any time.
+        A worker may repeat its Hello at any time.
         """
         self._consumers[peer] = consumer
         self._lost.pop(peer, None)
@@ -310,7 +311,7 @@ class Producer(Production):
         return [action for peer in known for action in self.peer_lost(peer, now)]
 
     def engines(self) -> set[str]:
-        """Return the incarnations of all consumer engines that this worker remembers."""
+        """Return the incarnations of all consumer engines with state in this producer."""
         return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:

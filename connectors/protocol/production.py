@@ -1,6 +1,6 @@
-"""State of a producer machine and the transitions that its events share.
+"""State of the producer state machine, and transitions shared by its events.
 
-Base of ``producer.py``.
+``producer.py`` has the events.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from connectors.protocol.wire import Aborted, AwaitStart, Cancel, Cancelled, Fai
 
 
 class Production:
-    """Transfers, deliveries and writes of one worker, and how they advance and end."""
+    """Base class of ``Producer``: transfers, deliveries and writes, their progress and end."""
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
         self._groups = tuple(groups)
         self._limits = limits
         self._consumers: dict[Peer, ConsumerPeer] = {}
-        # Ordered by last message, the longest silent first. Lost peers stay until they are removed.
+        # Ordered by the time of the last message, oldest first. Includes lost peers until removal.
         self._heard_at: dict[Peer, float] = {}
         self._lost: dict[Peer, None] = {}
         self._transfers: dict[str, Transfer] = {}
@@ -30,7 +30,7 @@ class Production:
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
         # Ordered by end time: all expire after lease_s.
         self._gone: dict[str, Gone] = {}
-        # Bounded by the consumer's pool: every entry has at least one of its blocks in quarantine.
+        # Bounded by the consumer's pool: the consumer quarantines at least one block per entry.
         self._failed: dict[Peer, dict[str, str]] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
@@ -42,7 +42,7 @@ class Production:
         self._heard_at[peer] = now
 
     def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
-        """Return the transfer and delivery that a message may change, or the reason to refuse it.
+        """Return the transfer and delivery that a message may change, or the reason for a refusal.
 
         An empty reason means: send no answer.
         """
@@ -99,7 +99,7 @@ class Production:
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
         """Return the delivery of ``peer`` with unfinished writes; an empty list if there is none.
 
-        It may belong to an ended transfer; its answer follows when the writes end.
+        The delivery may belong to an ended transfer. Its final message follows when its writes end.
         """
         return [
             delivery
@@ -177,7 +177,7 @@ class Production:
         return Send(peer, Failed(transfer_id, self._failed[peer][transfer_id]))
 
     def _new_write_id(self, peer: Peer) -> int:
-        """Return an id that no other write of this machine has."""
+        """Return a write id that is unique in this state machine."""
         self._last_write_id += 1
         return self._last_write_id
 

@@ -1,4 +1,7 @@
-"""Requests of a consumer: queued ones and receptions. Part of the machine in ``consumer.py``."""
+"""Requests of a consumer: queued requests without blocks, and receptions with blocks.
+
+Part of the state machine in ``consumer.py``.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class Order:
 class QueuedRequest:
     """A request without blocks, whose prompt the producer has not started.
 
-    ``heard_at``  time of the last message of ``asked``, or of arrival, in seconds
+    ``heard_at``  time of the last message from ``asked``, else of AwaitStart, else of the request's
+                  arrival; in seconds
     ``asked``     producer worker that reports the start; None before the handshake
     """
 
@@ -78,12 +82,12 @@ class RequestQueue:
         self.requests.pop(transfer_id, None)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
-        """Return an AwaitStart for each request that waited for this handshake."""
+        """Return an AwaitStart for each request that was pending until this handshake."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
     def connect_failed(self, incarnation: str, reason: str) -> list[Due]:
-        """End the requests that waited for this handshake."""
+        """End the requests that were pending until this handshake."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
 
@@ -106,7 +110,7 @@ class RequestQueue:
         return self._fail(message.transfer_id, f"rank {peer.rank} of the prefill engine is unreachable", now)
 
     def message(self, peer: Peer, message: Answer, now: float) -> list[ConsumerAction]:
-        """Handle a message about a queued transfer. Messages of other ranks are ignored."""
+        """Handle a message about a queued transfer. Ignore ranks other than ``asked``."""
         queued = self.requests[message.transfer_id]
         if queued.asked != peer:
             return []
@@ -145,7 +149,7 @@ class RequestQueue:
         return Due(self.requests.pop(transfer_id).request_id, transfer_id, failure)
 
     def _fail(self, transfer_id: str, reason: str, now: float) -> list[ConsumerAction]:
-        """End the request and its producer's lease: this engine computes the prompt."""
+        """End the request's wait and the producer's lease; this engine then computes the prompt."""
         incarnation = self.requests[transfer_id].producer.incarnation
         return [self._end(transfer_id, reason), *self._engines.release(transfer_id, incarnation, now)]
 
@@ -164,7 +168,7 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 
 @dataclass(slots=True)
 class Reception:
-    """One request with blocks, from its handshake until no partner may write to them.
+    """One request with blocks, from the handshake until no partner may write to its blocks.
 
     ``since``         time of ``start``, in seconds
     ``number``        number of its Offer
@@ -173,7 +177,7 @@ class Reception:
     ``verifying``     partners whose bytes are being compared with a digest
     ``failure``       first failure, or None
     ``cancelled_at``  time of the last Cancel, in seconds
-    ``check_at``      time before which no deadline passes
+    ``check_at``      time before which no deadline passes, in seconds
     """
 
     order: Order
@@ -188,7 +192,10 @@ class Reception:
     check_at: float = float("-inf")
 
     def silent_since(self, now: float) -> float:
-        """Return the time of the last message of the partner that has been silent longest."""
+        """Return the time of the last message of the partner that has been silent longest.
+
+        Before the offer, return the time of ``start``.
+        """
         if self.stage is ReceptionStage.CONNECTING:
             return self.since
         return min((self.heard_at[peer] for peer in self.writing), default=now)

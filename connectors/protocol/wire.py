@@ -3,13 +3,13 @@
 Frame: ``b"TDM"``, one version byte, header length (uint32, little endian), JSON header, block
 vectors (int64) as counted by the header, and a tag: the keyed BLAKE2b of everything before it. The
 key derives from the peers' secret (``handshake/keys.py``). Without a secret the tag is a checksum.
-All other input raises WireError; a wrong tag does so before the header is parsed.
+Any other input raises WireError. ``decode`` checks the tag before it parses the header.
 
     consumer -> producer   Hello, AwaitStart, Offer, Cancel
     producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
 
-Every message names its sender and the worker and incarnation that it is for. An engine answers
-messages to a former incarnation but does not act on them.
+Every message names its sender and its receiver, each by incarnation and rank. A worker drops
+messages to another worker or incarnation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The consumer sends its agent metadata, so that the producer can reach it and make plans."""
+    """The consumer's agent metadata, with which the producer reaches the consumer and plans."""
 
     agent_metadata: bytes
     kind: ClassVar[str] = "hello"
@@ -65,7 +65,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The producer refuses this consumer. ``reason`` is the difference."""
+    """The producer refuses this consumer. ``reason`` states why the two engines do not match."""
 
     reason: str
     kind: ClassVar[str] = "refused"
@@ -73,9 +73,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class AwaitStart:
-    """The consumer has a request without blocks for this transfer. ``number`` as in ``Offer``.
+    """The consumer has a request without blocks for this transfer.
 
-    The producer answers with Alive until the prompt is about to be computed, then with Starting.
+    ``number``  message number (``Offer``)
+
+    The producer answers with Alive until it is about to compute the prompt, then with Starting.
     """
 
     transfer_id: str
@@ -85,7 +87,7 @@ class AwaitStart:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """The prompt is about to be computed, or has been: the consumer can offer its blocks."""
+    """The producer is about to compute the prompt, or has computed it: the consumer can offer."""
 
     transfer_id: str
     kind: ClassVar[str] = "starting"
@@ -99,7 +101,8 @@ class Offer:
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``), compared by the producer
     ``groups``         blocks to fill, one set per group
     ``digest``         whether Fin must have a digest of the written bytes
-    ``number``         ascends over all messages of a worker, so that a late duplicate is recognised
+    ``number``         message number, ascending over all messages of a worker; with it the producer
+                       detects late duplicates
     """
 
     transfer_id: str
@@ -135,7 +138,7 @@ class Fin:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The producer will not deliver, and writes no more."""
+    """The producer will not complete the transfer, and writes no more."""
 
     transfer_id: str
     reason: str
@@ -178,7 +181,7 @@ Message = ToProducer | ToConsumer
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message, its sender, and the worker that it is for."""
+    """A message with its sender and its receiver."""
 
     sender: Peer
     receiver: Peer
@@ -324,7 +327,7 @@ def _text(fields: Mapping[str, object], key: str) -> str:
 
 
 def _id(fields: Mapping[str, object]) -> str:
-    """Return the transfer id. Both ends remember it, so its length is limited."""
+    """Return the transfer id. Raises WireError above MAX_ID_CHARACTERS: both ends store ids."""
     value = _text(fields, "id")
     if len(value) > MAX_ID_CHARACTERS:
         raise WireError(f"'id' has {len(value)} characters; the limit is {MAX_ID_CHARACTERS}")

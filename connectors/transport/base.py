@@ -1,8 +1,8 @@
 """Interface of a transport: registered memory, one-sided writes, messages.
 
-Call order: ``register`` once, ``metadata`` to send to peers, ``add_peer`` with theirs, then
-``write``, ``poll``, ``notify`` and ``notifications`` in any order, and ``close`` last. A peer can
-be notified once its metadata has been added on this side; it need not have added ours.
+Call order: ``register`` once, ``metadata`` for the peers, ``add_peer`` with each peer's metadata,
+then ``write``, ``poll``, ``notify`` and ``notifications`` in any order, and ``close`` last.
+``notify`` needs ``add_peer`` on this side only; the peer need not have added this agent.
 ``add_peer``, ``reconnect`` and ``notify`` are thread-safe; the owner serialises all other calls.
 """
 
@@ -21,14 +21,14 @@ class Transport(Protocol):
     """Moves bytes and messages between agents.
 
     ``name``  this agent's name, unique among all agents that may ever be peers
-    ``kind``  name of the transport; peers need the same one
+    ``kind``  name of the transport, equal at all peers
     """
 
     name: str
     kind: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory that we read from and peers write to. Raises TransportError."""
+        """Register memory for reads by this agent and writes by peers. Raises TransportError."""
 
     def metadata(self) -> bytes:
         """Return the metadata with which a peer reaches this agent and its registered memory."""
@@ -37,22 +37,22 @@ class Transport(Protocol):
     def add_peer(self, metadata: bytes, name: str | None = None) -> str:
         """Add a peer and return its name. Adding a known peer has no effect.
 
-        Raises TransportError for unusable metadata, or if its name is not ``name``. No peer is then
-        added.
+        Raises TransportError, and adds no peer, if the metadata is unusable or belongs to an agent
+        with another name than ``name``.
         """
         ...
 
     def reconnect(self, peer: str) -> None:
         """Reopen the connection to a peer.
 
-        Raises TransportError, also if a write to it is in flight.
+        Raises TransportError if this fails, or if a write to the peer is in flight.
         """
 
     def remove_peer(self, peer: str) -> None:
         """Remove a peer. No write or message to it may be in flight."""
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
-        """Start to copy ``runs`` (at least one) from our registered memory to the peer's.
+        """Start to copy ``runs`` (at least one) from this agent's registered memory to the peer's.
 
         Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
         arrive.

@@ -1,8 +1,8 @@
 """Hashes a stream in place on any torch device; only 8 bytes per 16 KiB move to the host.
 
-xxh3 reads a stream sequentially, which is slow on an accelerator. Here each piece is divided into
-segments of at most 16 KiB, and each segment into little-endian signed 32-bit words ``w``, the last
-one padded with zeros:
+xxh3 reads a stream sequentially, which is slow on an accelerator. This module divides each piece
+into segments of at most 16 KiB, and each segment into little-endian signed 32-bit words ``w``. It
+pads the last word with zeros:
 
     sum of a segment = k[0] * w[0] + k[1] * w[1] + ...   modulo 2^64
     hash of a stream = xxh3_128 of the sums of its segments, in order
@@ -32,8 +32,8 @@ from connectors.transport.digest import HostMemory, Memory
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
-"""Bytes gathered at a time. On a CPU, they fit in its cache. Words and products take three times as
-much memory.
+"""Bytes gathered at a time, on a CPU and on an accelerator. A batch fits in a CPU's cache. The
+gathered words and their 64-bit products take three times as much memory.
 """
 
 KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _WORD_BYTES), "<i8") | 1
@@ -52,8 +52,8 @@ class CacheMemory:
         self._device: DeviceMemory | None = None
 
     def shared_with(self, peer: MemoryKind) -> Memory:
-        """Return the memory whose hashes equal those of a peer with its cache at ``peer``."""
-        # Two threads may each create one; both are equal.
+        """Return the memory with the hash that a peer with its cache in ``peer`` also computes."""
+        # Two threads may each create an object; both objects give equal hashes.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
             self._host = self._host or HostMemory(self._layout)
             return self._host
@@ -62,11 +62,11 @@ class CacheMemory:
 
 
 class DeviceMemory:
-    """A cache on a torch device, the CPU included. Work is queued on a separate device stream.
+    """A cache on a torch device, the CPU included; an accelerator hashes on a separate stream.
 
     On an accelerator ``StreamHash.feed`` returns before the device has read the bytes; ``digest``
-    waits for it. The caller of ``feed`` ensures that the bytes have been computed, for example with
-    an event.
+    waits for the device. The caller of ``feed`` ensures that the bytes have been computed, for
+    example with an event.
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -84,7 +84,7 @@ class DeviceMemory:
         return DeviceStream(self)
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
-        """Make the digest stream current in this thread."""
+        """Return a context in which the digest stream is this thread's current stream."""
         if self._stream is None:
             return contextlib.nullcontext()
         # A context per use: threads share the stream, and a `torch.Stream` cannot be entered twice.
@@ -92,9 +92,10 @@ class DeviceMemory:
         return context
 
     def sums(self, address: Ints, length: int) -> torch.Tensor:
-        """Queue the sums of ``length`` bytes at each address; shape (addresses, segments), int64.
+        """Queue the segment sums of ``length`` bytes at each address; return them on the device.
 
-        All addresses must lie in one region, else PlanError.
+        The result has shape (addresses, segments), int64. Raises PlanError unless all bytes lie in
+        one region.
         """
         region, content = self._region_of(int(address[0]))
         last = int(address.max()) + length
@@ -141,7 +142,7 @@ class DeviceMemory:
     def _upload(self, offset: Ints) -> torch.Tensor:
         """Return offsets as a tensor on the device.
 
-        Pinned: a pageable copy would wait for the stream.
+        The source is pinned memory: a copy from pageable memory would wait for the stream.
         """
         index = torch.from_numpy(np.ascontiguousarray(offset))
         return index if self._stream is None else index.pin_memory().to(self.device, non_blocking=True)

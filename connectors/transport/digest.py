@@ -1,9 +1,9 @@
 """Digest of the bytes that one pair of ranks moves, computed at each end from its own memory.
 
-Both ends feed the units of a transfer in ascending order, in any chunks: the producer when it posts
-them, the consumer when everything has arrived. A *stream* is the pieces of equal length of one
-layer of one group. Each stream is hashed separately, unit after unit, so layers may be fed in any
-order. The digest combines all streams:
+Both ends feed the units of a transfer in ascending order, in any chunks: the producer after it has
+posted their write, the consumer when all units have arrived. A *stream* consists of consecutive
+pieces of equal length in one layer of one group. Each stream has a separate hash, unit after unit,
+so the ends may feed layers in any order. The digest combines all streams:
 
     xxh3_128( for every stream: group, first piece, bytes fed, hash of the stream )
 
@@ -34,8 +34,8 @@ from connectors.planning.plan import GroupPlan, PairPlan, Side
 
 Bytes = npt.NDArray[np.uint8]
 
-# Runs of at least this length are hashed in place; shorter ones are gathered first, _GATHER_BYTES
-# at a time.
+# Runs of at least this mean length are hashed in place; shorter runs are gathered first,
+# _GATHER_BYTES at a time.
 _LONG_RUN_BYTES = 16 * 2**10
 _GATHER_BYTES = 512 * 2**10
 
@@ -59,7 +59,7 @@ class StreamHash(Protocol):
 
 
 class Memory(Protocol):
-    """A worker's cache as digests read it: the pages of block ids ``[0, num_blocks)``."""
+    """Read access of digests to a worker's cache: the pages of block ids ``[0, num_blocks)``."""
 
     num_blocks: int
 
@@ -87,7 +87,7 @@ class HostMemory:
         return HostStream(self)
 
     def hash(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
-        """Hash ``length`` bytes at each address, in order."""
+        """Update ``hasher`` with ``length`` bytes at each address, in order."""
         if not len(address):
             return
         offset = address - self._base

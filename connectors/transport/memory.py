@@ -41,7 +41,7 @@ class Fabric:
 
 
 class MemoryTransport:
-    """One agent. Writes are copied when posted and reported done at the next poll."""
+    """One agent of a fabric. ``write`` copies at once; the next ``poll`` reports the write done."""
 
     kind = "memory"
 
@@ -58,7 +58,7 @@ class MemoryTransport:
 
     @property
     def peers(self) -> frozenset[str]:
-        """Names of the peers that this agent knows."""
+        """Names of the peers added to this agent."""
         return frozenset(self._peers)
 
     def register(self, regions: Sequence[Region]) -> None:

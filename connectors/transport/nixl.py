@@ -1,9 +1,9 @@
-"""Transport over NIXL. No other product module imports nixl.
+"""Transport over NIXL. Besides this module, only ``selftest.py`` imports nixl in the product.
 
-Each worker has one agent with the UCX backend. NIXL's own progress thread is off, because it spins
-and takes a core per worker, idle or not. The transport's owner calls ``poll`` and ``notifications``
-often enough for writes to progress (docs/decisions/0003). Every NIXL error becomes a TransportError
-that names the peer.
+Each worker has one agent, by default with the UCX backend. NIXL's own progress thread is off,
+because it spins and takes a core per worker, idle or not. The owner calls ``poll`` and
+``notifications`` often enough for writes to progress (docs/decisions/0003). Every NIXL error
+becomes a TransportError that names the peer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class NixlTransport:
         """Start the agent and its backends.
 
         ``devices``  UCX names of the network devices to use, for all transports that this process
-                     creates from now on; empty: UCX's environment variables decide, else all
-                     devices
+                     creates from now on; empty: those of UCX's environment variables, else all
 
         Raises ConfigurationError for a backend that this NIXL build lacks, TransportError if one
         fails to start.
@@ -79,7 +78,7 @@ class NixlTransport:
 
     @property
     def peers(self) -> frozenset[str]:
-        """Names of the peers that this agent knows."""
+        """Names of the peers added to this agent."""
         return frozenset(self._metadata)
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -103,7 +102,7 @@ class NixlTransport:
         except Exception as error:
             raise TransportError(name or "?", f"NIXL rejects its metadata: {error}") from error
         if name is not None and peer != name:
-            # A known peer stays: NIXL refuses a second connection under a known name.
+            # Keep a peer added earlier: NIXL refuses a second connection under a known name.
             if peer not in self._metadata:
                 self.remove_peer(peer)
             raise TransportError(name, f"the metadata belongs to agent {peer[:80]!r}")
@@ -133,7 +132,7 @@ class NixlTransport:
         return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
-        """Return a prepared write, to be posted (``post``) or discarded (``discard``).
+        """Prepare a write and return it for ``post`` or ``discard``.
 
         Raises TransportError.
         """

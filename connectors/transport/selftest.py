@@ -19,7 +19,7 @@ import time
 from typing import IO, Any
 
 START_S = 120.0
-"""Limit in seconds for a process to import NIXL, which imports torch, and to start it."""
+"""Limit in seconds for a process to import NIXL, which imports torch, and to start its agent."""
 
 TRANSFER_BYTES = 16 * 2**20
 RUN_BYTES = 2**16
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     backends, devices = options.backends.split(","), [one for one in options.devices.split(",") if one]
     if options.end:
-        # NIXL writes to stdout, where the parent expects only our lines.
+        # NIXL writes to stdout, where the parent expects only this module's lines.
         pipe, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
         os.dup2(2, 1)
         return _end(options.end, backends, devices, options.timeout_s, pipe)
@@ -59,7 +59,7 @@ def run(
 ) -> dict[str, Any]:
     """Run both processes and return the result.
 
-    A missing capability is a result, not an exception.
+    The result has `error` instead of an exception if the transfer fails or a backend is missing.
     """
     ends = {name: _start(name, backends, devices, timeout_s, own, show) for name, own in environments.items()}
     receiver, sender = ends["receiver"], ends["sender"]
@@ -184,7 +184,8 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[st
     seconds = time.monotonic() - began
     transport.notify(peer, b"written")
     print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest(), "seconds": seconds}), file=pipe)
-    while time.monotonic() < give_up_at:  # NIXL sends a message only while it is called; the parent ends this process
+    # NIXL makes progress only during calls, so keep calling it; the parent ends this process.
+    while time.monotonic() < give_up_at:
         transport.notifications()
         time.sleep(POLL_S)
 

@@ -2,8 +2,8 @@
 
 The Makefile puts this folder on PYTHONPATH, so Python imports this module in every process of a
 run, engines and Ray workers included. It replaces entries of `torch.cpu.get_capabilities()`, from
-which vLLM chooses kernels. Compiled code that detects the CPU itself still sees the real one.
-oneDNN has an environment variable for its limit, which this module sets if AMX is hidden.
+which vLLM chooses kernels. Compiled code that detects the CPU itself still detects the real CPU.
+oneDNN reads its limit from an environment variable, which this module sets if AMX is disabled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 VARIABLE = "TANDEM_CPU_FEATURES"
-"""Capabilities by torch's names, such as `amx_tile=0,avx512_bf16=0`."""
+"""Environment variable with capabilities by torch's names, such as `amx_tile=0,avx512_bf16=0`."""
 
 
 def parse(text: str) -> dict[str, bool]:
@@ -55,7 +55,10 @@ class TorchCpuFinder:
 
 
 def patch(torch_cpu: ModuleType, features: Mapping[str, bool]) -> None:
-    """Replace `get_capabilities`, which torch's own predicates call."""
+    """Replace `get_capabilities`, which torch's own predicates call.
+
+    Raises ValueError for a feature that torch does not have.
+    """
     found = torch_cpu.get_capabilities()
     unknown = features.keys() - found.keys()
     if unknown:
