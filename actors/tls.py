@@ -168,8 +168,8 @@ def rpc_files(settings: ServiceSettings) -> TlsFiles | None:
 def unverified_context() -> ssl.SSLContext:
     """Return a client context without verification, for requests to this machine's own routers.
 
-    Their certificate contains the service's public address, not this one. The requests contain no
-    secret.
+    Their certificate is for the service's public address, but these requests use a local one. They
+    contain no secret.
     """
     context = ssl.create_default_context()
     context.check_hostname = False

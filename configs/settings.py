@@ -573,7 +573,7 @@ class RpcTlsSettings(Frozen):
 
 
 class ScalingSettings(Frozen):
-    """Arguments (`policy_kwargs`) of the autoscaling policy for both roles, outside `args`."""
+    """Arguments (`policy_kwargs`) of the policy that scales both roles; a key beside `args`."""
 
     prefill_busy: float = Field(
         0.7, gt=0, le=1, description="target fraction of time in which prefill engines compute, at their measured rate"

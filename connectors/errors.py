@@ -42,7 +42,7 @@ class IncompatiblePeerError(TandemError):
 
 
 class WireError(TandemError):
-    """A peer's message or agent metadata is malformed, truncated or of another version."""
+    """A peer's message, its agent metadata or a request's kv_transfer_params are invalid."""
 
 
 class HandshakeError(TandemError):

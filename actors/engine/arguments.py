@@ -39,11 +39,11 @@ OWNED = {
             "data_parallel_hybrid_lb",
             "data_parallel_external_lb",
         ),
-        "all data-parallel ranks of a replica are processes of its actor",
+        "remove it; all data-parallel ranks of a replica are processes of its actor",
     ),
-    "enable_elastic_ep": "the number of data-parallel ranks of a replica is fixed",
+    "enable_elastic_ep": "remove it; the number of data-parallel ranks of a replica is fixed",
 }
-"""Engine arguments that Tandem sets, and the part of the error message with the remedy."""
+"""Engine arguments that Tandem sets, and the remedy for the error message."""
 
 _NO_ENDPOINT = "remove it; the router does not serve these endpoints"
 

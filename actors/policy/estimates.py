@@ -38,7 +38,7 @@ MOST_WAITING = 50
 LEAST_S = 1e-6
 
 Components = tuple[float, ...]
-"""Assumed seconds of each part of a cost."""
+"""Seconds of each part of a cost; assumed ones, unless stated otherwise."""
 
 
 class Level:
@@ -142,7 +142,7 @@ class Regression:
     """
 
     RIDGE = 0.3
-    """Strength of the ridge, in measurements."""
+    """Weight of the ridge penalty, as a number of measurements."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self._level = Level(fades_s)

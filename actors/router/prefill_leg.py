@@ -190,6 +190,6 @@ class PrefillLeg:
 
     def _rejected(self, start: ResponseStart, body: object) -> str:
         level = logging.WARNING if start.status >= 500 else logging.INFO  # decode refuses an invalid request as well
-        logger.log(level, "prefill of transfer %s: HTTP %d %r", self._transfer_id, start.status, body)
+        logger.log(level, "prefill of transfer %s failed: HTTP %d %r", self._transfer_id, start.status, body)
         # Retry after a server error: another engine may accept the request.
         return "failed" if start.status >= 500 else "rejected"

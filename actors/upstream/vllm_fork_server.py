@@ -1,10 +1,11 @@
-"""Forks engine core and workers of an engine without a GPU from a process that has imported vLLM.
+"""Forks the processes of an engine without a GPU from a process that has imported vLLM.
 
-vLLM spawns them inside a Ray actor and on its CPU platform (`_maybe_force_spawn` in
-vllm/utils/system_utils.py, `check_and_update_config` in vllm/platforms/cpu.py): each imports torch
-and vLLM again, 8 s of CPU time per process. A Ray actor or an engine core has threads and cannot be
-forked. Python's fork server has no threads. It starts when vLLM would spawn the engine core, with
-the same environment, and also forks the engine core's workers.
+vLLM spawns the engine core and the workers inside a Ray actor and on its CPU platform
+(`_maybe_force_spawn` in vllm/utils/system_utils.py, `check_and_update_config` in
+vllm/platforms/cpu.py): each imports torch and vLLM again, 8 s of CPU time per process. A Ray actor
+or an engine core has threads and cannot be forked. Python's fork server has no threads. It starts
+when vLLM would spawn the engine core, with the same environment, and also forks the engine core's
+workers.
 
 Engines with a GPU do not use the fork server, because CUDA does not survive a fork. Engines that
 compile, or whose workers are bound to cores, do not use it either: vLLM passes both settings in

@@ -14,24 +14,29 @@ own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/ou
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
+from actors.replay_log import SERVED_CALL
 from actors.request import TRANSFER_FIELD
+from actors.telemetry.timestamps import KvArrivals
 
 
 class SharedRequestOutputs(OutputProcessor):
     """Output processor for requests that two engines share.
 
     Counts prompt tokens received from another engine as computed and, in whole blocks, as newly
-    cached. Hides the end of `unfinished` requests if only `max_tokens` has ended them.
+    cached. Hides the end of `unfinished` requests if only `max_tokens` has ended them. Connects the
+    first engine request of each `ServedCall` to the call's timestamps.
     """
 
     block_tokens: int | None
     """Block size of the prefix cache in tokens; None without a prefix cache."""
     unfinished: set[str]
     """Ids of requests that another engine continues."""
+    arrivals: KvArrivals | None = None
+    """Receives the ids of requests whose transfer times are needed."""
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
@@ -39,6 +44,15 @@ class SharedRequestOutputs(OutputProcessor):
         processor.__class__ = cls
         processor.block_tokens = block_tokens
         processor.unfinished = set()
+
+    def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
+        """Register an engine request; of several choices, the first one receives the KV."""
+        served = SERVED_CALL.get()
+        if served is not None and served.timestamps.request_id is None:
+            served.timestamps.sent_to_engine(request.request_id)
+            if self.arrivals is not None:
+                self.arrivals.expect(request.request_id)
+        super().add_request(request, *args, **options)
 
     def process_outputs(
         self,

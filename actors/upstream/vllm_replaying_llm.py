@@ -163,7 +163,9 @@ class ReplayingLLM(AsyncLLM):
             disable_log_stats=engine_args.disable_log_stats,
             stat_loggers=[_always(logger) for logger in loggers] or None,
         )
-        llm.arrivals = arrivals
+        # vLLM's constructor may already have called `_run_output_handler`.
+        processor: Any = llm.output_processor
+        processor.arrivals = llm.arrivals = arrivals
         llm.adapters_change = adapters_change
         return llm
 
@@ -256,9 +258,6 @@ class ReplayingLLM(AsyncLLM):
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         served = SERVED_CALL.get()
-        if served is not None and served.timestamps.request_id is None:
-            served.timestamps.sent_to_engine(request.request_id)
-            self.arrivals.expect(request.request_id)
         if served is not None and served.split_first:
             served.split_first = False  # later requests of this call have another reader
             queue = ReplayCollector(queue, served)

@@ -66,7 +66,7 @@ def _unreadable(path: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     if head.startswith(b"version https://git-lfs"):
-        return "is a pointer of Git LFS, not the file"
+        return "is a Git LFS pointer, not the file; fetch the file with `git lfs pull`"
     if path.suffix == ".safetensors":
         header_bytes = int.from_bytes(head[:8], "little")
         if len(head) < 8 or 8 + header_bytes > path.stat().st_size:

@@ -150,7 +150,7 @@ def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
     weights.write_bytes(whole[:100])
     assert f"{weights.name}: is truncated" in model_problem(checkpoint)
     weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
-    assert f"{weights.name}: is a pointer of Git LFS" in model_problem(checkpoint)
+    assert f"{weights.name}: is a Git LFS pointer" in model_problem(checkpoint)
     weights.unlink()
     weights.mkdir()
     assert f"{weights.name}: Is a directory" in model_problem(checkpoint)

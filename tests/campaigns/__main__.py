@@ -82,7 +82,8 @@ STEPS = (
     Step("overlay-serves", "overlay-serves", lines=4),
     Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
     Step("faults-1-1", "faults", ("TP=1:1", "LANES=2", "OUT={folder}/faults-1-1"), ("FAULTS=50",), lines=2),
-    Step("faults-1-2", "faults", ("TP=1:2", "LANES=2", "OUT={folder}/faults-1-2"), ("FAULTS=50",), lines=2),
+    # One lane: two pairs have six workers that spin, and a busy machine misses deadlines.
+    Step("faults-1-2", "faults", ("TP=1:2", "OUT={folder}/faults-1-2"), ("FAULTS=50",), lines=2),
     Step(
         "fault-pairs",
         "fault-pairs",

@@ -252,9 +252,10 @@ def test_a_stream_comes_in_pieces(http):
     [
         ({"stream": True}, {"prefill_queue", "prefill", "decode_queue", "first_step"}, {"generation"}),
         ({"stream": False}, {"prefill_queue", "prefill", "first_step", "generation"}, set()),
+        ({"stream": True, "n": 2, "temperature": 1}, {"prefill_queue", "prefill", "first_step"}, {"generation"}),
         ({"stream": True, "best_of": 2}, {"decode_queue", "prefill"}, {"transfer", "first_step"}),
     ],
-    ids=["a stream", "a whole answer", "a local request"],
+    ids=["a stream", "a whole answer", "several choices", "a local request"],
 )
 def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
     """The parts sum to the total without an unexplained part; the client waited at least as

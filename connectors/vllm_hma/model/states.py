@@ -39,7 +39,7 @@ _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Part of a state that is split over TP ranks by itself.
+    """Section of a state. Each section is split over the TP ranks separately.
 
     ``units``  equal units on this rank
     ``total``  units in the model

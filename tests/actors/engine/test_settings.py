@@ -101,7 +101,7 @@ def test_every_wrong_key_is_named_at_once():
         ),
         (
             {"engine": {"data_parallel_rank": 1}},
-            "engine.data_parallel_rank: cannot be set here; all data-parallel ranks of a replica are processes",
+            "engine.data_parallel_rank: cannot be set here; remove it; all data-parallel ranks of a replica",
         ),
         ({"engine": {"enable_elastic_ep": True}}, "engine.enable_elastic_ep: cannot be set here"),
         ({"frontend": {"tool_parser": "x"}}, "frontend.tool_parser: vLLM has no such argument"),

@@ -34,6 +34,7 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_output_processor": {
         "vllm/v1/core/sched/utils.py:check_stop": "8e51f1dcb6ec",
         "vllm/v1/engine/output_processor.py:OutputProcessor.__init__": "74c5bb1275a6",
+        "vllm/v1/engine/output_processor.py:OutputProcessor.add_request": "9a8370d9c58b",
         "vllm/v1/engine/output_processor.py:OutputProcessor.process_outputs": "41bacc31a1d2",
         "vllm/v1/metrics/stats.py:PrefillStats": "c2628809498d",
     },
