@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from typing import Any
@@ -92,6 +93,12 @@ def _rank(item: pytest.Item) -> int:
     if marker.kwargs.get("first"):
         return 0
     return 2 if item.nodeid.startswith(TWO_RANKS) else 4 if marker.kwargs.get("killed") else 3
+
+
+def pytest_collection_finish() -> None:
+    """Leave the imported packages out of garbage collections, which would take seconds each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

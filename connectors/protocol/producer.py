@@ -23,8 +23,7 @@ In LIVE, the producer sends Alive for open deliveries and, until the prompt star
 sent AwaitStart. Alive stops when the engine finishes no step (``stepped``) for step_s, so a forward
 pass that hangs does not make a consumer wait forever.
 
-During a step (``begin`` to ``progress``), the producer can write layers as soon as they are
-computed (``layers_computed``).
+During a step (``begin`` to ``progress``), it can write computed layers (``layers_computed``).
 
     delivery  on                        becomes  actions
     -----------------------------------------------------------------------------------------

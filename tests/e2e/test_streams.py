@@ -25,6 +25,14 @@ CUTS = (1, 14, 27)
 MESSAGE_TOOL = {"name": "weather", "input_schema": PARAMETERS}
 
 
+ATTEMPTS = 5
+
+
+def texts_of(events: list[str]) -> str:
+    """Return the joined text or arguments of a stream of Anthropic's API."""
+    return "".join(re.findall(r'"(?:text|partial_json)":"((?:[^"\\]|\\.)*)"', "".join(events)))
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:
@@ -63,10 +71,17 @@ def test_a_message_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Vll
         sent = await stream(engine, "/v1/messages", {**body, "temperature": 0, **more}, dies_at=cut)
         return re.sub("chatcmpl-tool-[0-9a-f]+", "", sent.decode()).split("\n\n")
 
-    whole = runner.run(run(None))
-    assert whole[-2].startswith("event: message_stop")
     for cut in (1, 3):
-        assert runner.run(run(cut)) == whole, f"cut at token {cut}"
+        # vLLM joins outputs that the serving layer has not read, so a busy machine may change the
+        # number of events.
+        for _ in range(ATTEMPTS):
+            whole, resumed = runner.run(run(None)), runner.run(run(cut))
+            assert whole[-2].startswith("event: message_stop")
+            assert texts_of(resumed) == texts_of(whole), f"cut at token {cut}"
+            if resumed == whole:
+                break
+        else:
+            assert resumed == whole, f"cut at token {cut}"
 
 
 def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, engine: VllmEngine) -> None:

@@ -65,10 +65,10 @@ def test_the_events_have_vllms_extra_keys(scheduler: StoreScheduler) -> None:
     """The adapter is in those of every block, the salt in those of the first one only."""
     lora = LoRARequest("adapter", 1, "/adapter")
     events = stored(scheduler, ObjectRef(16, 0), ObjectRef(32, 0), lora_request=lora, cache_salt="salt")
-    assert [(event.lora_name, event.extra_keys) for event in events] == [
-        ("adapter", [("adapter", "salt")]),
-        ("adapter", [("adapter",)]),
-    ]
+    assert {event.token_ids[0]: (event.lora_name, event.extra_keys) for event in events} == {
+        PROMPT[0]: ("adapter", [("adapter", "salt")]),
+        PROMPT[16]: ("adapter", [("adapter",)]),
+    }
 
 
 def test_a_removed_chunk(scheduler: StoreScheduler, tmp_path: Path) -> None:
