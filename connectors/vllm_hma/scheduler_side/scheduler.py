@@ -18,10 +18,6 @@ in the last token's window, and a state already includes the last token. The pro
 removes the last token from the prompt on arrival: its windows and states end where the consumer
 resumes.
 
-The requests of one client request with several choices (``n``) have the same transfer id. The first
-one receives the prompt's KV. The others wait until its transfer has ended and find the prompt in
-this engine's prefix cache (docs/decisions/0056).
-
 With ``first_token``, the producer computes the whole prompt and samples the answer's first token
 (docs/decisions/0046). It sends the KV of whole blocks only. While they are sent, one more step
 computes the remaining tokens; it writes to other blocks. The consumer computes the remaining tokens
@@ -63,6 +59,7 @@ from connectors.vllm_hma.model.media import divides_image
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders, Queue, Receive, Release
 from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
+from connectors.vllm_hma.scheduler_side.shared_transfers import SharedTransfers
 from connectors.vllm_hma.upstream.vllm_request_prompt import (
     drop_last_token,
     hide_last_tokens,
@@ -76,12 +73,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-REMEMBERED_TRANSFERS = 4096
-"""Number of latest transfer ids with a record of the receiving request.
-
-Requests that share a transfer id arrive together.
-"""
 
 
 @dataclass(slots=True)
@@ -162,10 +153,7 @@ class SchedulerConnector:
         self._queued: set[str] = set()
         # Producer's incarnation of each transfer in progress, by request id.
         self._taken: dict[str, str] = {}
-        # Id of the receiving request of each transfer id, for the latest REMEMBERED_TRANSFERS.
-        self._receivers: dict[str, str] = {}
-        # Id of the receiving request, by id of each other request that shares its transfer.
-        self._followers: dict[str, str] = {}
+        self._shared = SharedTransfers()
         self._adapters = Adapters()
         self.quarantine = Quarantine()
         self._stats = TandemStats()
@@ -277,7 +265,7 @@ class SchedulerConnector:
                 Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
             )
         elif isinstance(params, ConsumeParams):
-            if self._follows_other(request, params):
+            if not self._shared.join(params.transfer_id, request.request_id):
                 return
             if self._divides_image(request, _end_token(request, params)):
                 # The producer makes the same check and sends no KV.
@@ -290,22 +278,12 @@ class SchedulerConnector:
                 self._queued.add(request.request_id)
                 self._orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
 
-    def _follows_other(self, request: Request, params: ConsumeParams) -> bool:
-        """Record a request of a transfer id; return whether another request receives the KV."""
-        receiver = self._receivers.setdefault(params.transfer_id, request.request_id)
-        if len(self._receivers) > REMEMBERED_TRANSFERS:
-            del self._receivers[next(iter(self._receivers))]
-        if receiver == request.request_id:
-            return False
-        self._followers[request.request_id] = receiver
-        return True
-
     def awaits_prefix(self, request_id: str) -> bool:
         """Return whether the request waits until another one has received their common prompt.
 
         The deadlines of the other request's transfer bound the wait.
         """
-        receiver = self._followers.get(request_id)
+        receiver = self._shared.receiver_of(request_id)
         return receiver is not None and (
             receiver in self._consumptions or receiver in self._taken or self.quarantine.delays(receiver)
         )
@@ -406,7 +384,7 @@ class SchedulerConnector:
         self.quarantine.left(request_id)
         self._tokens_left.pop(request_id, None)
         self._queued.discard(request_id)
-        self._followers.pop(request_id, None)
+        self._shared.left(request_id)
         params = self._consumptions.pop(request_id, None)
         if params is not None:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
@@ -467,7 +445,7 @@ class SchedulerConnector:
             consumptions=frozenset(self._consumptions),
             queued=frozenset(self._queued),
             receptions=frozenset(self._taken),
-            followers=frozenset(self._followers),
+            followers=self._shared.followers,
             has_orders=self._orders != Orders(),
             side_channel_port=None if self._server is None else self._server.port,
         )
