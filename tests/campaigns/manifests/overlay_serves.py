@@ -5,14 +5,14 @@
 Takes serveConfigV2 from the rendered RayService and starts the processes that KubeRay would: a Ray
 head without resources, and a Ray node for each worker group with its labels, CPUs and plain
 variables, each at its own address, like pods. The file is unchanged except for the HTTP port, which
-may be in use on this machine. Then it sends requests, and stops everything.
+may be in use on this machine, and the routing policy: a short prompt must use both engines. Then it
+sends requests, and stops everything.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -26,9 +26,9 @@ from typing import Any
 
 import httpx
 import psutil
+import yaml
 
 from configs.settings import API_KEYS_VARIABLE, PEER_SECRET_VARIABLE
-from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.service_process import ROOT
 from tests.k8s.kuberay import environment
@@ -38,9 +38,8 @@ from tests.k8s.quantity import amount
 OBJECT_STORE_BYTES = 100 * 2**20
 START_TIMEOUT_S = 480.0
 STOP_TIMEOUT_S = 60.0
-QUESTIONS = 30
-FACTS = 120
-"""Facts of a prompt: about 720 tokens, which the routing policy sends to prefill at some time."""
+QUESTION = {"model": "tandem-demo", "prompt": "mira=427\nkelo=093\ntiba=618\nkelo?", "max_tokens": 8, "temperature": 0}
+ANSWER = "093"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
         os.environ.pop("RAY_ADDRESS", None)
         file = Path(folder) / "serve.yaml"
-        file.write_text(service["spec"]["serveConfigV2"])
+        file.write_text(through_both_engines(service["spec"]["serveConfigV2"]))
         with nodes(service["spec"]["rayClusterConfig"]) as address, serving(file, address) as url:
             ask(url, key)
     left = psutil.Process().children(recursive=True)
@@ -67,6 +66,14 @@ def main(argv: list[str] | None = None) -> int:
         for one in left:
             one.kill()
     return 1 if left else 0
+
+
+def through_both_engines(config: str) -> str:
+    """Return the Serve configuration with a routing policy that sends each prompt to prefill."""
+    parsed = yaml.safe_load(config)
+    for application in parsed["applications"]:
+        application["args"].setdefault("router", {})["routing"] = {"policy": "always_remote"}
+    return str(yaml.safe_dump(parsed))
 
 
 @contextmanager
@@ -139,25 +146,20 @@ def serving(file: Path, address: str) -> Iterator[str]:
 
 
 def ask(url: str, key: str) -> None:
-    """Send one request without the key, and requests with it until both engines have served one.
+    """Send one request without the key and one with it.
 
     Raises AssertionError with an unexpected answer.
     """
-    rng = random.Random(1)
-    routes: list[str] = []
     with httpx.Client(base_url=url, timeout=120) as http:
-        while "remote" not in routes:
-            prompt = make_prompt(rng, FACTS)
-            body = {"model": "tandem-demo", "prompt": prompt.text, "max_tokens": 3, "temperature": 0}
-            refused = http.post("/v1/completions", json=body)
-            assert refused.status_code == 401, refused.text
-            reply = http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
-            assert reply.status_code == 200, reply.text
-            text = reply.json()["choices"][0]["text"].strip()
-            assert text == prompt.answer, text
-            routes.append(reply.headers["x-tandem-route"])
-            assert len(routes) <= QUESTIONS, f"no request has used prefill: {routes}"
-        print(f"tandem: {len(routes)} right answers, routes {routes}; /health: {http.get('/health').text}", flush=True)
+        refused = http.post("/v1/completions", json=QUESTION)
+        assert refused.status_code == 401, refused.text
+        reply = http.post("/v1/completions", json=QUESTION, headers={"Authorization": f"Bearer {key}"})
+        assert reply.status_code == 200, reply.text
+        text = reply.json()["choices"][0]["text"]
+        route = reply.headers["x-tandem-route"], reply.headers.get("x-tandem-local-reason")
+        print(f"tandem: answered {text!r}, route {route[0]}; /health says {http.get('/health').text}", flush=True)
+        assert text.strip() == ANSWER, text
+        assert route[0] == "remote", route
 
 
 if __name__ == "__main__":
