@@ -334,12 +334,18 @@ class _Attempt:
         self._tls = tls
 
     def ask(self, host: str, port: int) -> list[bytes]:
-        with socket.create_connection((host, port), timeout=self._left_s()) as raw:
+        with self._connect(host, port) as raw:
             raw.settimeout(self._left_s())
             with self._tls.wrap_socket(raw) if self._tls is not None else contextlib.nullcontext(raw) as connection:
                 connection.settimeout(self._left_s())
                 connection.sendall(self._request)
                 return self._answer(connection)
+
+    def _connect(self, host: str, port: int) -> socket.socket:
+        try:
+            return socket.create_connection((host, port), timeout=self._left_s())
+        except TimeoutError:
+            raise TimeoutError("the connection was not established") from None
 
     def _answer(self, connection: socket.socket) -> list[bytes]:
         head = self._receive(connection, _PREFIX.size)
@@ -369,7 +375,10 @@ class _Attempt:
         received = bytearray()
         while len(received) < size:
             connection.settimeout(self._left_s())
-            part = connection.recv(min(size - len(received), 2**16))
+            try:
+                part = connection.recv(min(size - len(received), 2**16))
+            except TimeoutError:
+                raise TimeoutError(f"connected, but received only {len(received)} of {size} bytes") from None
             if not part:
                 raise EOFError("the connection was closed before the end of the answer")
             received += part
