@@ -9,7 +9,8 @@ from typing import Any
 
 from cryptography import x509
 
-from configs.settings import RouterSettings, ServiceSettings
+from configs.settings.router import RouterSettings
+from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

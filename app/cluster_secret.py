@@ -5,7 +5,7 @@ import secrets
 from pydantic import SecretStr
 
 from actors.upstream import ray_private
-from configs.settings import ServiceSettings
+from configs.settings.service import ServiceSettings
 
 KEY = b"peer-secret"
 

@@ -10,7 +10,7 @@ Serve spreads `mp` replicas over nodes, or packs them onto nodes in use.
 
 from typing import Any
 
-from configs.settings import RoleSettings
+from configs.settings.deployment import RoleSettings
 
 
 def deployment_options(role: RoleSettings, runtime_env: dict[str, Any]) -> dict[str, Any]:

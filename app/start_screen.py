@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from actors.engine.startup.start_log import STAGES
-from configs.settings import RoleName, ServiceSettings
+from configs.settings.base import RoleName
+from configs.settings.service import ServiceSettings
 
 FIRST_REMINDER_S = 30.0
 """Time without a new stage before a line about the pending stages; doubles with each line."""

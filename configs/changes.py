@@ -9,7 +9,7 @@ deployment and are not part of that version.
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.settings import RouterLimits
+from configs.settings.router import RouterLimits
 
 Cost = Literal["live", "role", "all"]
 """Replicas that restart: none (`live`), one deployment's (`role`), or the application's (`all`)."""

@@ -12,18 +12,12 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from configs.changes import Change, change_of
-from configs.settings import (
-    AuthSettings,
-    CpuSettings,
-    KVStoreSettings,
-    RoleSettings,
-    RouterLimits,
-    RouterSettings,
-    RoutingSettings,
-    ScalingSettings,
-    ServiceSettings,
-    TransferSettings,
-)
+from configs.settings.auth import AuthSettings
+from configs.settings.deployment import CpuSettings, RoleSettings
+from configs.settings.kv import KVStoreSettings, TransferSettings
+from configs.settings.router import RouterLimits, RouterSettings, RoutingSettings
+from configs.settings.scaling import ScalingSettings
+from configs.settings.service import ServiceSettings
 
 _INTRODUCTION = """# Configuration reference
 

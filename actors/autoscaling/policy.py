@@ -27,7 +27,7 @@ from actors.autoscaling.replica_counts import (
     settle,
     together,
 )
-from configs.settings import parse_scaling
+from configs.settings.parsing import parse_scaling
 
 logger = logging.getLogger("ray.serve")
 

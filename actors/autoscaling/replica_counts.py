@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isfinite
 
-from configs.settings import ScalingSettings
+from configs.settings.scaling import ScalingSettings
 
 _TINY = 1e-9
 """Tolerance for rounding errors of divisions, which must not add an engine."""

@@ -10,14 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from configs.settings import (
-    VLLM_API_KEY_VARIABLE,
-    PlacementSettings,
-    RoleName,
-    RoleSettings,
-    ServiceSettings,
-    SettingsError,
-)
+from configs.settings.auth import VLLM_API_KEY_VARIABLE
+from configs.settings.base import RoleName, SettingsError
+from configs.settings.deployment import PlacementSettings, RoleSettings
+from configs.settings.service import ServiceSettings
 
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
 from actors.engine.node_failures import dead_nodes_now, watch_nodes
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
-from configs.settings import RoleName, ServiceSettings
+from configs.settings.base import RoleName
+from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

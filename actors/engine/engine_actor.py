@@ -23,7 +23,9 @@ from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.telemetry.engine_status import read_status
 from actors.tls import TlsFiles, rpc_files, server_context
-from configs.settings import RoleName, RoleSettings, ServiceSettings
+from configs.settings.base import RoleName
+from configs.settings.deployment import RoleSettings
+from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from configs.settings import BEAT_S
+from configs.settings.router import BEAT_S
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.broadcast import replies_of
-from configs.settings import RoleName, TransferSettings
+from configs.settings.base import RoleName
+from configs.settings.kv import TransferSettings
 
 logger = logging.getLogger(__name__)
 

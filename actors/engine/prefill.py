@@ -15,7 +15,8 @@ from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
 from actors.engine_pool.discovery import ranked_metadata
 from actors.request import Call, ProducerAddress, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
-from configs.settings import RoleName, ServiceSettings
+from configs.settings.base import RoleName
+from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,16 @@ from actors.engine.node_failures import new_engine_id
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
-from actors.upstream.vllm_cpu_kernels import adapter_problem, cpu_features, experts_problem, model_problem
+from actors.upstream.vllm_cpu_kernels import (
+    adapter_problem,
+    cache_problem,
+    cpu_features,
+    experts_problem,
+    model_problem,
+)
 from actors.upstream.vllm_fork_server import may_fork, use_fork_server
-from configs.settings import HiddenText, RoleName, ServiceSettings
+from configs.settings.base import HiddenText, RoleName
+from configs.settings.service import ServiceSettings
 
 if TYPE_CHECKING:
     from actors.autoscaling.stat_logger import LoadLogger
@@ -111,9 +118,12 @@ class VllmEngine:
         )
         config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if not settings.role(role).num_gpus:
-            problem = model_problem(
-                config.model_config, config.attention_config.backend, cpu_features()
-            ) or experts_problem(config.model_config, config.parallel_config)
+            features = cpu_features()
+            problem = (
+                model_problem(config.model_config, config.attention_config.backend, features)
+                or cache_problem(config.cache_config.cache_dtype, features)
+                or experts_problem(config.model_config, config.parallel_config)
+            )
             if problem is None and config.lora_config is not None:
                 modules = settings.frontend.get("lora_modules") or ()
                 problem = adapter_problem(config.lora_config.max_loras, len(modules))

@@ -55,7 +55,7 @@ class EngineCall:
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
         self.sent_at = time.monotonic()
-        """Time just before the call is sent; see `Items.sent_at` in `router/leg.py`."""
+        """Time just before the call is sent; see `Items.sent_at` in `router/dispatch/leg.py`."""
         self._slot = slot
         self._slots = slots
         self._items: deque[Item] = deque()

@@ -11,7 +11,7 @@ import xxhash
 from actors.policy.decision import CHEAPER, NO_PREFILL, POLICY, PREFILL_FAILED, SHORT, UNSEEN, Decision, Estimate
 from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 FAILING_S = 5.0
 """Time for which a replica ranks last after a failed call.

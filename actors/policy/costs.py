@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from actors.policy.estimates import Components, Level, PairLevels, Regression
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 ATTENTION_TOKENS = 32_768.0
 """Assumed context length at which attention costs as much as the rest of a token's computation."""

@@ -21,7 +21,7 @@ from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
 from actors.policy.prefixes import Prefixes
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 ASSUMED_TOKENS = 256.0
 """Weight of the assumed bytes per token, in tokens."""

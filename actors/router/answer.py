@@ -11,13 +11,14 @@ from actors.errors import CannotResumeError, HandoverError, UnavailableError
 from actors.replay_log import RecordedGroups
 from actors.request import StreamChunk, TokenGroup
 from actors.router.client_request import ClientRequest
-from actors.router.dispatch import Attempt, Dispatcher
+from actors.router.dispatch.attempt import Attempt
+from actors.router.dispatch.dispatcher import Dispatcher
 from actors.router.event_stream import EventStream
 from actors.router.request_shaping import why_not_resumable
 from actors.telemetry.latency_breakdown import LatencyBreakdown, break_down
 from actors.telemetry.recent_requests import Pair
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings import RoleName
+from configs.settings.base import RoleName
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)

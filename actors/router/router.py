@@ -14,7 +14,9 @@ from actors.router.models.adapters import AdapterNames
 from actors.router.models.model_router import AnyAnswer, ModelEngines, ModelRouter
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings import MIN_ONGOING_SEQUENCES, RoleName, RouterLimits, changed_limits
+from configs.settings.base import RoleName
+from configs.settings.parsing import changed_limits
+from configs.settings.router import MIN_ONGOING_SEQUENCES, RouterLimits
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from actors.policy.decision import Decision
 from actors.policy.planner import Planner
 from actors.router.client_request import ClientRequest
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 logger = logging.getLogger(__name__)
 

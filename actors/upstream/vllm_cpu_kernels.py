@@ -1,4 +1,4 @@
-"""Detects models and adapters that vLLM's CPU kernels cannot run, before the engine starts.
+"""Detects models, KV caches and adapters that vLLM's CPU kernels cannot run, before the engine starts.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
@@ -26,6 +26,7 @@ class CpuFeatures:
     """Instruction sets that select kernels with a limited dtype."""
 
     amx: bool
+    avx512: bool
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ def cpu_features() -> CpuFeatures:
     """Return the features of this machine as vLLM detects them (imports torch)."""
     import torch
 
-    return CpuFeatures(amx=torch.cpu._is_amx_tile_supported())  # noqa: SLF001 (the function that vLLM calls)
+    return CpuFeatures(
+        amx=torch.cpu._is_amx_tile_supported(),  # noqa: SLF001 (the function that vLLM calls)
+        avx512=torch.cpu._is_avx512_supported(),  # noqa: SLF001
+    )
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,20 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
         remedy = f"set `engine.dtype: {BFLOAT16}`, or `engine.attention_backend: {REFERENCE_MLA}` for the slower kernel"
         return KernelProblem(f"vLLM's MLA kernel for CPUs with AMX needs bfloat16, not {dtype}", remedy)
     return None
+
+
+def cache_problem(cache_dtype: str, features: CpuFeatures) -> KernelProblem | None:
+    """Return the reason why vLLM's CPU attention cannot use this `kv_cache_dtype`, or None.
+
+    Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py.
+    """
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
+    if features.amx or features.avx512 or not is_quantized_kv_cache(cache_dtype):
+        return None
+    return KernelProblem(
+        f"a KV cache of {cache_dtype} needs a CPU with AVX-512 or AMX", "set `engine.kv_cache_dtype: auto`"
+    )
 
 
 def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:

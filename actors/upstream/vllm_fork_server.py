@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Any
 
-from configs.settings import RoleName, ServiceSettings
+from configs.settings.base import RoleName
+from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

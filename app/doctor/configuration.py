@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from actors.engine.arguments import engine_arguments
-from actors.upstream.vllm_cpu_kernels import cpu_features, experts_problem, model_problem
+from actors.upstream.vllm_cpu_kernels import cache_problem, cpu_features, experts_problem, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
-from configs.settings import RoleName, ServiceSettings, SettingsError
+from configs.settings.base import RoleName, SettingsError
+from configs.settings.service import ServiceSettings
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 FIRST_BYTES = 4096
@@ -138,7 +139,12 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
             "kernels", f"{role}: vLLM refuses the model: {reason}", "change `model` or the engine's arguments"
         )
     backend = arguments.attention_backend or arguments.attention_config.backend
-    problem = model_problem(model, backend, cpu_features()) or experts_problem(model, arguments)
+    features = cpu_features()
+    problem = (
+        model_problem(model, backend, features)
+        or cache_problem(arguments.kv_cache_dtype, features)
+        or experts_problem(model, arguments)
+    )
     if problem is not None:
         return Finding("kernels", f"{role}: {problem.reason}", problem.remedy)
     return Finding("kernels", f"{role}: the CPU's kernels run the model in {str(model.dtype).removeprefix('torch.')}")

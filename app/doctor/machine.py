@@ -15,7 +15,7 @@ from typing import Any
 from actors.tls import router_files
 from app.doctor.finding import Finding
 from app.run import port_taken
-from configs.settings import ServiceSettings
+from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 
 PYTHON = (3, 11)

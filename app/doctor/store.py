@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.doctor.finding import Finding
-from configs.settings import ServiceSettings
+from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 from connectors.store.tiers.folder import check_folder
 

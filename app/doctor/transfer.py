@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from app.doctor.finding import Finding
-from configs.settings import ServiceSettings
+from configs.settings.service import ServiceSettings
 
 LONGEST_S = 300.0
 

@@ -12,7 +12,7 @@ from starlette.types import Message, Send
 from actors.errors import DeadlineError
 from actors.request import KEEP_ALIVE, Endpoint
 from actors.router.client_request import ClientRequest
-from configs.settings import RouterLimits
+from configs.settings.router import RouterLimits
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 """Headers known before the engine answers; vLLM's streams have the same content type."""

@@ -26,7 +26,7 @@ from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
-from configs.settings import RouterSettings
+from configs.settings.router import RouterSettings
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,9 @@ from app.http.http_server import HttpServer
 from app.http.routes import build_http
 from benchmarks.router.engine import WHERE, complete
 from benchmarks.router.service import SLOTS, Instant, NoLLM
-from configs.settings import RoleName, RoleSettings, RouterLimits, RoutingSettings
+from configs.settings.base import RoleName
+from configs.settings.deployment import RoleSettings
+from configs.settings.router import RouterLimits, RoutingSettings
 from testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

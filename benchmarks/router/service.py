@@ -26,7 +26,9 @@ from actors.request import Call, ProducerAddress
 from app.main import DeployedModel, router_deployment
 from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
-from configs.settings import RoleName, RoleSettings, RouterSettings, RoutingSettings
+from configs.settings.base import RoleName
+from configs.settings.deployment import RoleSettings
+from configs.settings.router import RouterSettings, RoutingSettings
 
 READY = "instant engines: ready"
 SLOTS = 512

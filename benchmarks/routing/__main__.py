@@ -18,7 +18,7 @@ from benchmarks.routing.loads import LOADS, Load
 from benchmarks.routing.oracle import Oracle
 from benchmarks.routing.policies import AlwaysRemote, NeverRemote, Ours, RoundRobin, Threshold
 from benchmarks.routing.report import BLIND, ORACLE, OURS, THRESHOLDS, Measured, measure, tables, threshold
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "routing.json"

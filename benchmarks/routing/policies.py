@@ -6,7 +6,7 @@ from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
 from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Request
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 
 class Ours:

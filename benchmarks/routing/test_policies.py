@@ -13,7 +13,7 @@ from benchmarks.routing.machine import GPU
 from benchmarks.routing.oracle import Oracle
 from benchmarks.routing.policies import AlwaysRemote, Ours, RoundRobin
 from benchmarks.routing.report import ORACLE, OURS, measure, regrets
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 from testing.imports import imported
 
 FOLDER = Path(benchmarks.routing.__path__[0])

@@ -11,7 +11,7 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk, TokenGroup
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
-from configs.settings import RouterLimits, RoutingSettings
+from configs.settings.router import RouterLimits, RoutingSettings
 from tests.actors.fleet import Handle, Replica, router_of
 
 JSON = ((b"content-type", b"application/json"),)

@@ -22,7 +22,7 @@ from actors.errors import EngineDownError
 from actors.request import Accepted, Call, Heartbeat
 from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
-from configs.settings import RouterLimits
+from configs.settings.router import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
 """Behaviour of a replica for its n-th call (from 1)."""

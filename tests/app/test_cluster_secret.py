@@ -19,7 +19,10 @@ from actors.engine.vllm_engine import kv_transfer_config
 from actors.errors import EngineStartError
 from app.main import build
 from configs.reference import reference
-from configs.settings import PEER_SECRET_VARIABLE, ServiceSettings, SettingsError, parse_settings
+from configs.settings.base import SettingsError
+from configs.settings.kv import PEER_SECRET_VARIABLE
+from configs.settings.parsing import parse_settings
+from configs.settings.service import ServiceSettings
 from connectors.vllm_hma.config import parse_config
 from testing.serve_objects import deployment_of
 

@@ -19,7 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.engine.arguments import engine_arguments
 from app.deployment_options import bundles, deployment_options
 from app.main import deploy_engine
-from configs.settings import RoleName, ServiceSettings, SettingsError, parse_settings
+from configs.settings.base import RoleName, SettingsError
+from configs.settings.parsing import parse_settings
+from configs.settings.service import ServiceSettings
 
 GPUS = 4
 NODES = ("a", "b", "c")

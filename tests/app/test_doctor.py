@@ -16,7 +16,8 @@ from actors.upstream.vllm_cpu_kernels import CpuFeatures
 from app.doctor import configuration, machine, store
 from app.doctor.__main__ import main
 from app.doctor.configuration import check_readable
-from configs.settings import DEMO_MODEL_DIR, ServiceSettings, parse_settings
+from configs.settings.parsing import parse_settings
+from configs.settings.service import DEMO_MODEL_DIR, ServiceSettings
 from testing.models import deepseek_v2
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"

@@ -12,7 +12,8 @@ from ray.serve import Application
 
 from app.main import build
 from app.run import ROUTER_DRAIN_POLL_S, Screen, address_of, load, main, port_taken, start_ray, stop_routers_soon
-from configs.settings import SettingsError, parse_settings
+from configs.settings.base import SettingsError
+from configs.settings.parsing import parse_settings
 from testing.serve_objects import deployment_config_of, deployment_of
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"

@@ -1,7 +1,7 @@
 """The launcher's output while engines start, and at the end of a failed start."""
 
 from app.start_screen import EngineReport, EngineStages, failure_of, last_error, replicas_at_start
-from configs.settings import parse_settings
+from configs.settings.parsing import parse_settings
 
 MAX_LINES_UNTIL_READY = 25
 LINES_OF_THE_LAUNCHER = 7

@@ -18,7 +18,9 @@ from actors.autoscaling.policy import ROLE_POLICY
 from app.main import ROUTER_ENVIRONMENT, build
 from configs.changes import DEPLOYMENTS, Change, change_of
 from configs.reference import SECTIONS, reference
-from configs.settings import RouterLimits, SettingsError, changed_limits, parse_settings
+from configs.settings.base import SettingsError
+from configs.settings.parsing import changed_limits, parse_settings
+from configs.settings.router import RouterLimits
 from testing.serve_objects import deployment_config_of, deployment_of, replica_config_of
 
 EVERYTHING = {"Prefill", "Decode", "Router"}

@@ -8,7 +8,8 @@ import pytest
 
 from actors.engine.arguments import check_arguments, engine_arguments
 from app.main import build
-from configs.settings import SettingsError, parse_settings
+from configs.settings.base import SettingsError
+from configs.settings.parsing import parse_settings
 from testing.serve_objects import deployment_of
 
 MODELS: list[dict[str, Any]] = [

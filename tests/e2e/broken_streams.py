@@ -16,7 +16,8 @@ from actors.engine.vllm_engine import VllmEngine
 from actors.errors import EngineDownError
 from actors.request import Call, Endpoint, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
-from configs.settings import RouterLimits, ServiceSettings
+from configs.settings.router import RouterLimits
+from configs.settings.service import ServiceSettings
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
 

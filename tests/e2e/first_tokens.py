@@ -16,7 +16,8 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, Endpoint, ProducerAddress, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
-from configs.settings import RouterLimits, RoutingSettings, ServiceSettings
+from configs.settings.router import RouterLimits, RoutingSettings
+from configs.settings.service import ServiceSettings
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
 

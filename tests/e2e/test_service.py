@@ -20,7 +20,7 @@ import pytest
 
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, probe_timeout_s
 from app.http.routes import OPEN_AGE_S
-from configs.settings import TransferSettings
+from configs.settings.kv import TransferSettings
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config

@@ -12,7 +12,9 @@ from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from app.http.http_server import SERVICE_PATH
 from app.run import load
-from configs.settings import PlacementSettings, RoleSettings, ServiceSettings, SettingsError
+from configs.settings.base import SettingsError
+from configs.settings.deployment import PlacementSettings, RoleSettings
+from configs.settings.service import ServiceSettings
 from tests.k8s.kuberay import environment
 from tests.k8s.quantity import amount
 

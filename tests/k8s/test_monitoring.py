@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_late
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED
-from actors.router.prefill_leg import BROKEN
+from actors.router.dispatch.prefill_leg import BROKEN
 from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.generate import REFUSED

@@ -15,7 +15,8 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
 from actors.engine.arguments import engine_argument_names, engine_arguments, fields_in_source, frontend_argument_names
 from actors.upstream.vllm_fork_server import USERS, may_fork, use_fork_server
-from configs.settings import RoleName, parse_settings
+from configs.settings.base import RoleName
+from configs.settings.parsing import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -95,8 +95,12 @@ def fp8_rank(k_scale: float, v_scale: float, tp_rank: int = 0) -> MemoryRank:
     return memory_rank(made, {LAYER: layer.get_kv_cache_spec(made)}, tp_rank=tp_rank)
 
 
-def test_other_scales_are_refused() -> None:
-    """Engines, or ranks of one engine, with other FP8 scales do not exchange bytes."""
+def test_other_scales_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines, or ranks of one engine, with other FP8 scales do not exchange bytes.
+
+    No kernel runs here, so the CPU needs no AVX-512.
+    """
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: True)
     ours = fp8_rank(0.5, 0.25).layout
     check_compatible(fp8_rank(0.5, 0.25, tp_rank=1).layout, ours)
     for other in (fp8_rank(0.5, 0.125).layout, fp8_rank(1.0, 0.25, tp_rank=1).layout):

@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.errors import TandemError, UnavailableError
 from actors.router.models.model_router import ModelRouter
-from configs.settings import RoleName
+from configs.settings.base import RoleName
 
 CHANGE_S = 120.0
 """Timeout of a change on one engine, which may read an adapter from a slow disk."""

@@ -12,14 +12,16 @@ from actors.errors import UnavailableError
 from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest, RequestTimer
-from actors.router.dispatch import Dispatcher, Fleet
-from actors.router.leg import Leg, choose, deadline
+from actors.router.dispatch.dispatcher import Dispatcher
+from actors.router.dispatch.fleet import Fleet
+from actors.router.dispatch.leg import Leg, choose, deadline
 from actors.router.prompt_lists.list_answer import ListAnswer
 from actors.router.prompt_lists.split import parent_id, split
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings import RoleName, RouterLimits
+from configs.settings.base import RoleName
+from configs.settings.router import RouterLimits
 
 DISCARD_S = 5.0
 """Timeout of a `discard` call to a prefill replica."""

@@ -13,7 +13,7 @@ from actors.router.prompt_lists.split import begun
 from actors.router.request_shaping import choices_of
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import Pair
-from configs.settings import RoleName
+from configs.settings.base import RoleName
 
 READY_PIECES = 64
 """Number of unread pieces at which the streams wait for the client."""

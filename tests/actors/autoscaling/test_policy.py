@@ -15,7 +15,7 @@ from ray.serve.schema import ServeApplicationSchema
 
 from actors.autoscaling.policy import POLICY, ROLE_POLICY
 from actors.autoscaling.replica_counts import DecodeLoad, PrefillLoad
-from configs.settings import SettingsError
+from configs.settings.base import SettingsError
 
 PREFILL, DECODE, ROUTER = (DeploymentID(name=name, app_name="tandem") for name in ("Prefill", "Decode", "Router"))
 AT_ONCE = {"upscale_delay_s": 0, "downscale_delay_s": 0, "min_replicas": 1, "max_replicas": 8}

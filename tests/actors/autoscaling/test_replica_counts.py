@@ -13,7 +13,9 @@ from actors.autoscaling.replica_counts import (
     settle,
     together,
 )
-from configs.settings import ScalingSettings, SettingsError, parse_scaling
+from configs.settings.base import SettingsError
+from configs.settings.parsing import parse_scaling
+from configs.settings.scaling import ScalingSettings
 
 EVEN = ScalingSettings(prefill_busy=0.5, catch_up_s=10, kv_use=0.5, tpot_s=0.05, slack=0.2)
 """Targets that are easy to divide by."""

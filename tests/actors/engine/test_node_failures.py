@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from actors.engine import engine_actor, node_failures
 from actors.engine.decode import Decode
 from actors.engine.node_failures import LostNodes, dead_nodes_now, engines_of, watch_nodes
-from configs.settings import parse_settings
+from configs.settings.parsing import parse_settings
 
 
 def test_a_node_is_lost_some_time_after_it_is_dead():

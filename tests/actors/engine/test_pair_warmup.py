@@ -11,7 +11,8 @@ import pytest
 from actors.engine import pair_warmup
 from actors.engine.decode import Decode
 from actors.engine.pair_warmup import PeerReplicas, peer_deployment, probe_timeout_s
-from configs.settings import RoleName, TransferSettings
+from configs.settings.base import RoleName
+from configs.settings.kv import TransferSettings
 
 
 class Prefills:

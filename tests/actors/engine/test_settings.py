@@ -14,7 +14,10 @@ from actors.engine.arguments import (
     why_no_first_token,
 )
 from app.main import build
-from configs.settings import KVStoreSettings, ServiceSettings, SettingsError, TransferSettings, parse_settings
+from configs.settings.base import SettingsError
+from configs.settings.kv import KVStoreSettings, TransferSettings
+from configs.settings.parsing import parse_settings
+from configs.settings.service import ServiceSettings
 from connectors.vllm_hma.config import parse_config
 from testing.serve_objects import deployment_of, replica_config_of
 

@@ -18,7 +18,8 @@ from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
-from configs.settings import RoleSettings, RouterLimits
+from configs.settings.deployment import RoleSettings
+from configs.settings.router import RouterLimits
 from tests.actors.behaviours import JSON, LIMITS, request
 from tests.actors.fleet import METADATA
 

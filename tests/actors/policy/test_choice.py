@@ -12,7 +12,7 @@ from actors.policy.choice import Asked, choose, score
 from actors.policy.costs import Costs
 from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 ASSUMED = RoutingSettings(
     assumed_prefill_overhead_s=0.1,

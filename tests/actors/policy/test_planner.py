@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from actors.policy.decision import Estimate
 from actors.policy.planner import Planner
 from actors.policy.prompts import read_prompt
-from configs.settings import RoutingSettings
+from configs.settings.router import RoutingSettings
 
 P = {"p": 0}
 D = {"d": 0}

@@ -16,7 +16,7 @@ from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.timestamps import CallTimestamps, KvTimes
-from configs.settings import RouterLimits
+from configs.settings.router import RouterLimits
 from tests.actors.behaviours import EVENTS, JSON, event, request
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.router.router import Router
-from configs.settings import RouterLimits, RoutingSettings
+from configs.settings.router import RouterLimits, RoutingSettings
 from tests.actors.fleet import Handle, router_of
 
 BUILT = RouterLimits(

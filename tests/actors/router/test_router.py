@@ -33,7 +33,7 @@ from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from app.http.routes import OPEN_AGE_S
 from app.main import ROUTER_ENVIRONMENT, DeployedModel, HttpRouter
-from configs.settings import RouterSettings, RoutingSettings
+from configs.settings.router import RouterSettings, RoutingSettings
 from testing.sse import said
 from testing.timing import server_timing
 from tests.actors.behaviours import TOKENS, engine

@@ -14,7 +14,7 @@ from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists.merge import COUNTS
 from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
-from configs.settings import RouterLimits, RoutingSettings
+from configs.settings.router import RouterLimits, RoutingSettings
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 

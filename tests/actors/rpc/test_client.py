@@ -14,7 +14,7 @@ from actors.engine_pool.engines import EngineCall, Slot
 from actors.engine_pool.slots import SlotPool
 from actors.errors import EngineDownError, EngineError
 from actors.request import Accepted
-from actors.router.leg import Leg
+from actors.router.dispatch.leg import Leg
 from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import LENGTH, End, Refused, Reply, StreamItem, Welcome, encode

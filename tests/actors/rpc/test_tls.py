@@ -15,7 +15,7 @@ from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channels
 from actors.rpc.server import RpcServer
 from actors.tls import ClientTls, TlsFiles, rpc_files, server_context
-from configs.settings import parse_settings
+from configs.settings.parsing import parse_settings
 from testing.certificates import Authority
 from tests.actors.rpc.world import Served
 

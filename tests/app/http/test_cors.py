@@ -9,7 +9,7 @@ import pytest
 
 from app.http.auth import digest
 from app.http.routes import build_http
-from configs.settings import RouterSettings
+from configs.settings.router import RouterSettings
 from tests.actors.behaviours import engine, fleet, well
 
 ORIGIN = "https://chat.example"

@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.router.client_request import ClientRequest
 from app.http.routes import build_http
-from configs.settings import MIN_ONGOING_SEQUENCES
+from configs.settings.router import MIN_ONGOING_SEQUENCES
 from tests.actors.behaviours import LIMITS, fleet, hangs, request, well
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 from tests.app.http.test_cancelled_requests import Client

@@ -10,7 +10,7 @@ import httpx
 from actors.router.peer_routers import RouterReplica
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.routes import build_http
-from configs.settings import RouterLimits
+from configs.settings.router import RouterLimits
 
 
 class Asked:

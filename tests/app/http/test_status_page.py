@@ -17,7 +17,7 @@ from actors.telemetry.router_metrics import RouterMetrics
 from app.http.auth import digest
 from app.http.routes import build_http
 from app.http.status_page import PAGE_HEADERS, status_page
-from configs.settings import RouterLimits
+from configs.settings.router import RouterLimits
 
 
 class Told:

@@ -14,7 +14,8 @@ import pytest
 from actors.tls import TlsFiles
 from app.doctor.machine import check_tls
 from app.http.http_server import SERVICE_PATH, HttpServer
-from configs.settings import SettingsError, parse_settings
+from configs.settings.base import SettingsError
+from configs.settings.parsing import parse_settings
 from connectors.errors import ConfigurationError
 from testing.certificates import Authority
 from testing.ports import free_port

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from configs.settings import DEMO_MODEL_DIR, DEMO_SERVED_NAME
+from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.facts import RecallPrompt, make_prompt
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.settings import DEMO_MODEL_DIR
+from configs.settings.service import DEMO_MODEL_DIR
 
 THINK, THOUGHT = "<think>", "</think>"
 THINK_ID, THOUGHT_ID = 518, 519

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from configs.settings import DEMO_SERVED_NAME
+from configs.settings.service import DEMO_SERVED_NAME
 from tests.campaigns.differential.cases import (
     ABSENT,
     CHAT,

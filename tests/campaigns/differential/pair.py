@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from configs.settings import DEMO_MODEL_DIR, DEMO_SERVED_NAME
+from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.adapters import lora_adapter
 from testing.ports import free_port
 from testing.service_process import ServiceProcess, write_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from configs.settings import DEMO_SERVED_NAME
+from configs.settings.service import DEMO_SERVED_NAME
 from tests.campaigns.differential.cases import ABSENT, CHAT, COMPLETIONS, JSON_TYPE, RESPONSES, Case, Request, request
 from tests.campaigns.differential.features import BUILDERS, SCHEMA, TOOL
 from tests.campaigns.differential.others import FRAMEWORK

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.run import CURL, DEMO_PROMPT, interrupt_on_signals
-from configs.settings import DEMO_SERVED_NAME
+from configs.settings.service import DEMO_SERVED_NAME
 from tests.campaigns.hosts.hosts import Host, Switch, hosts
 from tests.campaigns.hosts.port_forward import forwarded_port
 

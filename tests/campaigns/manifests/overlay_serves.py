@@ -28,7 +28,8 @@ import httpx
 import psutil
 import yaml
 
-from configs.settings import API_KEYS_VARIABLE, PEER_SECRET_VARIABLE
+from configs.settings.auth import API_KEYS_VARIABLE
+from configs.settings.kv import PEER_SECRET_VARIABLE
 from testing.ports import free_port
 from testing.service_process import ROOT
 from tests.k8s.kuberay import environment

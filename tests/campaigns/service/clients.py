@@ -26,7 +26,7 @@ from typing import Any, Literal
 import openai
 from pydantic import BaseModel
 
-from configs.settings import DEMO_MODEL_DIR, DEMO_SERVED_NAME
+from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
 

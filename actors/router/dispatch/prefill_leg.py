@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from actors.errors import DeadlineError, RefusedError
 from actors.request import ResponseStart, StreamChunk
-from actors.router.leg import Leg, deadline
+from actors.router.dispatch.leg import Leg, deadline
 from actors.telemetry.latency_breakdown import LegTimestamps
 from actors.telemetry.router_metrics import RouterMetrics
 from connectors.errors import TandemError

@@ -1,0 +1,181 @@
+"""One attempt at a request: its legs, its slots and its reports to the planner."""
+
+import asyncio
+import json
+import time
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from typing import Self
+
+from actors.engine_pool.engines import Slot
+from actors.policy.decision import Decision
+from actors.policy.inflight import InflightRequest
+from actors.policy.planner import Planner
+from actors.policy.prompts import Prompt
+from actors.request import FirstTokenChunk, ResponseStart, StreamChunk
+from actors.router.dispatch.leg import Leg, Response
+from actors.router.dispatch.prefill_leg import PrefillLeg
+from actors.telemetry.recent_requests import Pair
+from configs.settings.base import RoleName
+
+
+class Attempt:
+    """One attempt at a request: both legs, or decode alone.
+
+    Leaving the context cancels the calls unless decode has started to answer; after that, `close`
+    cancels them. The planner counts the attempt from the routing decision, before the attempt has
+    slots, so that concurrent decisions take each other into account.
+    """
+
+    start: ResponseStart
+    items: list[StreamChunk | bytes]
+    decode: Leg
+    pair: Pair
+
+    def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
+        self.decision = decision
+        self.prefill: PrefillLeg | None = None
+        self.began_at = self.slots_at = time.monotonic()
+        """Times at which the attempt began and at which it had slots for its legs."""
+        self.prompt_tokens: int | None = None
+        """Number of tokens of the prompt, from the prefill engine's answer."""
+        self.opening: asyncio.Task[Response] | None = None
+        """Task that waits for the start of decode's answer; None for decode alone."""
+        self.sampled_by: RoleName = "decode"
+        """Role of the engine whose first token the client receives."""
+        self.legs = AsyncExitStack()
+        self._planner = planner
+        self._prompt = prompt
+        self._inflight: InflightRequest | None = None
+        self._prefilled_at: float | None = None
+        self._is_open = False
+        self._answered = False
+        self._tokens = 0
+        if decision.decode:
+            self.sent(decision.decode[0], next(iter(decision.prefill), None))
+        self.legs.callback(self._end)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._is_open:
+            await self.close()
+
+    @property
+    def local_reason(self) -> str | None:
+        """Reason of the routing decision if it is local, else None."""
+        return self.decision.reason if self.decision.local else None
+
+    def sent(self, decode: str, prefill: str | None) -> None:
+        """Report the replicas of both legs to the planner."""
+        self.pair = Pair(prefill, decode)
+        if self._inflight is not None:
+            if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
+                return
+            self._planner.ended(self._inflight, _now(), broken=True)
+        self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
+
+    def prefilled(self, body: object) -> None:
+        """Report a computed prompt to the planner.
+
+        ``body``  None when the prompt is computed, then the prefill answer with the token count
+        """
+        if self._prefilled_at is None:
+            self._prefilled_at = _now()
+        if body is not None:
+            self.prompt_tokens = _prompt_tokens(body)
+            self._report_prefilled(self.prompt_tokens)
+
+    def opened(self, response: Response) -> Self:
+        """Keep the calls open after the start of decode's answer.
+
+        Reports the time of the first token for streams only; other answers do not contain it.
+        """
+        self.start, self.items = response
+        self._is_open = True
+        if self.start.status < HTTPStatus.BAD_REQUEST:
+            if self.prefill is not None:
+                self.prefill.delivered()
+            self._answered = True
+            self._report_prefilled()
+            if self.start.streams and self._inflight is not None:
+                self._planner.opened(self._inflight, _now())
+        return self
+
+    @property
+    def on_prefill(self) -> str | None:
+        """Prefill replica of an attempt without a decode leg, else None."""
+        return self.pair.prefill if self.pair.decode is None else None
+
+    def opened_on_prefill(self, slot: Slot, response: Response) -> Self:
+        """Keep the call open after the start of an answer from prefill alone.
+
+        The planner receives no tokens of decode and drops the prompt from decode's prefixes.
+        """
+        self.sampled_by = "prefill"
+        self.start, self.items = response
+        self.pair = Pair(slot.replica_id, None)
+        self._is_open = True
+        self._report_prefilled()
+        return self
+
+    def opened_by_prefill(self) -> Self:
+        """Keep the calls open after prefill's first token, before decode's answer."""
+        assert self.prefill is not None
+        assert self.prefill.start is not None, "prefill has answered"
+        self.sampled_by = "prefill"
+        self.start, self.items = self.prefill.start, []
+        self._is_open = self._answered = True
+        self._report_prefilled()
+        return self
+
+    def passed_on(self, item: object) -> None:
+        """Count the tokens that decode generated in an item for the client."""
+        if isinstance(item, StreamChunk) and self.pair.decode is not None:
+            self._tokens += sum(map(len, item.groups))
+
+    def release(self) -> None:
+        """Release the prefill leg after decode's answer has started.
+
+        Call this after the first bytes are sent: the message to the prefill engine takes time.
+        """
+        if self.prefill is not None:
+            timings = self.decode.timestamps.timings
+            had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
+            self.prefill.release(answers_soon=had_kv)
+
+    async def close(self) -> None:
+        """Cancel the running calls."""
+        await self.legs.aclose()
+
+    def _end(self) -> None:
+        self._report_prefilled()
+        if self._inflight is not None:
+            self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
+
+    def _report_prefilled(self, prompt_tokens: int | None = None) -> None:
+        """Report the computed prompt to the planner, with its token count if known."""
+        if self._prefilled_at is not None and self._inflight is not None:
+            self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _prompt_tokens(answer: object) -> int | None:
+    """Return the prompt's token count from a completion's usage or a stream's chunk, or None."""
+    if isinstance(answer, FirstTokenChunk):
+        return answer.prompt_tokens
+    if not isinstance(answer, bytes):
+        return None
+    try:
+        body = json.loads(answer)
+        usage = body["usage"]
+        # In Anthropic's usage, `input_tokens` excludes cached tokens.
+        cached = usage.get("cache_read_input_tokens", 0)
+        tokens = usage["input_tokens"] + cached if body.get("type") == "message" else usage["prompt_tokens"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return tokens if type(tokens) is int and tokens > 0 else None

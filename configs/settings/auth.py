@@ -1,0 +1,66 @@
+"""API keys of clients, from a configuration and from environment variables."""
+
+import os
+from collections.abc import Sequence
+
+from pydantic import Field, SecretStr, field_validator
+
+from configs.settings.base import Frozen, SettingsError
+
+API_KEYS_VARIABLE = "TANDEM_API_KEYS"
+VLLM_API_KEY_VARIABLE = "VLLM_API_KEY"
+
+
+class AuthSettings(Frozen):
+    """Authentication of HTTP clients."""
+
+    api_keys: tuple[SecretStr, ...] = Field(
+        (),
+        description="accepted keys (`Authorization: Bearer KEY`); prefer the environment variable "
+        f"`{API_KEYS_VARIABLE}`, separated by commas, or `{VLLM_API_KEY_VARIABLE}`; none: no authentication. "
+        "/, /health, /ping, /load and /metrics need no key",
+    )
+
+    @field_validator("api_keys")
+    @classmethod
+    def _can_be_sent(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        return tuple(SecretStr(_sendable_key(key.get_secret_value())) for key in keys)
+
+    def operators_keys(self) -> tuple[SecretStr, ...]:
+        """Return the operator's API keys from these settings and this process's environment.
+
+        Raises SettingsError if a variable has a key that no client can send, or is set without any.
+        """
+        listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
+        single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
+        return (*self.api_keys, *map(SecretStr, (*listed, *single)))
+
+
+def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
+    """Return the keys in the `values` of an environment variable, without surrounding blanks.
+
+    Raises SettingsError if no client can send a key, or if the variable is set without any.
+    """
+    try:
+        found = [_sendable_key(key) for key in values if key.strip()]
+    except ValueError as error:
+        raise SettingsError(f"{variable}: {error}") from None
+    if not found and list(values) != [""]:
+        raise SettingsError(f"{variable}: is set, but contains no key; unset it to admit all clients")
+    return found
+
+
+def _sendable_key(key: str) -> str:
+    """Return `key` without surrounding blanks.
+
+    Raises ValueError, without the key in its message, if no client can send the key in a header.
+    """
+    key = key.strip()
+    if not key:
+        raise ValueError("a key must not be empty")
+    if not all("!" <= character <= "~" for character in key):
+        raise ValueError(
+            "a key must be printable ASCII without blanks, or no client can send it in a header; "
+            "`openssl rand -hex 24` makes one"
+        )
+    return key

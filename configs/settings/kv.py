@@ -1,0 +1,153 @@
+"""Settings of the KV connector and of the KV store."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, model_validator
+
+from configs.settings.base import Frozen, HiddenText, Positive, Seconds, SettingsError
+
+PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
+MIN_SECRET_CHARACTERS = 16
+
+
+class TransferSettings(Frozen):
+    """Settings of the KV connector, named like the keys of its `kv_connector_extra_config`."""
+
+    side_channel_host: str | None = Field(
+        None, description="interface of the side channel; unset: the address of the node"
+    )
+    side_channel_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="port of the side channel; 0: any free port. Data-parallel rank r listens on `side_channel_port` "
+        "+ r",
+    )
+    advertise_host: str = Field(
+        "", description="address under which peers reach the side channel, if side_channel_host is 0.0.0.0"
+    )
+    secret: SecretStr | None = Field(
+        None,
+        min_length=MIN_SECRET_CHARACTERS,
+        description="secret of all engines that exchange KV, at least 16 characters; prefer the environment variable "
+        f"`{PEER_SECRET_VARIABLE}`, because Ray Serve logs `args`; unset: generated for the Ray cluster",
+    )
+    backends: list[str] = Field(["UCX"], min_length=1, description="NIXL backends")
+    devices: list[str] = Field(
+        [],
+        description="network devices that UCX may use and listen on, by UCX's names (`mlx5_0:1`, `eth0`); empty: all "
+        "if the node has RDMA devices, else the interface with the address side_channel_host",
+    )
+    integrity: Literal["auto", "full", "off"] = Field(
+        "auto",
+        description="full: decode compares digests of all bytes moved before it runs the request, computed on the "
+        "device that holds the KV; off: no digests; auto: same as full",
+    )
+    streaming: Literal["auto", "chunk", "layer"] = Field(
+        "auto",
+        description="chunk: prefill sends KV after each chunk of the prompt; layer: it also sends the last chunk layer "
+        "by layer; auto: the measured cheaper one",
+    )
+    trace_path: str = Field("", description="file to which each transfer event is appended as a JSON line; empty: none")
+    handshake_s: Seconds = Field(30.0, description="deadline of first contact between two engines")
+    progress_s: Seconds = Field(30.0, description="longest silence of a transfer before the consumer cancels it")
+    cancel_s: Seconds = Field(
+        5.0,
+        description="timeout for the answer to a cancellation; then decode quarantines the request's blocks, computes "
+        "the request in other blocks, and repeats the cancellation",
+    )
+    lease_s: Seconds = Field(60.0, description="time for which prefill holds finished blocks for an offer of decode")
+    alive_s: Seconds = Field(
+        5.0, description="interval of the heartbeat of a queued or computing transfer; at most half of progress_s"
+    )
+    step_s: Seconds = Field(
+        300.0,
+        description="time without a finished step after which a prefill engine with work stops its heartbeat, so that "
+        "decode computes the prompt; set it no lower than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300), after which vLLM "
+        "ends an engine",
+    )
+    fence_s: Seconds = Field(
+        2.0, description="timeout for writes in flight of a preempted prefill request, in host memory"
+    )
+    forget_s: float = Field(
+        3600.0,
+        ge=1800.0,
+        allow_inf_nan=False,
+        description="silence after which prefill forgets a decode worker and closes its connection; decode forgets an "
+        "unused prefill engine after half of it",
+    )
+    node_lost_s: Seconds = Field(
+        300.0, description="grace period after Ray marks a node dead before its engines' writes are presumed stopped"
+    )
+
+    @model_validator(mode="after")
+    def _alive_is_heard(self) -> "TransferSettings":
+        if self.alive_s * 2 > self.progress_s:
+            raise ValueError("alive_s must be at most half of progress_s, or decode cancels transfers of busy engines")
+        return self
+
+    def connector_config(self, node_ip: str) -> dict[str, Any]:
+        """Return `kv_connector_extra_config` for a node with the address `node_ip`."""
+        return self.model_dump(exclude={"node_lost_s"}) | {
+            "side_channel_host": self.side_channel_host or node_ip,
+            "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
+        }
+
+    def operators_secret(self) -> SecretStr | None:
+        """Return the operator's secret from these settings or the environment, or None.
+
+        Raises SettingsError if the secret in the environment is too short.
+        """
+        if self.secret is not None:
+            return self.secret
+        found = os.environ.get(PEER_SECRET_VARIABLE)
+        if not found:
+            return None
+        if len(found) < MIN_SECRET_CHARACTERS:
+            raise SettingsError(f"{PEER_SECRET_VARIABLE}: must have at least {MIN_SECRET_CHARACTERS} characters")
+        return SecretStr(found)
+
+
+class KVStoreSettings(Frozen):
+    """Settings of the KV store, which is disabled unless `path` or `memory_gib` is set."""
+
+    path: str = Field(
+        "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
+    )
+    disk_gib: Positive = Field(64.0, description="bytes below `path`, of all engines that share it (GiB)")
+    memory_gib: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="host memory of all engines of a node (GiB); 0: no memory tier"
+    )
+    memory_path: str = Field("/dev/shm/tandem-kv-store", description="folder on a tmpfs that holds the memory tier")
+    chunk_tokens: int = Field(
+        256,
+        ge=1,
+        description="tokens of one object. States are stored only if a step ends at a multiple of it: for a model with "
+        "states, set `max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
+    )
+    staging_mib: int = Field(
+        256, ge=1, description="shared memory of each engine between files and KV blocks (MiB), in `/dev/shm`"
+    )
+    lookup_s: Seconds = Field(
+        0.02, description="timeout of a lookup, which then counts as a miss, and of a read that delivers nothing"
+    )
+    load_s: Seconds = Field(2.0, description="timeout for reading and verifying objects; the engine ignores late ones")
+    store_s: Seconds = Field(30.0, description="timeout for writing an object, which is then dropped")
+
+    @model_validator(mode="after")
+    def _paths_are_absolute(self) -> "KVStoreSettings":
+        for key in ("path", "memory_path"):
+            folder = getattr(self, key)
+            if folder and not Path(folder).is_absolute():
+                raise ValueError(f"{key} must be an absolute path, not {folder!r}")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.path or self.memory_gib)
+
+    def connector_config(self) -> dict[str, Any]:
+        """Return the store's part of `kv_connector_extra_config`; empty if it is disabled."""
+        return {"store": self.model_dump()} if self.enabled else {}

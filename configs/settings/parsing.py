@@ -1,0 +1,88 @@
+"""Reads settings from configurations. Errors name each unknown key and each value out of range."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from configs.settings.base import SettingsError
+from configs.settings.router import RouterLimits, RouterSettings
+from configs.settings.scaling import ScalingSettings
+from configs.settings.service import ModelSettings, ServiceSettings
+
+
+def parse_settings(args: dict[str, Any]) -> ServiceSettings:
+    """Return the settings in a config file's `args`.
+
+    Raises SettingsError with one line per invalid key.
+    """
+    try:
+        return ServiceSettings.model_validate(args)
+    except ValidationError as error:
+        raise _settings_error(error, ServiceSettings) from None
+
+
+def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
+    """Return the settings in `policy_kwargs`.
+
+    Raises SettingsError with one line per invalid key.
+    """
+    try:
+        return ScalingSettings.model_validate(policy_kwargs)
+    except ValidationError as error:
+        raise _settings_error(error, ScalingSettings) from None
+
+
+def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
+    """Return `built` with the values of `user_config`.
+
+    Raises SettingsError with one line per invalid key.
+    """
+    if not isinstance(user_config, dict):
+        raise SettingsError(f"user_config must be a mapping (got {user_config!r})")
+    fixed = [key for key in user_config if key in RouterSettings.model_fields.keys() - RouterLimits.model_fields.keys()]
+    if fixed:
+        raise SettingsError(
+            "\n".join(f"{key}: cannot change while the router runs; change it in `args`" for key in fixed)
+        )
+    routing = user_config.get("routing")
+    merged = built.model_dump() | user_config
+    if isinstance(routing, dict):
+        merged["routing"] = built.routing.model_dump() | routing
+    try:
+        return RouterLimits.model_validate(merged)
+    except ValidationError as error:
+        raise _settings_error(error, RouterLimits) from None
+
+
+def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsError:
+    lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem, model)}" for problem in error.errors()]
+    return SettingsError("\n".join(lines))
+
+
+def _advice(problem: Any, model: type[BaseModel]) -> str:
+    if problem["type"] == "extra_forbidden":
+        *path, key = problem["loc"]
+        if path and key == "frontend":
+            return "set `frontend` of the service: both roles render the prompt"
+        close = difflib.get_close_matches(str(key), _keys(model, path), n=1)
+        return f"no such setting; did you mean {close[0]}?" if close else "no such setting"
+    if problem["loc"][:2] in (("transfer", "secret"), ("auth", "api_keys")):
+        return str(problem["msg"])
+    return f"{problem['msg']} (got {problem['input']!r})"
+
+
+def _keys(model: type[BaseModel], path: Sequence[object]) -> list[str]:
+    """Return the keys of the settings model at `path` below `model`; empty if there is none."""
+    for step in path:
+        if isinstance(step, int):
+            continue  # an index of a list
+        field = model.model_fields.get(str(step))
+        if field is not None and field.annotation == list[ModelSettings]:
+            model = ModelSettings
+            continue
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

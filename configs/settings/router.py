@@ -1,0 +1,202 @@
+"""Settings of the Router deployment: limits, HTTP server and routing policy."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.settings.base import Frozen, Positive, Seconds
+from configs.settings.deployment import PlacementSettings
+
+BEAT_S = 5.0
+"""Interval in seconds of the heartbeats that an engine sends to routers during open calls."""
+
+MIN_ONGOING_SEQUENCES = 4096
+"""Minimum of a router's default `max_ongoing_sequences`."""
+
+
+class RoutingSettings(Frozen):
+    """Settings of the routing policy, which `user_config` can change while engines run.
+
+    The router keeps its measurements unless an assumption (`assumed_*`) changes.
+    """
+
+    policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
+        "cost",
+        description="cost: the cheapest of decode alone and all pairs; always_remote: the cheapest pair; never_remote: "
+        "the cheapest decode replica; least_load, round_robin: a pair if there is one, each role separately",
+    )
+    local_below_tokens: int = Field(
+        32, ge=0, description="policy cost: decode computes prompts with fewer uncached tokens"
+    )
+    decode_weight: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of a second of decoding, relative to a second before the first token",
+    )
+    interference_weight: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of a second by which this request delays other streams",
+    )
+    session_header: str = Field(
+        "x-session-id",
+        pattern="^[a-z0-9-]+$",
+        description="requests with the same value of this header go to the same decode replica while it has a slot",
+    )
+    prefix_tokens_per_engine: int = Field(
+        1_000_000, ge=0, description="prompt tokens that the router assumes to be cached per engine; 0: none"
+    )
+    fades_s: Seconds = Field(600.0, description="time constant of the exponential decay of measurements")
+    assumed_prefill_overhead_s: Seconds = Field(
+        0.02, description="assumed until measured: duration of a prefill without tokens"
+    )
+    assumed_prefill_tokens_per_s: Positive = Field(
+        10_000.0, description="assumed until measured: rate of uncached prompt tokens"
+    )
+    assumed_handover_s: Seconds = Field(0.02, description="assumed until measured: handover without tokens to move")
+    assumed_transfer_tokens_per_s: Positive = Field(
+        200_000.0, description="assumed until measured: rate at which tokens' KV moves after the prompt was computed"
+    )
+    assumed_step_s: Seconds = Field(0.02, description="assumed until measured: duration of a decode step")
+    assumed_bytes_per_token: Positive = Field(4.0, description="assumed until measured: bytes of text per token")
+    assumed_answer_tokens: int = Field(128, ge=1, description="assumed until measured: tokens of an answer")
+
+
+class RouterLimits(Frozen):
+    """The router's deadlines and limits; Serve's `user_config` changes them while it runs."""
+
+    request_timeout_s: Seconds = Field(
+        3600.0, description="deadline from a request's arrival to its whole answer, if the answer is not streamed"
+    )
+    first_token_timeout_s: Seconds = Field(
+        600.0, description="deadline from the arrival of a streaming request to its first token, slot wait included"
+    )
+    idle_timeout_s: Seconds = Field(
+        300.0,
+        description="longest time between two tokens of a stream, and longest time in which its client reads nothing; "
+        "the only deadline of a stream after its first token",
+    )
+    keep_alive_s: Seconds | None = Field(
+        10.0,
+        description="a stream without a token after this time gets status 200, headers and an SSE comment, and further "
+        "comments at this interval until its first token; less than a load balancer's idle timeout. `null`: nothing is "
+        "sent before the first token ([errors](http-api.md#errors))",
+    )
+    body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
+    prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
+    replica_timeout_s: Seconds = Field(
+        10.0,
+        description="longest wait for a decode replica while none runs, or while all running ones have failed the "
+        "request. The wait for a slot on a busy replica ends at the request's deadline",
+    )
+    prefill_wait_s: Seconds = Field(
+        1.0, description="longest wait for a slot on a prefill replica; then decode serves the request alone"
+    )
+    attempts: int = Field(3, ge=1, description="largest number of replicas of each role that a failing request tries")
+    silence_timeout_s: Seconds = Field(
+        60.0,
+        ge=3 * BEAT_S,
+        description="longest silence of a decode engine with an open request; then another engine takes over. Engines "
+        f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
+    )
+    metrics_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /metrics")
+    retry_after_s: int = Field(1, ge=1, description="`Retry-After` of 429 and 503 responses, in seconds")
+    max_ongoing_sequences: int | None = Field(
+        None,
+        ge=1,
+        description="sequences (prompts times `n`) in one router replica; further requests get 429. Unset: four for "
+        f"each slot of the decode engines, at least {MIN_ONGOING_SEQUENCES:,}",
+    )
+    max_body_bytes: int = Field(
+        32 * 2**20, ge=1, description="largest request body, with its images; larger ones get 413"
+    )
+    max_prompts: int = Field(128, ge=1, description="largest number of prompts times `n` in one request")
+    max_ongoing_requests_per_key: int | None = Field(
+        None,
+        ge=1,
+        description="requests of one API key in one router replica; further ones get 429. Unset: half of the "
+        "router's limit, or no limit of its own if there is only one key",
+    )
+    client_priority: bool = Field(
+        False,
+        description="pass `X-Vllm-Priority` of clients to the engines, which use it with the engine argument "
+        "`scheduling_policy: priority`; false: drop it",
+    )
+    first_token: Literal["prefill", "decode"] = Field(
+        "decode",
+        description="engine that samples the first token of a stream, or answers a request for one token, with a "
+        "remote route. prefill: the client receives it before the KV has moved, where this is exact "
+        "([HTTP API](http-api.md#first-token)); decode: always decode",
+    )
+    routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
+
+
+class RouterSettings(RouterLimits, PlacementSettings):
+    """Settings of the Router deployment."""
+
+    replicas: int = Field(1, ge=1, description="number of router replicas")
+    http_port: int | None = Field(
+        8100,
+        ge=1,
+        le=65535,
+        description="port on which each router answers clients; routers on one node share it. `null`: only Ray "
+        "Serve's proxy answers (`http_options`), which is slower (docs/router-cost.md)",
+    )
+    leave_s: Seconds = Field(
+        1.0,
+        description="time for which a stopping router still accepts connections on `http_port`, asks clients to "
+        "reconnect, and returns 503 on `/tandem/service`; longer than a load balancer's check interval",
+    )
+    http_host: str = Field("127.0.0.1", description="interface of `http_port`; `0.0.0.0`: all interfaces of the node")
+    ssl_certfile: str | None = Field(
+        None,
+        description="PEM file with the certificate chain of `http_port`, on each router's node; unset: no TLS. Changed "
+        "files are used from the next connection on ([TLS](operations.md#tls))",
+    )
+    ssl_keyfile: str | None = Field(None, description="PEM file with the unencrypted key of `ssl_certfile`")
+    ssl_ca_certs: str | None = Field(
+        None,
+        description="PEM file with the authorities of client certificates. Set: clients need a certificate, except "
+        "for /, /health, /ping, /load, /metrics and /tandem/service",
+    )
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests of Ray")
+    resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    drain_s: Seconds = Field(30.0, description="time for which a stopping router may finish its requests")
+    access_log: bool = Field(
+        True,
+        description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory "
+        "([fields](observing.md#access-log))",
+    )
+    request_log: Literal["off", "parameters", "text"] = Field(
+        "off",
+        description="add the body of each request to its line of the access log: `parameters` with lengths instead of "
+        "texts, `text` as it was sent, prompts included ([fields](observing.md#access-log))",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description='origins of web pages that may call `http_port` (CORS), for example `["https://chat.example"]`; '
+        '`["*"]`: all, which is the default of `vllm serve`',
+    )
+    allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="methods for these origins")
+    allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="request headers for these origins")
+    allow_credentials: bool = Field(False, description="whether these origins may send cookies")
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "
+        "no spans. The engine argument of the same name is vLLM's, for the engines' own spans",
+    )
+
+    @model_validator(mode="after")
+    def _tls_is_complete(self) -> "RouterSettings":
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile must be set together")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_ca_certs needs ssl_certfile and ssl_keyfile")
+        if self.ssl_certfile is not None and self.http_port is None:
+            raise ValueError("ssl_certfile needs http_port; Ray Serve's proxy has TLS settings of its own")
+        return self
+
+    def limits(self) -> RouterLimits:
+        return RouterLimits(**self.model_dump(include=set(RouterLimits.model_fields)))
