@@ -1,4 +1,4 @@
-"""Detects models, KV caches and adapters that vLLM's CPU kernels cannot run, before the engine starts.
+"""Detects what vLLM's CPU kernels cannot run before the engine starts: models, caches, adapters.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and

@@ -175,7 +175,7 @@ def test_a_model_without_a_kernel_for_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool, decode: dict[str, Any], reasons: list[str]
 ) -> None:
     """Latent attention in float32, the default without a GPU, on a CPU with AMX."""
-    monkeypatch.setattr(configuration, "cpu_features", lambda: CpuFeatures(amx=amx))
+    monkeypatch.setattr(configuration, "cpu_features", lambda: CpuFeatures(amx=amx, avx512=amx))
     model = deepseek_v2(tmp_path)
     settings = parse_settings({"model": model, "engine": {"skip_tokenizer_init": True}, "decode": {"engine": decode}})
     found = list(configuration.check_kernels(settings))
@@ -183,6 +183,16 @@ def test_a_model_without_a_kernel_for_its_dtype(
     wrong = [one for one in found if not one.ok]
     assert [one.what.partition(" for ")[0] for one in wrong] == reasons
     assert all("`engine.dtype: bfloat16`" in one.remedy for one in wrong)
+
+
+def test_a_cache_without_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An FP8 KV cache on a CPU without AVX-512; vLLM's own error comes when the engine starts."""
+    monkeypatch.setattr(configuration, "cpu_features", lambda: CpuFeatures(amx=False, avx512=False))
+    engine = {"skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
+    settings = parse_settings({"model": deepseek_v2(tmp_path), "engine": engine})
+    assert [(one.ok, one.remedy) for one in configuration.check_kernels(settings)] == [
+        (False, "set `engine.kv_cache_dtype: auto`")
+    ] * 2
 
 
 def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
