@@ -67,6 +67,25 @@ def test_every_page_is_in_the_index() -> None:
         assert [page.name for page in folder.glob("*.md") if page.name != "README.md" and page.name not in index] == []
 
 
+def test_the_source_tree_in_the_architecture_exists() -> None:
+    """Each line begins with a folder, or continues the last one; its files are in that folder."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tree = text.partition("## The source tree")[2].split("```")[1]
+    folder, missing, seen = ROOT, [], 0
+    for line in tree.strip().splitlines():
+        name, described = line[:24].strip(), line[24:]
+        folder = ROOT / name if name else folder
+        below, colon, rest = described.partition("/: ")
+        own = folder / below if colon else folder
+        named = re.findall(r"[\w/]+\.(?:py|yaml)|[\w/]+/(?=\s|$)", rest if colon else described)
+        seen += len(named)
+        missing += [
+            f"{own}/{file}" for file in named if not any((place / file).exists() for place in (own, folder, ROOT))
+        ]
+        missing += [] if own.is_dir() else [str(own)]
+    assert (missing, seen > 40) == ([], True)
+
+
 def test_the_readme_is_short() -> None:
     """A newcomer reads it in a few minutes."""
     assert len((ROOT / "README.md").read_text().split()) <= 800

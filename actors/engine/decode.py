@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
-from actors.engine.node_failures import dead_nodes_now, watch_nodes
+from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
@@ -19,10 +19,11 @@ class Decode(EngineActor):
     role: RoleName = "decode"
 
     async def _prepare(self, settings: ServiceSettings) -> None:
+        node_lost_s = grace_s(settings.transfer.node_lost_s)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Before the first contact with a prefill engine: nodes that are dead now cannot write here.
         dead = await dead_nodes_now()
-        lost = watch_nodes(self.engine.lose, settings.transfer.node_lost_s, dead)
+        lost = watch_nodes(self.engine.lose, node_lost_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)

@@ -15,9 +15,15 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import ray
 
+from actors.errors import EngineStartError
+from actors.upstream.ray_private import RECONNECT_VARIABLE, cut_off_node_s
+
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
+
+MARGIN_S = 120.0
+"""Time between the latest end of a cut-off node's actors and the default of `node_lost_s`."""
 
 
 def new_engine_id() -> str:
@@ -29,6 +35,24 @@ def new_engine_id() -> str:
 def engines_of(node_id: str) -> str:
     """Return the prefix of the ids of all engines on a node."""
     return f"{node_id}."
+
+
+def grace_s(node_lost_s: float | None) -> float:
+    """Return the grace period of the setting `node_lost_s`, in seconds.
+
+    Raises EngineStartError if a cut-off prefill engine may run longer: it could write to blocks
+    that decode has given to another request.
+    """
+    ends_s = cut_off_node_s()
+    if node_lost_s is None:
+        return ends_s + MARGIN_S
+    if node_lost_s < ends_s:
+        raise EngineStartError(
+            f"transfer.node_lost_s must be at least {ends_s:g}, not {node_lost_s:g}: Ray ends the actors of a node "
+            f"that is cut off after up to {ends_s:g} s (RAY_grpc_client_keepalive_timeout_ms, {RECONNECT_VARIABLE}). "
+            "Or leave it unset"
+        )
+    return node_lost_s
 
 
 class LostNodes:

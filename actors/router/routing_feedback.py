@@ -48,7 +48,7 @@ class RoutingFeedback:
         self._prefill = prefill
         self._decode = decode
         self.planner = Planner(settings, Deferred())
-        """Receives the outcome of each attempt (`Attempt` in `dispatch.py`)."""
+        """Receives the outcome of each attempt (`Attempt` in `dispatch/attempt.py`)."""
         self._metrics = metrics
 
     def reconfigure(self, settings: RoutingSettings) -> None:

@@ -1,8 +1,9 @@
-"""Ray's control store, log directory and replica results, for which Ray 2.60 has no public API.
+"""Ray's control store, log directory, replica results and timeouts: Ray 2.60 has no public API.
 
 Source: https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/experimental/internal_kv.py
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 NAMESPACE = b"tandem"
 """Namespace of Tandem's keys in the control store."""
+
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Time for which a raylet tries to reconnect to the Ray head. KubeRay sets it to 600 in worker pods
+of a cluster with fault tolerance (ray-operator/controllers/ray/common/pod.go)."""
+
+DEFAULT_RECONNECT_S = 60.0
+"""Value of `gcs_rpc_server_reconnect_timeout_s` in src/ray/common/ray_config_def.h."""
 
 
 def store_connected() -> bool:
@@ -49,6 +57,16 @@ def store_delete(key: bytes, by_prefix: bool = False) -> None:
 def log_directory() -> Path:
     """Return Ray's log directory of this session on this node."""
     return Path(ray._private.worker._global_node.get_logs_dir_path())  # noqa: SLF001
+
+
+def cut_off_node_s() -> float:
+    """Return the longest time for which a node without contact to the Ray head runs, in seconds.
+
+    Its raylet finds the connection broken after the keepalive timeout, then tries to reconnect, and
+    ends its actors when it gives up.
+    """
+    keepalive_s = ray._config.grpc_client_keepalive_timeout_ms() / 1000  # noqa: SLF001
+    return float(keepalive_s + float(os.environ.get(RECONNECT_VARIABLE) or DEFAULT_RECONNECT_S))
 
 
 async def replica_results(broadcast: DeploymentBroadcastResponse) -> Sequence[Any]:

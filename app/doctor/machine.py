@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from actors.tls import router_files
+from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
 from app.run import port_taken
 from configs.settings.service import ServiceSettings
@@ -119,9 +119,18 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
         yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")
     if settings.router.http_port is not None:
         yield _port(settings.router.http_host, settings.router.http_port, "router.http_port")
-    if settings.transfer.side_channel_port:
-        host = settings.transfer.side_channel_host or "0.0.0.0"
-        yield _port(host, settings.transfer.side_channel_port, "transfer.side_channel_port")
+    engine_ports = {
+        (host or "0.0.0.0", port + rank, setting)
+        for name, role in settings.roles()
+        for host, port, setting in (
+            (settings.transfer.side_channel_host, settings.transfer.side_channel_port, "transfer.side_channel_port"),
+            (role.rpc_host, role.rpc_port, f"{name}.rpc_port"),
+        )
+        if port
+        for rank in range(role.data_parallel_size)
+    }
+    for host, port, setting in sorted(engine_ports):
+        yield _port(host, port, setting)
     for role in ("prefill", "decode"):
         text = ucx_environment(settings.role(role).environment).get("UCX_TCP_PORT_RANGE", "")
         if text:
@@ -129,18 +138,22 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
 
 
 def check_tls(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the certificate files of the router's port: readable, a pair, and not expired."""
-    files = router_files(settings.router)
-    if files is None:
-        return
+    """Check the certificate files of the router's port and of engines: readable, a pair, and not
+    expired.
+    """
+    for files in (router_files(settings.router), rpc_files(settings)):
+        if files is not None:
+            yield _certificate(files)
+
+
+def _certificate(files: TlsFiles) -> Finding:
     try:
         files.load()
         end = files.expires_at()
     except ConfigurationError as error:
-        yield Finding("tls", str(error), "renew or replace the files")
-        return
+        return Finding("tls", str(error), "renew or replace the files")
     soon = "renew it" if end - datetime.now(UTC) < EXPIRES_SOON else ""
-    yield Finding("tls", f"{files.certfile} and its key match; it expires at {end:%Y-%m-%d %H:%M} UTC", soon)
+    return Finding("tls", f"{files.certfile} and its key match; it expires at {end:%Y-%m-%d %H:%M} UTC", soon)
 
 
 def _port(host: str, port: int, setting: str) -> Finding:
@@ -164,7 +177,7 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
     interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
     yield Finding("ucx devices", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
     if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
-        remedy = "remove the limit: ulimit -l unlimited, or the capability IPC_LOCK"
+        remedy = "remove the limit: ulimit -l unlimited; on Kubernetes, LimitMEMLOCK=infinity for the container runtime"
         yield Finding("ucx devices", f"{limit / 2**20:,.0f} MiB may be pinned", remedy)
     for role in ("prefill", "decode"):
         environment = ucx_environment(settings.role(role).environment)

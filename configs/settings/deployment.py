@@ -76,7 +76,13 @@ class RoleSettings(PlacementSettings):
         le=65535,
         description="port of an engine's RPC server; 0: any free port. Data-parallel rank r listens on `rpc_port` + r",
     )
-    start_attempts: int = Field(3, ge=1, description="failed starts after which the deployment fails")
+    start_attempts: int = Field(
+        3,
+        ge=1,
+        description="failed starts in a row, at most three per replica, after which the deployment fails. If they fail "
+        "during an update, Serve starts no replica of this role until the next `serve deploy` "
+        "([upgrades](operations.md#upgrades-and-restarts))",
+    )
     drain_s: Seconds = Field(30.0, description="time for which a stopping replica may finish its requests")
 
     @model_validator(mode="after")

@@ -78,8 +78,11 @@ class TransferSettings(Frozen):
         description="silence after which prefill forgets a decode worker and closes its connection; decode forgets an "
         "unused prefill engine after half of it",
     )
-    node_lost_s: Seconds = Field(
-        300.0, description="grace period after Ray marks a node dead before its engines' writes are presumed stopped"
+    node_lost_s: Seconds | None = Field(
+        None,
+        description="grace period after Ray marks a node dead before its engines' writes are presumed stopped. Unset: "
+        "two minutes more than Ray takes to end the actors of a node that is cut off, so 300 s with Ray's defaults, "
+        "and 840 s where KubeRay gives the head fault tolerance. Less than that time is refused",
     )
 
     @model_validator(mode="after")

@@ -130,7 +130,7 @@ class ServiceSettings(ModelSettings):
 
     @model_validator(mode="after")
     def _one_engine_to_a_port(self) -> "ServiceSettings":
-        for name, role in self._roles():
+        for name, role in self.roles():
             fixed = {"transfer.side_channel_port": self.transfer.side_channel_port, f"{name}.rpc_port": role.rpc_port}
             for setting, port in fixed.items():
                 if port and role.replicas != 1 and role.placement != "apart":
@@ -147,14 +147,14 @@ class ServiceSettings(ModelSettings):
 
     @model_validator(mode="after")
     def _ranks_without_a_store(self) -> "ServiceSettings":
-        for name, role in self._roles():
+        for name, role in self.roles():
             if role.data_parallel_size > 1 and self.store.enabled:
                 raise ValueError(
                     f"{name}.data_parallel_size must be 1 with a KV `store`: the combination is not tested"
                 )
         return self
 
-    def _roles(self) -> list[tuple[str, RoleSettings]]:
+    def roles(self) -> list[tuple[str, RoleSettings]]:
         """Return the roles of all models, each with its key in a configuration."""
         roles: tuple[RoleName, ...] = get_args(RoleName)
         if not self.models:

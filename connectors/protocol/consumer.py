@@ -311,11 +311,6 @@ class Consumer:
         """True if a request is queued or a transfer is in progress or in quarantine."""
         return bool(self._queue.requests or self._by_transfer)
 
-    @property
-    def quarantined(self) -> int:
-        """Number of transfers with blocks in quarantine."""
-        return len(self._quarantine)
-
     def snapshot(self) -> ConsumerSnapshot:
         """Return a copy of the state, for tests and diagnosis."""
         return ConsumerSnapshot(

@@ -5,7 +5,8 @@ once), ``describe`` (return the engine's address) and ``first_token`` (also samp
 first token). ``discard`` cancels a transfer; ``engines_lost`` is a supervisor's report of ended
 engines.
 
-    prefill leg     do_remote_decode=True  [transfer_id] [describe] [first_token]
+    prefill leg     do_remote_decode=True  [transfer_id] [first_token]
+    describe        do_remote_decode=True  describe=True; sends no KV
     discard         do_remote_decode=True  transfer_id  discard=True; computes nothing
     prefill answer  do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size,
                     transfer_id, remote_num_tokens, ...
@@ -42,7 +43,7 @@ class ProduceParams:
     """Parameters of a prefill leg: this engine sends the request's KV to a consumer engine.
 
     ``transfer_id``  None: the producer generates one
-    ``describe``     whether to return this engine's address
+    ``describe``     whether to return this engine's address and send no KV
     ``first_token``  whether to sample the answer's first token: the engine then computes the whole
                      prompt and sends the KV of the first ``whole_blocks`` tokens
     """
@@ -118,6 +119,8 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         if transfer_id is None:
             raise WireError("kv_transfer_params: discard needs a transfer_id")
         return DiscardParams(transfer_id)
+    if produce and params.get("describe") and (transfer_id is not None or params.get("first_token")):
+        raise WireError("kv_transfer_params: a request with describe sends no KV: remove transfer_id and first_token")
     if produce:
         return ProduceParams(transfer_id, bool(params.get("describe")), bool(params.get("first_token")))
     if not consume:

@@ -119,6 +119,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 step_tokens,
                 drafts_read_next_token=reads_next_token(vllm_config),
                 speculates=vllm_config.speculative_config is not None,
+                lookahead_tokens=vllm_config.num_lookahead_tokens,
                 whole_images=reads_whole_images(vllm_config),
             )
             if config.store is not None:
@@ -164,7 +165,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler.quarantine.bind(kv_cache_manager)
+        self.scheduler.blocks.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
         """Return whether blocks are in quarantine, so that vLLM keeps stepping an idle engine.
@@ -325,10 +326,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self.worker.report()
         copies = None if self._store_worker is None else self._store_worker.report()
-        if copies is None:
-            return report
-        report = report or WorkerReport()
-        report.store = copies
+        requested = self._orders().report
+        if report is None and (copies is not None or requested):
+            report = WorkerReport()
+        if report is not None:
+            report.store, report.requested = copies, requested
         return report
 
     # Metrics: on both sides, and in the API server process.

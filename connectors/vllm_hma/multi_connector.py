@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from connectors.errors import ConfigurationError
+from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.plugin import register
 
 if TYPE_CHECKING:
@@ -57,12 +58,17 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the best child's result, or None tokens (defer) if no child has answered."""
-        best, chosen, answered = 0.0, None, False
+        """Return the best child's result, or None tokens to defer the request to the next step.
+
+        It is deferred if no child has answered, or if none has tokens and a TandemConnector waits
+        for a transfer: to compute the prompt would end the transfer.
+        """
+        best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)
         for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):
             tokens, load_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if tokens is None:
+                waits = waits or isinstance(child, TandemConnector)
                 continue
             answered = True
             if tokens * weight > best:
@@ -71,7 +77,7 @@ class TandemMultiConnector(MultiConnector):
         self._requests_to_connector.pop(request.request_id, None)
         if chosen is not None:
             self._requests_to_connector[request.request_id] = chosen
-        return found if answered else (None, False)
+        return (None, False) if not answered or (waits and chosen is None) else found
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         children = tuple(child.get_handshake_metadata() for child in self._connectors)

@@ -98,6 +98,8 @@ class Orders(KVConnectorMetadata):
     ``releases``   decode requests that need no KV
     ``discards``   ids of transfers whose KV no engine will fetch
     ``lost``       ids or prefixes of ended engines (``params.names_engine``)
+    ``report``     whether workers report this step even without changes: vLLM then calls the
+                   scheduler side, which checks whether delayed requests fit
     ``store``      copies of the KV store; None without a store
     """
 
@@ -112,6 +114,7 @@ class Orders(KVConnectorMetadata):
     releases: list[Release] = field(default_factory=list)
     discards: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    report: bool = False
     store: StoreOrders | None = None
 
 

@@ -27,19 +27,16 @@ class QuarantineReport:
 
     ``begun``  requests whose blocks went into quarantine
     ``ended``  requests whose blocks left it
-    ``lasts``  whether a rank still has blocks in quarantine. True keeps the report non-empty, so
-               vLLM delivers it and the scheduler side checks for free blocks in each step
     """
 
     begun: list[Kept] = field(default_factory=list)
     ended: list[Kept] = field(default_factory=list)
-    lasts: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.begun or self.ended or self.lasts)
+        return bool(self.begun or self.ended)
 
     def __add__(self, other: QuarantineReport) -> QuarantineReport:
-        return QuarantineReport(self.begun + other.begun, self.ended + other.ended, self.lasts or other.lasts)
+        return QuarantineReport(self.begun + other.begun, self.ended + other.ended)
 
 
 @dataclass(slots=True)
@@ -49,18 +46,21 @@ class WorkerReport(KVConnectorWorkerMetadata):
     ``quarantine``  changes of quarantine
     ``due``         queued requests whose prompts are about to start or whose transfers failed
     ``store``       copies of the KV store; None if there were none
+    ``requested``   whether the scheduler side has requested a report even without changes
     """
 
     quarantine: QuarantineReport = field(default_factory=QuarantineReport)
     due: list[Due] = field(default_factory=list)
     store: StoreReport | None = None
+    requested: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.quarantine or self.due or self.store)
+        return bool(self.quarantine or self.due or self.store or self.requested)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
         store = self.store or other.store
         if self.store and other.store:
             store = self.store.aggregate(other.store)
-        return WorkerReport(self.quarantine + other.quarantine, self.due + other.due, store)
+        requested = self.requested or other.requested
+        return WorkerReport(self.quarantine + other.quarantine, self.due + other.due, store, requested)

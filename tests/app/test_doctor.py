@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import socket
@@ -119,15 +120,20 @@ def test_a_configuration_that_does_not_fit_the_machine(
 
 
 def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Both the service's own and the side channel's."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-        http, side = (int(listener.getsockname()[1]) for listener in (one, two))
-        changed = config_file(port=http, transfer={"side_channel_port": side})
+    """The service's own, the side channel's and those of an engine's data-parallel ranks."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        http, side, rank = (int(listener.getsockname()[1]) for listener in listeners)
+        changed = config_file(
+            port=http,
+            transfer={"side_channel_port": side},
+            decode={"rpc_host": "127.0.0.1", "rpc_port": rank - 1, "data_parallel_size": 2},
+        )
         assert main(["--config", changed, "--skip", "transfer", "model"]) == 1
     output = capsys.readouterr().out
-    assert [line.split(":")[1] for line in failures(output)] == [str(http), str(side)]
-    assert "or change router.http_port" in output
-    assert "or change transfer.side_channel_port" in output
+    assert {int(line.split(":")[1]) for line in failures(output)} == {http, side, rank}
+    for setting in ("router.http_port", "transfer.side_channel_port", "decode.rpc_port"):
+        assert f"or change {setting}" in output
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from app.http.http_server import SERVICE_PATH
 from app.run import load
 from configs.settings.base import SettingsError
 from configs.settings.deployment import PlacementSettings, RoleSettings
+from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
 from tests.k8s.kuberay import environment
 from tests.k8s.quantity import amount
@@ -23,6 +24,9 @@ RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 UCX_PORTS = "UCX_TCP_PORT_RANGE"
 # UCX listens on each interface of each worker, on random ports: room for many engine workers.
 FEWEST_UCX_PORTS = 100
+# Ray's keepalive timeout and KubeRay's reconnect timeout of workers with head fault tolerance
+# (`cut_off_node_s` in actors/upstream/ray_private.py).
+CUT_OFF_NODE_S = 120 + 600
 # Ports that network-policies.yaml admits for the data-parallel ranks of a replica.
 RANK_PORTS = 16
 
@@ -39,7 +43,7 @@ def problems(service: dict[str, Any]) -> list[str]:
         *_http(config, cluster, settings),
         *_router_port(groups, settings),
         *_head(cluster["headGroupSpec"]),
-        *(line for role in ROLES for line in _placed(role, settings, groups)),
+        *(line for name, own in deployments(settings) for line in _placed(name, own, groups)),
         *(line for group in groups for line in _timeouts(group, settings)),
         *_cluster_timeouts(service["spec"], settings),
         *(line for group in groups for line in _ports(group, settings)),
@@ -58,8 +62,9 @@ def embedded(service: dict[str, Any]) -> tuple[dict[str, Any], ServiceSettings]:
         return load(path, None)
 
 
-def deployment(settings: ServiceSettings, role: str) -> Any:
-    return getattr(settings, role)
+def deployments(settings: ServiceSettings) -> list[tuple[str, RouterSettings | RoleSettings]]:
+    """Return the deployments, each with the key of its settings."""
+    return [("router", settings.router), *settings.roles()]
 
 
 def groups_for(placed: PlacementSettings, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,8 +134,7 @@ def _head(head: dict[str, Any]) -> Iterator[str]:
         yield "head: has a GPU that no replica may use"
 
 
-def _placed(role: str, settings: ServiceSettings, groups: list[dict[str, Any]]) -> Iterator[str]:
-    own = deployment(settings, role)
+def _placed(role: str, own: RouterSettings | RoleSettings, groups: list[dict[str, Any]]) -> Iterator[str]:
     fitting = groups_for(own, groups)
     if len(fitting) != 1:
         names = ", ".join(one["groupName"] for one in fitting) or "none"
@@ -151,8 +155,9 @@ def _placed(role: str, settings: ServiceSettings, groups: list[dict[str, Any]]) 
     if isinstance(own, RoleSettings):
         if own.num_gpus != amount(limits.get("nvidia.com/gpu", 0)):
             yield f"{role}: num_gpus {own.num_gpus:g}, but a pod has {limits.get('nvidia.com/gpu', 0)}"
-        if own.num_gpus and own.num_gpus != own.tensor_parallel_size:
-            yield f"{role}: num_gpus {own.num_gpus:g} for tensor_parallel_size {own.tensor_parallel_size}"
+        ranks = own.tensor_parallel_size * own.data_parallel_size
+        if own.num_gpus and own.num_gpus != ranks:
+            yield f"{role}: num_gpus {own.num_gpus:g} for {ranks} ranks (tensor_parallel_size x data_parallel_size)"
 
 
 def replicas(wanted: int | dict[str, Any]) -> tuple[int, int]:
@@ -171,8 +176,7 @@ def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]
         (RAY_DRAIN, drain),
         ("terminationGracePeriodSeconds", pod.get("terminationGracePeriodSeconds", 30)),
     ]
-    for role in ("prefill", "decode"):
-        own = settings.role(role)
+    for role, own in settings.roles():
         if group in groups_for(own, [group]):
             chain.insert(1, (f"{role}.drain_s", own.drain_s))
     pairs = list(pairwise(chain))
@@ -191,14 +195,22 @@ def _cluster_timeouts(spec: dict[str, Any], settings: ServiceSettings) -> Iterat
             f"rayClusterDeletionDelaySeconds ({delay} s) must be longer than router.request_timeout_s "
             f"({settings.router.request_timeout_s:g} s)"
         )
+    lost_s = settings.transfer.node_lost_s
+    if lost_s is not None and spec["rayClusterConfig"].get("gcsFaultToleranceOptions") and lost_s < CUT_OFF_NODE_S:
+        yield f"transfer.node_lost_s must be at least {CUT_OFF_NODE_S}: a cut-off worker pod runs that long"
     idle = spec["rayClusterConfig"].get("autoscalerOptions", {}).get("idleTimeoutSeconds", 60)
     if idle <= settings.transfer.lease_s:
         yield f"idleTimeoutSeconds ({idle} s) must be longer than transfer.lease_s ({settings.transfer.lease_s:g} s)"
 
 
+def _engines(group: dict[str, Any], settings: ServiceSettings) -> list[tuple[str, RoleSettings]]:
+    """Return the roles whose replicas may run in this group's pods."""
+    return [(name, own) for name, own in settings.roles() if group in groups_for(own, [group])]
+
+
 def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     name = group["groupName"]
-    if not any(group in groups_for(settings.role(role), [group]) for role in ("prefill", "decode")):
+    if not _engines(group, settings):
         return
     declared = {
         one.get("name"): one["containerPort"] for one in group["template"]["spec"]["containers"][0].get("ports", [])
@@ -210,14 +222,14 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
             f"{name}: port `side-channel` is {declared.get('side-channel')}, but transfer.side_channel_port "
             f"{settings.transfer.side_channel_port}"
         )
-    for role in ("prefill", "decode"):
-        if group in groups_for(settings.role(role), [group]) and declared.get("rpc") != settings.role(role).rpc_port:
+    for role, own in _engines(group, settings):
+        if declared.get("rpc") != own.rpc_port:
             yield (
-                f"{name}: port `rpc` is {declared.get('rpc')}, but {role}.rpc_port {settings.role(role).rpc_port}: "
+                f"{name}: port `rpc` is {declared.get('rpc')}, but {role}.rpc_port {own.rpc_port}: "
                 "it must be fixed, or no NetworkPolicy can name it"
             )
-        ranks = settings.role(role).data_parallel_size
-        if group in groups_for(settings.role(role), [group]) and ranks > RANK_PORTS:
+        ranks = own.data_parallel_size
+        if ranks > RANK_PORTS:
             yield (
                 f"{name}: {role}.data_parallel_size {ranks}, but network-policies.yaml admits {RANK_PORTS} ranks: "
                 "raise endPort of both ports, or use more replicas"
@@ -231,8 +243,7 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
 def _store(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     """The store's folders need volumes of the engines' pods that hold what the settings allow."""
     store, name = settings.store, group["groupName"]
-    fitting = any(group in groups_for(settings.role(role), [group]) for role in ("prefill", "decode"))
-    if not store.enabled or not fitting:
+    if not store.enabled or not _engines(group, settings):
         return
     shared = _volume(group, "/dev/shm")
     needed_mib = store.staging_mib + (

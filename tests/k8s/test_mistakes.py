@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jsonpatch
 import pytest
+import yaml
 
 from tests.k8s.check import ROOT, problems
 from tests.k8s.kustomize import Manifest, render
@@ -110,7 +112,7 @@ def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any],
         ("{tandem/role: router}", "{}", "must match one worker group, not router, prefill, decode"),
         ("tandem/role: router}", "tandem/role: router!}", "router.label_selector"),
         ("num_gpus: 2", "num_gpus: 4", "decode: num_gpus 4, but a pod has 2"),
-        ("tensor_parallel_size: 2", "tensor_parallel_size: 4", "decode: num_gpus 2 for tensor_parallel_size 4"),
+        ("tensor_parallel_size: 2", "tensor_parallel_size: 4", "decode: num_gpus 2 for 4 ranks"),
         ("num_cpus: 4", "num_cpus: 16", "prefill: num_cpus 16, but a pod of prefill has 8"),
         ("max_replicas: 4", "max_replicas: 8", "2 to 8 replicas, but group prefill has 2 to 4 pods"),
         ("placement: apart", "placement: any", "prefill.placement must be `apart`"),
@@ -138,6 +140,7 @@ def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any],
             "request_timeout_s: 600\n        drain_s: 240",
             "DRAIN_TIMEOUT_S (240 s) must be longer than router.drain_s (240 s)",
         ),
+        ("lease_s: 60", "lease_s: 60\n        node_lost_s: 300", "transfer.node_lost_s must be at least 720"),
         ("request_timeout_s: 600", "request_timeout_s: 700", "rayClusterDeletionDelaySeconds (660 s) must be longer"),
     ],
 )
@@ -148,6 +151,39 @@ def test_the_embedded_configuration(manifests: list[Manifest], old: str, new: st
     assert old in text
     found = mistaken(manifests, "RayService", "tandem", put("/spec/serveConfigV2", text.replace(old, new, 1)))
     assert any(message in line for line in found), found
+
+
+def with_configuration(manifests: list[Manifest], change: Callable[[dict[str, Any]], None]) -> list[str]:
+    """Return the problems after `change` of the application's arguments."""
+    (service,) = (one for one in manifests if one["kind"] == "RayService")
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    change(config["applications"][0]["args"])
+    return mistaken(manifests, "RayService", "tandem", put("/spec/serveConfigV2", yaml.safe_dump(config)))
+
+
+def test_data_parallel_ranks_share_the_gpus_of_a_pod(manifests: list[Manifest]) -> None:
+    """A replica needs as many GPUs as it has ranks."""
+
+    def change(arguments: dict[str, Any]) -> None:
+        arguments["decode"] |= {"tensor_parallel_size": 1, "data_parallel_size": 2}
+
+    assert with_configuration(manifests, change) == []
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4])
+def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_gpus: int) -> None:
+    """As those of one model are."""
+
+    def change(arguments: dict[str, Any]) -> None:
+        model = {key: arguments.pop(key) for key in ("model", "engine", "prefill", "decode")}
+        model["decode"]["num_gpus"] = num_gpus
+        arguments["models"] = [model]
+
+    found = with_configuration(manifests, change)
+    if num_gpus == 2:
+        assert found == []
+    else:
+        assert any("decode: num_gpus 4, but a pod has 2" in line for line in found), found
 
 
 @pytest.mark.parametrize(

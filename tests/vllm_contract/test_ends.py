@@ -13,7 +13,6 @@ from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 KEPT = Kept("r", "t")
-LASTS = WorkerReport(QuarantineReport(lasts=True))
 
 
 class HeldWrites(MemoryTransport):
@@ -102,8 +101,8 @@ def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) ->
     """
     producer, consumer = both_ends(worker)
     assert results(consumer) == (set(), {"r"}, {"r"})
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT], lasts=True))
-    assert (consumer.runtime.counts()["quarantined"], consumer.runtime.report()) == (1, LASTS)
+    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
+    assert (consumer.runtime.counts()["quarantined"], consumer.runtime.report()) == (1, None)
     let_go(producer)
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
@@ -128,9 +127,9 @@ def test_a_host_that_is_gone(worker: Callable[..., Worker]) -> None:
     """
     _, consumer = both_ends(worker)
     assert results(consumer) == (set(), {"r"}, {"r"})
-    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT], lasts=True))
+    assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
     consumer.step(lost=["another host."])
-    assert consumer.runtime.report() == LASTS
+    assert consumer.runtime.report() is None
     consumer.step(lost=["another host.", "p"])
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
     assert consumer.runtime.counts()["quarantined"] == 0

@@ -76,7 +76,7 @@ def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
     assert isinstance(producer.transport, FailsThenLands)
     producer.transport.land()
     assert 7 not in consumer.cache[[3, 5]] or report is not None, "another request's blocks were overwritten"
-    assert report == WorkerReport(QuarantineReport(begun=[Kept("r", "t")], lasts=True))
+    assert report == WorkerReport(QuarantineReport(begun=[Kept("r", "t")]))
 
 
 def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Worker]) -> None:

@@ -20,12 +20,13 @@ PRODUCER = {"do_remote_prefill": True, "remote_engine_id": "other", "remote_host
 
 
 class Loading(Engine):
-    """Transfers take some steps; those of ``silent`` requests fail, and may be written to until
-    ``answers``.
+    """Transfers take some steps; those of ``failing`` and ``silent`` requests fail, and the blocks
+    of the latter may be written to until ``answered``.
     """
 
     def __init__(self, blocks: int) -> None:
         super().__init__(1, blocks, prefix_caching=False, asynchronous=False)
+        self.failing: set[str] = set()
         self.silent: set[str] = set()
         self.answered = False
 
@@ -51,11 +52,10 @@ class Loading(Engine):
                 rank.quarantine[report.begun[-1]] = FOR_EVER, blocks
         if self.answered:
             report.ended, rank.quarantine = list(rank.quarantine), {}
-        report.lasts = bool(rank.quarantine)
         return KVConnectorOutput(
             finished_recving=received,
-            failed_recving=received & self.silent,
-            kv_connector_worker_meta=WorkerReport(report, due) or None,
+            failed_recving=received & (self.failing | self.silent),
+            kv_connector_worker_meta=WorkerReport(report, due, requested=orders.report) or None,
         )
 
     def steps_until_over(self, *request_ids: str, within: int = 200) -> None:
@@ -116,6 +116,37 @@ def test_nobody_waits_behind_a_request_that_does_not_fit(loading: Callable[[int]
     for name in ("a", "b"):
         engine.ask(name, 100, loads=True)
     engine.steps_until_over("a", "b", "r")
+
+
+@pytest.mark.parametrize("failing", [{"a"}, {"b"}, {"a", "b"}])
+@pytest.mark.parametrize("blocks", [43, 46])
+def test_a_failed_load_does_not_wait_for_a_finished_one(
+    loading: Callable[[int], Loading], blocks: int, failing: set[str]
+) -> None:
+    """Computing a prompt needs more blocks of a window than receiving it. vLLM puts the failed
+    request before the other one, which holds the missing blocks and needs a step to end.
+    """
+    engine = loading(blocks)
+    engine.failing = failing
+    for name in ("a", "b"):
+        engine.ask(name, 200, loads=True)
+    engine.steps_until_over("a", "b")
+    engine.check_nothing_remains()
+
+
+def test_a_window_needs_more_blocks_to_compute_than_to_receive(loading: Callable[[int], Loading]) -> None:
+    """The quarantine leaves room for the blocks received before, but not for those to compute."""
+    engine = loading(44)
+    engine.silent = {"r"}
+    engine.ask("r", 200, loads=True)
+    for _ in range(20):
+        engine.step()
+    engine.ask("small", 5, loads=False)
+    engine.steps_until_over("small")
+    assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.answered = True
+    engine.steps_until_over("r")
+    engine.check_nothing_remains()
 
 
 def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading]) -> None:

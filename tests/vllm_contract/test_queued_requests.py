@@ -5,7 +5,6 @@ wait.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,8 +174,6 @@ def test_another_choice_waits_for_the_first_ones_prompt() -> None:
     half.after_alloc(one, ([1, 2],), 49)
     assert half.awaits_prefix("1_d")
     assert not half.awaits_prefix("0_d")
-    pool: Any = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 9))
-    half.quarantine.bind(pool)
     half.receiving_finished({"0_d"}, set())
     assert not half.awaits_prefix("1_d")
     assert len(orders(half).receives) == 1

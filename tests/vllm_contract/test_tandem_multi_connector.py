@@ -195,6 +195,22 @@ def test_tandem_beside_a_store(make: Make) -> None:
         assert snapshot.receptions == (frozenset() if chosen else {"r"})
 
 
+def test_a_deferred_transfer_is_waited_for(make: Make) -> None:
+    """Another child without tokens does not cancel a transfer that waits for its turn, or compute
+    the prompt of a further choice; a child with tokens does.
+    """
+    params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
+    connector = make(TandemMultiConnector, TANDEM, scripted(0, 0, 0, 16))
+    legs = {name: {"kv_transfer_params": params | {"transfer_id": name[:2]}} for name in ("t1", "t2", "t2 b")}
+    first, queued, choice = (Request(name, PROMPT, SamplingParams(extra_args=leg), None) for name, leg in legs.items())
+    for each in (first, queued, choice):
+        connector.on_new_request(each)
+    assert connector.get_num_new_matched_tokens(first, 0) == (len(PROMPT) - 1, True)
+    assert connector.get_num_new_matched_tokens(queued, 0) == (None, False)
+    assert connector.get_num_new_matched_tokens(choice, 0) == (None, False)
+    assert connector.get_num_new_matched_tokens(queued, 0) == (16, False)
+
+
 def test_a_child_without_hma_is_named(make: Make, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="ExampleConnector does not support the hybrid KV cache manager"):
         make(TandemMultiConnector, TANDEM, example(tmp_path))

@@ -20,9 +20,10 @@ resumes.
 
 With ``first_token``, the producer computes the whole prompt and samples the answer's first token
 (docs/decisions/0046). It sends the KV of whole blocks only. While they are sent, one more step
-computes the remaining tokens; it writes to other blocks. The consumer computes the remaining tokens
-itself. The extra step would change a state that is being sent, so producers of models with states
-sample no first tokens (``first_token_multiple`` is 0).
+computes the remaining tokens; it writes to other blocks. It also moves the windows on, so the
+scheduler side takes references to the blocks of the windows that the consumer needs. The consumer
+computes the remaining tokens itself. The extra step would change a state that is being sent, so
+producers of models with states sample no first tokens (``first_token_multiple`` is 0).
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ import logging
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from connectors.errors import WireError
+from connectors.planning.blocks import first_needed_token
 from connectors.planning.layout import WINDOWED, Group, GroupKind
 from connectors.protocol.actions import Due
 from connectors.protocol.agent_metadata import decode_agent_metadata, engine_metadata
@@ -58,6 +60,8 @@ from connectors.vllm_hma.model.identity import Adapters
 from connectors.vllm_hma.model.media import divides_image
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders, Queue, Receive, Release
 from connectors.vllm_hma.rate_limited_log import RateLimitedLog
+from connectors.vllm_hma.scheduler_side.blocks import Blocks
+from connectors.vllm_hma.scheduler_side.failed_loads import FailedLoads
 from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
 from connectors.vllm_hma.scheduler_side.shared_transfers import SharedTransfers
 from connectors.vllm_hma.upstream.vllm_request_prompt import (
@@ -69,6 +73,7 @@ from connectors.vllm_hma.upstream.vllm_request_prompt import (
 )
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -84,6 +89,7 @@ class _Production:
     ``starting``       whether the workers have its ``starts`` order: its prompt is about to start
     ``request``        the request whose last tokens are computed in one more step, for the answer's
                        first token; None without ``first_token``
+    ``windows``        references to the blocks of windows that the step for the first token frees
     """
 
     transfer_id: str
@@ -91,6 +97,7 @@ class _Production:
     sent: list[int]
     starting: bool = False
     request: Request | None = None
+    windows: list[KVCacheBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,7 @@ class SchedulerConnector:
         step_tokens: int,
         drafts_read_next_token: bool = False,
         speculates: bool = False,
+        lookahead_tokens: int = 0,
         whole_images: bool = False,
     ) -> None:
         self._config = config
@@ -151,11 +159,15 @@ class SchedulerConnector:
         self._tokens_left: dict[str, int] = {}
         self._consumptions: dict[str, ConsumeParams] = {}
         self._queued: set[str] = set()
-        # Producer's incarnation of each transfer in progress, by request id.
-        self._taken: dict[str, str] = {}
+        # Request and producer's incarnation of each transfer in progress, by request id.
+        self._taken: dict[str, tuple[Request, str]] = {}
+        # Requests that have received their KV and have not run since.
+        self._received: set[str] = set()
         self._shared = SharedTransfers()
         self._adapters = Adapters()
-        self.quarantine = Quarantine()
+        self.blocks = Blocks(lookahead_tokens)
+        self.quarantine = Quarantine(self.blocks)
+        self._failed = FailedLoads(self.blocks, self.quarantine)
         self._stats = TandemStats()
         self._server: MetadataProcess | None = None
         self._warn = RateLimitedLog(logger)
@@ -285,7 +297,7 @@ class SchedulerConnector:
         """
         receiver = self._shared.receiver_of(request_id)
         return receiver is not None and (
-            receiver in self._consumptions or receiver in self._taken or self.quarantine.delays(receiver)
+            receiver in self._consumptions or receiver in self._taken or receiver in self._failed
         )
 
     def _divides_image(self, request: Request, token: int) -> bool:
@@ -295,7 +307,7 @@ class SchedulerConnector:
     def _waits_for(self, incarnation: str) -> bool:
         """Return whether a request, with blocks or without, waits for KV from this producer."""
         waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
-        return waiting or incarnation in self._taken.values()
+        return waiting or any(incarnation == other for _, other in self._taken.values())
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Return the number of tokens after ``computed_tokens`` to receive; None while queued.
@@ -351,7 +363,7 @@ class SchedulerConnector:
             self._orders.releases.append(Release(params.transfer_id, params.producer))
             return None
         end_token = _end_token(request, params)
-        self._taken[request.request_id] = params.producer.incarnation
+        self._taken[request.request_id] = request, params.producer.incarnation
         receive = Receive(
             request_id=request.request_id,
             transfer_id=params.transfer_id,
@@ -381,7 +393,8 @@ class SchedulerConnector:
         kv_transfer_params of the response.
         """
         request_id = request.request_id
-        self.quarantine.left(request_id)
+        self._failed.left(request_id)
+        self._received.discard(request_id)
         self._tokens_left.pop(request_id, None)
         self._queued.discard(request_id)
         self._shared.left(request_id)
@@ -399,7 +412,7 @@ class SchedulerConnector:
         reason = "" if complete else f"the prefill request ended as {request.status.name.lower()}"
         self._orders.finished.append(Finished(request_id, complete, reason))
         if not complete:
-            del self._productions[request_id]
+            self._end_production(request_id)
             return False, None
         address = self._address()
         return True, {
@@ -411,22 +424,31 @@ class SchedulerConnector:
 
     def sending_finished(self, request_ids: set[str]) -> None:
         """Handle requests whose KV all workers have sent: vLLM frees their blocks now."""
-        for request_id in request_ids:
-            if self._productions.pop(request_id, None) is not None:
-                self._stats.count("requests", "sent")
+        for request_id in request_ids & self._productions.keys():
+            self._end_production(request_id)
+            self._stats.count("requests", "sent")
+
+    def _end_production(self, request_id: str) -> None:
+        self.blocks.drop(self._productions.pop(request_id).windows)
 
     def receiving_finished(self, request_ids: set[str], failed: set[str]) -> set[str]:
         """Handle requests whose transfers have ended on all workers, and return those to resume.
 
         ``failed``  requests whose transfer failed
 
-        The result includes a request with blocks in quarantine once enough blocks are free, in this
-        or a later call.
+        A request whose transfer failed resumes in this or a later call (``failed_loads.py``).
         """
+        resumed = set(request_ids)
         for request_id in request_ids & self._taken.keys():
-            self._stats.count("requests", "recomputed" if request_id in failed else "received")
-            del self._taken[request_id]
-        return self.quarantine.go_on(request_ids)
+            request, _ = self._taken.pop(request_id)
+            if request_id in failed:
+                self._stats.count("requests", "recomputed")
+                self._failed.add(request)
+                resumed.discard(request_id)
+            else:
+                self._stats.count("requests", "received")
+                self._received.add(request_id)
+        return resumed | self._failed.take_fitting(self._taken.keys() | self._received)
 
     def stats(self) -> TandemStats | None:
         """Return the counts since the last call; None if there were none."""
@@ -455,9 +477,13 @@ class SchedulerConnector:
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the workers' orders for this step."""
         orders, self._orders = self._orders, Orders()
+        orders.report = bool(self.quarantine) or bool(self._failed)
+        self._received -= output.num_scheduled_tokens.keys()
         for request_id in output.preempted_req_ids or ():
             production = self._productions.get(request_id)
             if production is not None:
+                self.blocks.drop(production.windows)
+                production.windows = []
                 production.sent = [0] * len(self._groups)
                 self._tokens_left[request_id] = production.prompt_tokens
                 orders.preempted.append(request_id)
@@ -472,17 +498,6 @@ class SchedulerConnector:
             if production is not None and computed_before < production.prompt_tokens:
                 self._start(request_id, orders)
                 orders.chunks.append(self._chunk(request_id, production, computed_before, output))
-            elif (
-                production is not None
-                and production.request is not None
-                and computed_before > production.prompt_tokens
-                and any(group.kind in WINDOWED for group in self._groups)
-            ):
-                # vLLM has divided the step for the last tokens (by budget, encoder or priority), so
-                # this part of it frees blocks of a window that is being sent.
-                del self._productions[request_id]
-                reason = "the step for the first token was divided, which frees blocks of the window"
-                orders.finished.append(Finished(request_id, False, reason))
         self._start_next(orders)
         return orders
 
@@ -512,8 +527,18 @@ class SchedulerConnector:
         if not self._tokens_left[request_id]:
             del self._tokens_left[request_id]
             if production.request is not None:
+                production.windows = self.blocks.take(request_id, self._windows_at(computed))
                 show_last_tokens(production.request)
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
+
+    def _windows_at(self, token: int) -> list[slice]:
+        """Return the part of each group's block table that holds its window at ``token``."""
+        return [
+            slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)
+            if group.kind in WINDOWED
+            else slice(0)
+            for group in self._groups
+        ]
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
         """Return this engine's address for a request with ``describe``; else None."""

@@ -325,7 +325,6 @@ class WorkerRuntime:
         with self._lock:
             report = WorkerReport(self._quarantine, self._due)
             self._quarantine, self._due = QuarantineReport(), []
-            report.quarantine.lasts = self._consumer.quarantined > 0
         return report or None
 
     def stats(self) -> TandemStats | None:

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 from pydantic import SecretStr
 
+from actors.engine import decode as decode_module
 from actors.engine import engine_actor, node_failures
 from actors.engine.decode import Decode
-from actors.engine.node_failures import LostNodes, dead_nodes_now, engines_of, watch_nodes
+from actors.engine.node_failures import LostNodes, dead_nodes_now, engines_of, grace_s, watch_nodes
+from actors.errors import EngineStartError
+from actors.upstream.ray_private import RECONNECT_VARIABLE
 from configs.settings.parsing import parse_settings
 
 
@@ -33,6 +36,34 @@ def test_nodes_that_died_before_our_engine_started_are_none_of_its():
     lost = LostNodes(["old"], gone_s=1)
     assert lost.look(["old"], 0) == []
     assert lost.look(["old"], 100) == []
+
+
+@pytest.mark.parametrize(
+    ("reconnect_s", "setting", "grace"),
+    [
+        (None, None, 300.0),  # 120 s for the connection, 60 s for reconnecting, 120 s of margin
+        ("600", None, 840.0),  # KubeRay's value with fault tolerance
+        (None, 180.0, 180.0),
+        ("600", 720.0, 720.0),
+        ("8", 200.0, 200.0),
+    ],
+)
+def test_the_grace_period_outlasts_a_cut_off_node(
+    monkeypatch: pytest.MonkeyPatch, reconnect_s: str | None, setting: float | None, grace: float
+) -> None:
+    """With the timeouts of this node, which are those of the cluster's other workers."""
+    monkeypatch.delenv(RECONNECT_VARIABLE, raising=False)
+    if reconnect_s is not None:
+        monkeypatch.setenv(RECONNECT_VARIABLE, reconnect_s)
+    assert grace_s(setting) == grace
+
+
+@pytest.mark.parametrize(("reconnect_s", "setting"), [("60", 179.9), ("600", 300.0)])
+def test_a_grace_period_that_is_too_short(monkeypatch: pytest.MonkeyPatch, reconnect_s: str, setting: float) -> None:
+    """The prefill engine of a cut-off node could still write."""
+    monkeypatch.setenv(RECONNECT_VARIABLE, reconnect_s)
+    with pytest.raises(EngineStartError, match=r"transfer\.node_lost_s must be at least (180|720), not"):
+        grace_s(setting)
 
 
 def test_one_nodes_engines_are_not_anothers():
@@ -105,6 +136,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     monkeypatch.setattr(engine_actor.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
     monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(Decode, "warm_up_new_pairs", warm_up_new_pairs)
+    monkeypatch.setattr(decode_module, "grace_s", lambda setting: setting)
     decode = Unended.__new__(Unended)
     await Unended.__init__(decode, parse_settings({"transfer": {"node_lost_s": 0.001}}), SecretStr("x" * 16))
     assert await asyncio.wait_for(told.get(), 10) == "met."

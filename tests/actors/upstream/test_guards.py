@@ -39,6 +39,7 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/metrics/stats.py:PrefillStats": "c2628809498d",
     },
     "vllm_cpu_kernels": {
+        "vllm/v1/attention/backends/cpu_attn.py:_get_attn_isa": "8f1cbc670bcd",
         "vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls": "dc6552b78277",
         "vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:cpu_gdn_attention_core": "552618baa8c9",
         "vllm/distributed/device_communicators/cpu_communicator.py:CpuCommunicator": "f10573320909",

@@ -125,6 +125,9 @@ def test_files_that_cannot_be_used(ours: Authority, tmp_path: Path) -> None:
         settings = parse_settings({"router": {"ssl_certfile": str(own[0]), "ssl_keyfile": str(key_file or own[1])}})
         (found,) = check_tls(settings)
         assert found.remedy == remedy
+    both = {"certfile": str(certificate), "keyfile": str(other), "ca_certs": str(ours.file)}
+    (found,) = check_tls(parse_settings({"rpc_tls": both}))
+    assert found.what.startswith("rpc_tls.keyfile: ")
 
 
 @pytest.mark.parametrize(

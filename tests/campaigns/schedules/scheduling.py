@@ -119,6 +119,8 @@ class Engine:
         self.batches: deque[SchedulerOutput] = deque()
         self.ranks = [Rank() for _ in range(TP)]
         self.known_tokens: dict[str, int] = {}
+        # Blocks that a consumer may fetch, by request id and group.
+        self.sends: dict[str, list[list[int]]] = {}
         self.steps = 0
         self.counts = Counter[str]()
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -239,6 +241,7 @@ class Engine:
             self.counts["preempted"] += len(output.preempted_req_ids or ())
             self.counts["preempted productions"] += len(output.kv_connector_metadata.preempted)
             self.check_tables(output)
+            self.check_sends(output)
             self.check_encoder(output)
             self.check_queued()
             self.check_quarantine()
@@ -249,6 +252,7 @@ class Engine:
             output = self.batches.popleft()
             result = self.execute(output)
             self.scheduler.update_from_output(output, result)
+            self.check_sends()
             if self.drafts and not self.asynchronous:
                 # With asynchronous scheduling, the scheduler schedules placeholders.
                 proposed = [[self.rng.randint(10, 500)] * self.rng.randint(0, self.drafts) for _ in result.req_ids]
@@ -267,6 +271,33 @@ class Engine:
                 assert not new or tuple(ids[-len(new) :]) == new
             assert -(-chunk.computed_tokens // BLOCK_TOKENS) <= min(map(len, table))
             assert chunk.last == (chunk.computed_tokens == production.prompt_tokens)
+
+    def check_sends(self, output: SchedulerOutput | None = None) -> None:
+        """Blocks that a consumer may fetch are not free from the last chunk to the end of the
+        transfer. ``output``: the step that has just been scheduled.
+        """
+        if output is not None:
+            orders = output.kv_connector_metadata
+            assert isinstance(orders, Orders)
+            for request_id in orders.preempted:
+                self.sends.pop(request_id, None)
+            for chunk in orders.chunks:
+                if chunk.last:
+                    tables = self.scheduler.kv_cache_manager.get_block_ids(chunk.request_id)
+                    window = max(0, chunk.computed_tokens - WINDOW_TOKENS + 1) // BLOCK_TOKENS
+                    stop = -(-chunk.computed_tokens // BLOCK_TOKENS)
+                    self.sends[chunk.request_id] = [tables[0][:stop], *(table[window:stop] for table in tables[1:])]
+        productions = self.connector.scheduler.snapshot().productions
+        for request_id, tables in list(self.sends.items()):
+            if request_id not in productions:
+                del self.sends[request_id]
+                continue
+            request = self.scheduler.requests[request_id]
+            if request.status == RequestStatus.PREEMPTED:
+                continue
+            for block in (block for table in tables for block in table):
+                assert block != 0
+                assert self.pool.blocks[block].ref_cnt > 0, f"a block of {request_id} is free"
 
     def check_encoder(self, output: SchedulerOutput) -> None:
         """Check that the encoder runs for no image whose KV has arrived or is cached."""
@@ -411,14 +442,13 @@ class Engine:
         report.ended = [kept for kept, (at, _) in rank.quarantine.items() if at <= self.steps]
         for kept in report.ended:
             del rank.quarantine[kept]
-        report.lasts = bool(rank.quarantine)
         self.counts["failed receptions"] += len(failed | late)
         self.counts["quarantines"] += len(report.begun)
         return KVConnectorOutput(
             finished_sending=sent,
             finished_recving=received | late,
             failed_recving=failed | late,
-            kv_connector_worker_meta=WorkerReport(report, due) or None,
+            kv_connector_worker_meta=WorkerReport(report, due, requested=orders.report) or None,
         )
 
     def later(self, most: int = 40) -> int:

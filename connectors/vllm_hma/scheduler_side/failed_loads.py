@@ -1,0 +1,62 @@
+"""Delays requests whose load has failed until this engine can compute their prompts.
+
+vLLM puts such a request at the head of the queue of requests with blocks, and schedules no request
+behind it until it fits. Requests in that queue that have received their KV keep their blocks
+meanwhile, and blocks in quarantine are not free. If the request does not fit beside both, the queue
+never moves: computing a prompt needs more blocks of a window than receiving it. vLLM skips requests
+that wait for KV, so the scheduler side delays ``finished_recving`` of such a request. Its own
+blocks are freed at once.
+
+Blocks of running requests do not count: they end without a place in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from connectors.vllm_hma.scheduler_side.blocks import Blocks
+from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class FailedLoads:
+    """Requests whose load has failed on all ranks, in order; vLLM waits for their KV."""
+
+    def __init__(self, blocks: Blocks, quarantine: Quarantine) -> None:
+        self._blocks = blocks
+        self._quarantine = quarantine
+        # Number of blocks that each request needs, by request id.
+        self._delayed: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._delayed)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether the request's load has failed and too few blocks are left for it."""
+        return request_id in self._delayed
+
+    def add(self, request: Request) -> None:
+        """Free the request's blocks and delay it until a later ``take_fitting`` returns it."""
+        self._blocks.free(request)
+        self._delayed[request.request_id] = self._blocks.to_compute(request)
+
+    def left(self, request_id: str) -> None:
+        """Record that the request has ended: it needs no blocks."""
+        if request_id in self._delayed:
+            self._delayed[request_id] = 0
+
+    def take_fitting(self, loading: Iterable[str]) -> set[str]:
+        """Remove and return the requests that no longer need to wait.
+
+        ``loading``  requests that have blocks for a load and have not run since
+        """
+        if not self._delayed:
+            return set()
+        left = self._blocks.capacity - len(self._blocks.held(loading) | self._quarantine.block_ids)
+        fitting = {request_id for request_id, needed in self._delayed.items() if needed <= left}
+        for request_id in fitting:
+            del self._delayed[request_id]
+        return fitting
