@@ -44,7 +44,8 @@ def test_prefill_legs() -> None:
     assert parse_params({"do_remote_decode": True, "transfer_id": "t"}) == ProduceParams("t", False)
     assert parse_params({"do_remote_decode": True, "describe": True}) == ProduceParams(None, True)
     assert parse_params({"do_remote_decode": True, "first_token": True}) == ProduceParams(None, False, True)
-    for transfer in ({"transfer_id": "t"}, {"first_token": True}):
+    transfers: list[dict[str, object]] = [{"transfer_id": "t"}, {"first_token": True}]
+    for transfer in transfers:
         with pytest.raises(WireError, match="a request with describe sends no KV: remove transfer_id and first_token"):
             parse_params({"do_remote_decode": True, "describe": True} | transfer)
 
