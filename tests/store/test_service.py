@@ -340,8 +340,11 @@ def refs_of_group(index: int) -> list[ObjectRef]:
 
 def test_a_lane_is_bounded_and_refuses_while_it_hangs() -> None:
     lane, release = Lane("test", 1, 2), threading.Event()
-    hanging = lane.submit(release.wait, time.monotonic() + 0.01)
+    hanging = lane.submit(release.wait, time.monotonic() + 60)
     assert hanging is not None
+    until(lambda: hanging.state is CallState.RUNNING)
+    assert not lane.hangs
+    hanging.deadline = time.monotonic()
     until(lambda: lane.hangs)
     assert lane.submit(lambda: None, time.monotonic() + 9) is None
     release.set()
