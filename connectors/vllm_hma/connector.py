@@ -197,14 +197,14 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         waiting can save time (``store/mixing.py``). Other requests load stored tokens within the
         step.
         """
-        if self.scheduler.awaits_prefix(request.request_id):
+        if self.scheduler.consumptions.awaits_prefix(request.request_id):
             return None, False
         store = self._store_scheduler
-        if store is not None and not self.scheduler.consumes(request.request_id):
+        if store is not None and not self.scheduler.consumptions.consumes(request.request_id):
             return store.matched_tokens(request, num_computed_tokens), False
-        tokens = self.scheduler.matched_tokens(request, num_computed_tokens)
+        tokens = self.scheduler.consumptions.matched_tokens(request, num_computed_tokens)
         if store is not None and tokens != 0:
-            end_token = self.scheduler.end_token(request)
+            end_token = self.scheduler.consumptions.end_token(request)
             if not store.prefix_ready(request, num_computed_tokens, end_token, queued=tokens is None):
                 return None, False
         return tokens, bool(tokens)
@@ -214,15 +214,19 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables, store, loaded_token = blocks.get_block_ids(), self._store_scheduler, 0
-        if store is not None and num_external_tokens and self.scheduler.consumes(request.request_id):
-            end_token = self.scheduler.end_token(request)
+        if store is not None and num_external_tokens and self.scheduler.consumptions.consumes(request.request_id):
+            end_token = self.scheduler.consumptions.end_token(request)
             loaded_token = store.load_prefix(request, tables, end_token - num_external_tokens, end_token)
-        received = self.scheduler.after_alloc(request, tables, num_external_tokens, loaded_token)
+        received = self.scheduler.consumptions.after_alloc(request, tables, num_external_tokens, loaded_token)
         if store is not None and received is None:
             store.after_alloc(request, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        if self._store_scheduler is None or not num_external_tokens or self.scheduler.receives(request.request_id):
+        if (
+            self._store_scheduler is None
+            or not num_external_tokens
+            or self.scheduler.consumptions.receives(request.request_id)
+        ):
             return super().get_external_cache_hit_sources(request, num_external_tokens)
         return {self._store_scheduler.source(request.request_id): num_external_tokens}
 
@@ -236,17 +240,17 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self.scheduler.quarantine.take(report.quarantine)
-            self.scheduler.due(report.due)
+            self.scheduler.consumptions.due(report.due)
             if self._store_scheduler is not None and report.store is not None:
                 self._store_scheduler.take(report.store)
         if self._store_scheduler is not None:
             self._store_scheduler.received(
                 (connector_output.finished_recving or set()) - connector_output.failed_recving
             )
-        self.scheduler.sending_finished(connector_output.finished_sending or set())
+        self.scheduler.productions.sent(connector_output.finished_sending or set())
         # vLLM has already read failed_recving, and reads finished_recving after this call
         # (v1/core/sched/scheduler.py, ``_update_from_kv_xfer_finished``).
-        connector_output.finished_recving = self.scheduler.receiving_finished(
+        connector_output.finished_recving = self.scheduler.consumptions.received(
             connector_output.finished_recving or set(), connector_output.failed_recving
         )
 

@@ -22,7 +22,7 @@ def told(extra: dict[str, str], params: object) -> tuple[SchedulerConnector, Req
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
     request = Request("lose", [0], sampling, None, abort_immediately=True)
     scheduler.new_request(request)
-    assert scheduler.matched_tokens(request, 0) == 0
+    assert scheduler.consumptions.matched_tokens(request, 0) == 0
     request.status = RequestStatus.FINISHED_ABORTED
     assert scheduler.finished(request) == (False, None)
     return scheduler, request

@@ -55,7 +55,7 @@ def digests(*images: str, **where: int) -> tuple[str, str]:
     producer.new_request(request(PRODUCE, *images, **where))
     consume = request(CONSUME, *images, **where)
     consumer.new_request(consume)
-    consumer.after_alloc(consume, ([1, 2, 3],), TOKENS - 1)
+    consumer.consumptions.after_alloc(consume, ([1, 2, 3],), TOKENS - 1)
     (expect,), (receive,) = orders(producer).expects, orders(consumer).receives
     return expect.prompt_digest, receive.prompt_digest
 
@@ -99,7 +99,7 @@ def test_images_that_a_model_reads_whole(offset: int, length: int, first_token: 
         consumer.new_request(consume)
         refused = whole_images and divided
         assert len(orders(producer).expects) == (not refused)
-        assert consumer.matched_tokens(consume, 0) == (0 if refused else 32 if first_token else TOKENS - 1)
+        assert consumer.consumptions.matched_tokens(consume, 0) == (0 if refused else 32 if first_token else TOKENS - 1)
         assert orders(consumer).releases == ([Release("t", EngineAddress("p", "h", 9))] if refused else [])
 
 

@@ -134,6 +134,24 @@ def test_a_failed_load_does_not_wait_for_a_finished_one(
     engine.check_nothing_remains()
 
 
+def test_an_aborted_load_may_go_into_quarantine(loading: Callable[[int], Loading]) -> None:
+    """vLLM keeps its blocks meanwhile. A failed request that does not fit beside them waits."""
+    engine = loading(44)
+    engine.failing, engine.silent = {"r"}, {"x"}
+    for name in ("r", "x"):
+        engine.ask(name, 200, loads=True)
+    while "x" not in engine.ranks[0].receives:
+        engine.step()
+    for rank in engine.ranks:
+        rank.receives["x"] += LOADS_STEPS
+    engine.scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
+    engine.ask("small", 5, loads=False)
+    engine.steps_until_over("small")
+    engine.answered = True
+    engine.steps_until_over("r", "x")
+    engine.check_nothing_remains()
+
+
 def test_a_window_needs_more_blocks_to_compute_than_to_receive(loading: Callable[[int], Loading]) -> None:
     """The quarantine leaves room for the blocks received before, but not for those to compute."""
     engine = loading(44)
@@ -149,11 +167,14 @@ def test_a_window_needs_more_blocks_to_compute_than_to_receive(loading: Callable
     engine.check_nothing_remains()
 
 
-def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading]) -> None:
-    """It alone waits for the answer: vLLM would block the whole queue."""
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading], loads: bool) -> None:
+    """It alone waits for the answer: vLLM would block the whole queue, and reserves blocks for it
+    before it admits another load.
+    """
     engine = without_room(loading)
     for number in range(5):
-        engine.ask(f"small {number}", 5, loads=False)
+        engine.ask(f"small {number}", 5, loads=loads)
     engine.steps_until_over(*(f"small {number}" for number in range(5)))
     assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
     engine.answered = True

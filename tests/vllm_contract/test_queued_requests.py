@@ -38,7 +38,7 @@ def scheduler(busy: bool = True) -> SchedulerConnector:
     if busy:
         first = request("first", 50, CONSUME | {"transfer_id": "first"})
         half.new_request(first)
-        half.after_alloc(first, ([7, 8],), 49)
+        half.consumptions.after_alloc(first, ([7, 8],), 49)
         orders(half)
     return half
 
@@ -65,29 +65,29 @@ def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
     other = request("d3", 50, CONSUME | {"transfer_id": "t3", "remote_engine_id": "p2"})
     for each in (one, two, other):
         half.new_request(each)
-    assert [half.matched_tokens(each, 0) for each in (one, two, other)] == [49, None, 49]
-    half.after_alloc(one, ([1, 2],), 49)
-    assert half.matched_tokens(two, 0) is None
+    assert [half.consumptions.matched_tokens(each, 0) for each in (one, two, other)] == [49, None, 49]
+    half.consumptions.after_alloc(one, ([1, 2],), 49)
+    assert half.consumptions.matched_tokens(two, 0) is None
     leave(half, one)
-    assert half.matched_tokens(two, 0) is None, "prefill reports when"
+    assert half.consumptions.matched_tokens(two, 0) is None, "prefill reports when"
     three = request("d4", 50, CONSUME | {"transfer_id": "t4"})
-    half.due([Due("d2", "t2", None)])
-    half.after_alloc(two, ([3, 4],), 49)
+    half.consumptions.due([Due("d2", "t2", None)])
+    half.consumptions.after_alloc(two, ([3, 4],), 49)
     leave(half, two)
     half.new_request(three)
-    assert half.matched_tokens(three, 0) == 49
+    assert half.consumptions.matched_tokens(three, 0) == 49
 
 
 def test_a_queued_request_claims_nothing_until_it_is_due() -> None:
     half, one = scheduler(), request("d", 50, CONSUME)
     half.new_request(one)
     assert orders(half) == Orders(queues=[Queue("d", "t", PRODUCER)])
-    assert half.matched_tokens(one, 0) is None
-    half.due([Due("d", "another transfer's", None)])
-    assert half.matched_tokens(one, 0) is None
-    half.due([Due("d", "t", None)])
-    assert half.matched_tokens(one, 0) == 49
-    assert half.matched_tokens(one, 32) == 17
+    assert half.consumptions.matched_tokens(one, 0) is None
+    half.consumptions.due([Due("d", "another transfer's", None)])
+    assert half.consumptions.matched_tokens(one, 0) is None
+    half.consumptions.due([Due("d", "t", None)])
+    assert half.consumptions.matched_tokens(one, 0) == 49
+    assert half.consumptions.matched_tokens(one, 32) == 17
 
 
 def test_a_request_whose_prompt_will_not_come_is_computed_here() -> None:
@@ -95,9 +95,9 @@ def test_a_request_whose_prompt_will_not_come_is_computed_here() -> None:
     half, one = scheduler(), request("d", 50, CONSUME)
     half.new_request(one)
     orders(half)
-    half.due([Due("d", "t", "the lease has expired")])
-    assert half.matched_tokens(one, 0) == 0
-    half.after_alloc(one, ([1, 2],), 0)
+    half.consumptions.due([Due("d", "t", "the lease has expired")])
+    assert half.consumptions.matched_tokens(one, 0) == 0
+    half.consumptions.after_alloc(one, ([1, 2],), 0)
     assert orders(half) == Orders()
     stats = half.stats()
     assert stats is not None
@@ -111,8 +111,8 @@ def test_what_decode_holds_itself_needs_no_start() -> None:
     """
     half, one = scheduler(), request("d", 50, CONSUME)
     half.new_request(one)
-    assert half.matched_tokens(one, 49) == 0
-    half.after_alloc(one, ([1, 2],), 0)
+    assert half.consumptions.matched_tokens(one, 49) == 0
+    half.consumptions.after_alloc(one, ([1, 2],), 0)
     assert orders(half).releases == [Release("t", PRODUCER)]
     assert not half.snapshot().queued
 
@@ -122,7 +122,7 @@ def test_legs_that_come_one_after_the_other_wait_for_no_start() -> None:
     half, one = scheduler(), request("d", 50, CONSUME | {"remote_num_tokens": 49, "remote_request_id": "x"})
     half.new_request(one)
     assert orders(half) == Orders()
-    assert half.matched_tokens(one, 0) == 49
+    assert half.consumptions.matched_tokens(one, 0) == 49
 
 
 def test_a_queued_request_that_is_aborted_is_released() -> None:
@@ -132,7 +132,7 @@ def test_a_queued_request_that_is_aborted_is_released() -> None:
     one.status = RequestStatus.FINISHED_ABORTED
     assert half.finished(one) == (False, None)
     assert orders(half) == Orders(releases=[Release("t", PRODUCER)])
-    half.due([Due("d", "t", None)])
+    half.consumptions.due([Due("d", "t", None)])
     assert not half.snapshot().queued
     assert not half.snapshot().consumptions
     assert half.snapshot().receptions == {"first"}
@@ -169,17 +169,17 @@ def follower(half: SchedulerConnector) -> tuple[Request, Request]:
 def test_another_choice_waits_for_the_first_ones_prompt() -> None:
     half = scheduler(busy=False)
     one, two = follower(half)
-    assert half.awaits_prefix("1_d")
-    assert half.matched_tokens(two, 0) == 0
-    half.after_alloc(one, ([1, 2],), 49)
-    assert half.awaits_prefix("1_d")
-    assert not half.awaits_prefix("0_d")
-    half.receiving_finished({"0_d"}, set())
-    assert not half.awaits_prefix("1_d")
+    assert half.consumptions.awaits_prefix("1_d")
+    assert half.consumptions.matched_tokens(two, 0) == 0
+    half.consumptions.after_alloc(one, ([1, 2],), 49)
+    assert half.consumptions.awaits_prefix("1_d")
+    assert not half.consumptions.awaits_prefix("0_d")
+    half.consumptions.received({"0_d"}, set())
+    assert not half.consumptions.awaits_prefix("1_d")
     assert len(orders(half).receives) == 1
     late = request("2_d", 50, CONSUME)
     half.new_request(late)
-    assert (half.awaits_prefix("2_d"), half.matched_tokens(late, 0)) == (False, 0)
+    assert (half.consumptions.awaits_prefix("2_d"), half.consumptions.matched_tokens(late, 0)) == (False, 0)
     for each in (one, two, late):
         leave(half, each)
     assert (half.snapshot().followers, orders(half)) == (frozenset(), Orders())
@@ -190,9 +190,9 @@ def test_another_choice_goes_on_when_the_first_one_is_aborted(allocated: bool) -
     half = scheduler(busy=False)
     one, _ = follower(half)
     if allocated:
-        half.after_alloc(one, ([1, 2],), 49)
+        half.consumptions.after_alloc(one, ([1, 2],), 49)
     leave(half, one)
-    assert not half.awaits_prefix("1_d")
+    assert not half.consumptions.awaits_prefix("1_d")
     found = orders(half)
     assert (found.releases, found.aborts) == (([], ["0_d"]) if allocated else ([Release("t", PRODUCER)], []))
 

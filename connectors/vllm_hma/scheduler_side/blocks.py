@@ -60,7 +60,7 @@ class Blocks:
         return self._bound.block_pool.num_gpu_blocks - 1
 
     def to_compute(self, request: Request) -> int:
-        """Return the number of blocks for the whole prompt of a request without blocks.
+        """Return the number of blocks for the whole prompt of a request, if it had none.
 
         vLLM schedules the request's first step if as many are free (``allocate_slots`` in
         vllm/v1/core/kv_cache_manager.py). A prefix cache hit does not reduce the number: its blocks
@@ -69,7 +69,7 @@ class Blocks:
         manager = self._bound
         tokens = min(request.num_tokens + self._lookahead_tokens, manager.max_model_len)
         return manager.coordinator.get_num_blocks_to_allocate(
-            request_id=request.request_id,
+            request_id="",
             num_tokens=tokens,
             new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
             num_encoder_tokens=0,

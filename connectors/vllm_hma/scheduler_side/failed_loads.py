@@ -4,10 +4,11 @@ vLLM puts such a request at the head of the queue of requests with blocks, and s
 behind it until it fits. Requests in that queue that have received their KV keep their blocks
 meanwhile, and blocks in quarantine are not free. If the request does not fit beside both, the queue
 never moves: computing a prompt needs more blocks of a window than receiving it. vLLM skips requests
-that wait for KV, so the scheduler side delays ``finished_recving`` of such a request. Its own
-blocks are freed at once.
+that wait for KV, so the scheduler side delays ``finished_recving`` of such a request.
 
-Blocks of running requests do not count: they end without a place in the queue.
+Blocks of running requests do not count: they end without a place in the queue. A delayed request's
+own blocks are freed unless they are in quarantine, where freeing returns nothing to the pool: vLLM
+reserves what a request without blocks needs before it admits another load.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class FailedLoads:
     def __init__(self, blocks: Blocks, quarantine: Quarantine) -> None:
         self._blocks = blocks
         self._quarantine = quarantine
-        # Number of blocks that each request needs, by request id.
-        self._delayed: dict[str, int] = {}
+        # Each request and the number of blocks that it needs, by request id.
+        self._delayed: dict[str, tuple[Request, int]] = {}
 
     def __len__(self) -> int:
         return len(self._delayed)
@@ -39,14 +40,13 @@ class FailedLoads:
         return request_id in self._delayed
 
     def add(self, request: Request) -> None:
-        """Free the request's blocks and delay it until a later ``take_fitting`` returns it."""
-        self._blocks.free(request)
-        self._delayed[request.request_id] = self._blocks.to_compute(request)
+        """Delay the request until a later ``take_fitting`` returns it."""
+        self._delayed[request.request_id] = request, self._blocks.to_compute(request)
 
     def left(self, request_id: str) -> None:
         """Record that the request has ended: it needs no blocks."""
         if request_id in self._delayed:
-            self._delayed[request_id] = 0
+            self._delayed[request_id] = self._delayed[request_id][0], 0
 
     def take_fitting(self, loading: Iterable[str]) -> set[str]:
         """Remove and return the requests that no longer need to wait.
@@ -55,8 +55,11 @@ class FailedLoads:
         """
         if not self._delayed:
             return set()
+        for request_id, (request, _) in self._delayed.items():
+            if not self._quarantine.keeps(request_id):
+                self._blocks.free(request)
         left = self._blocks.capacity - len(self._blocks.held(loading) | self._quarantine.block_ids)
-        fitting = {request_id for request_id, needed in self._delayed.items() if needed <= left}
+        fitting = {request_id for request_id, (_, needed) in self._delayed.items() if needed <= left}
         for request_id in fitting:
             del self._delayed[request_id]
         return fitting

@@ -40,6 +40,10 @@ class Quarantine:
         """Return the number of transfers with blocks in quarantine."""
         return len(self._holds)
 
+    def keeps(self, request_id: str) -> bool:
+        """Return whether a transfer of this request has blocks in quarantine."""
+        return any(kept.request_id == request_id for kept in self._holds)
+
     @property
     def block_ids(self) -> set[int]:
         return {block.block_id for hold in self._holds.values() for block in hold.blocks}

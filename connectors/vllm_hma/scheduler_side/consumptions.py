@@ -1,0 +1,230 @@
+"""Decode requests of one engine: orders the workers to receive their KV.
+
+    new -> Queue, if other requests wait for the same producer; after ``due``: ``matched_tokens``
+    claims tokens, ``after_alloc`` has the blocks -> Receive; ``received``
+
+Both requests of a transfer arrive at once, and prefill may compute other requests first. The
+consumer allocates its blocks when the prompt is about to start, so a queued request holds no
+blocks. Until then, ``matched_tokens`` returns None and vLLM skips the request. If no other request
+waits for that producer, the consumer allocates at once: an idle prefill engine computes the first
+chunk before an answer could arrive (docs/decisions/0032).
+
+A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM also
+lets a connector claim all tokens and recompute the last one (vllm/v1/core/sched/scheduler.py,
+``_update_waiting_for_remote_kv``). In that case, sliding-window groups have freed the oldest token
+in the last token's window, and a state already includes the last token. If the producer samples the
+answer's first token, the consumer claims whole blocks only and computes the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from connectors.protocol.actions import Due
+from connectors.protocol.params import ConsumeParams, whole_blocks
+from connectors.vllm_hma.orders import Queue, Receive, Release
+from connectors.vllm_hma.scheduler_side.blocks import Blocks
+from connectors.vllm_hma.scheduler_side.failed_loads import FailedLoads
+from connectors.vllm_hma.scheduler_side.outbox import Outbox
+from connectors.vllm_hma.scheduler_side.prompts import Prompts
+from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
+from connectors.vllm_hma.scheduler_side.shared_transfers import SharedTransfers
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Consumptions:
+    """Decode requests with a transfer, until they run."""
+
+    def __init__(self, outbox: Outbox, blocks: Blocks, prompts: Prompts, quarantine: Quarantine) -> None:
+        self._outbox = outbox
+        self._prompts = prompts
+        self._consumptions: dict[str, ConsumeParams] = {}
+        self._queued: set[str] = set()
+        # Request and producer's incarnation of each transfer in progress, by request id.
+        self._taken: dict[str, tuple[Request, str]] = {}
+        # Requests that have received their KV and have not run since.
+        self._received: set[str] = set()
+        # Requests that have ended while their transfer was in progress: vLLM keeps their blocks.
+        self._aborted: set[str] = set()
+        self._shared = SharedTransfers()
+        self._failed = FailedLoads(blocks, quarantine)
+
+    def new(self, request: Request, params: ConsumeParams) -> None:
+        """Handle a new decode leg."""
+        if not self._shared.join(params.transfer_id, request.request_id):
+            return
+        if self._prompts.divides_image(request, _end_token(request, params)):
+            # The producer makes the same check and sends no KV.
+            self._outbox.stats.count("requests", "recomputed")
+            self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
+            return
+        others_wait = self._waits_for(params.producer.incarnation)
+        self._consumptions[request.request_id] = params
+        if others_wait and not params.computed:
+            self._queued.add(request.request_id)
+            self._outbox.orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
+
+    def _waits_for(self, incarnation: str) -> bool:
+        """Return whether a request, with blocks or without, waits for KV from this producer."""
+        waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
+        return waiting or any(incarnation == other for _, other in self._taken.values())
+
+    def awaits_prefix(self, request_id: str) -> bool:
+        """Return whether the request waits until another one has received their common prompt.
+
+        The deadlines of the other request's transfer bound the wait.
+        """
+        receiver = self._shared.receiver_of(request_id)
+        return receiver is not None and (
+            receiver in self._consumptions or receiver in self._taken or receiver in self._failed
+        )
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Return the number of tokens after ``computed_tokens`` to receive; None while queued.
+
+        No side effects: vLLM may call it repeatedly.
+        """
+        if request.request_id not in self._consumptions:
+            return 0
+        params = self._consumptions[request.request_id]
+        tokens = max(0, _end_token(request, params) - computed_tokens)
+        return None if tokens and request.request_id in self._queued else tokens
+
+    def end_token(self, request: Request) -> int:
+        """Return the first prompt token that a request with a transfer computes itself."""
+        return _end_token(request, self._consumptions[request.request_id])
+
+    def due(self, reported: Iterable[Due]) -> None:
+        """Release queued requests: they allocate blocks, or compute prompts after a failure."""
+        for due in reported:
+            params = self._consumptions.get(due.request_id)
+            # A later request may have the same id.
+            if params is None or params.transfer_id != due.transfer_id or due.request_id not in self._queued:
+                continue
+            self._queued.discard(due.request_id)
+            if due.failure is not None:
+                del self._consumptions[due.request_id]
+                self._outbox.stats.count("requests", "recomputed")
+
+    def consumes(self, request_id: str) -> bool:
+        """Return whether the request has a transfer that has not started."""
+        return request_id in self._consumptions
+
+    def receives(self, request_id: str) -> bool:
+        """Return whether the transfer of this request is in progress."""
+        return request_id in self._taken
+
+    def after_alloc(
+        self, request: Request, tables: tuple[list[int], ...], external_tokens: int, loaded_token: int = 0
+    ) -> Receive | None:
+        """Start the request's transfer, if it needs one, after vLLM has allocated its blocks.
+
+        Return the order for the workers; None without a transfer.
+
+        ``loaded_token``  token before which the KV store supplies full attention
+
+        vLLM may call this twice.
+        """
+        params = self._consumptions.pop(request.request_id, None)
+        if params is None:
+            return None
+        self._queued.discard(request.request_id)
+        if external_tokens == 0:
+            self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
+            return None
+        end_token = _end_token(request, params)
+        self._taken[request.request_id] = request, params.producer.incarnation
+        receive = Receive(
+            request_id=request.request_id,
+            transfer_id=params.transfer_id,
+            producer=params.producer,
+            prompt_digest=self._prompts.digest(request),
+            tables=tuple(tuple(table) for table in tables),
+            start_token=end_token - external_tokens,
+            end_token=end_token,
+            loaded_token=loaded_token,
+        )
+        first = max(receive.start_token, loaded_token)
+        sources = {
+            "own_cache": receive.start_token,
+            "store": first - receive.start_token,
+            "transfer": end_token - first,
+        }
+        for source, tokens in sources.items():
+            if tokens:
+                self._outbox.stats.count("prompt_tokens", source, tokens)
+        self._outbox.orders.receives.append(receive)
+        return receive
+
+    def received(self, request_ids: set[str], failed: set[str]) -> set[str]:
+        """Handle requests whose transfers have ended on all workers, and return those to resume.
+
+        ``failed``  requests whose transfer failed
+
+        A request whose transfer failed resumes in this or a later call (``failed_loads.py``).
+        """
+        resumed = set(request_ids)
+        self._aborted -= request_ids
+        for request_id in request_ids & self._taken.keys():
+            request, _ = self._taken.pop(request_id)
+            if request_id in failed:
+                self._outbox.stats.count("requests", "recomputed")
+                self._failed.add(request)
+                resumed.discard(request_id)
+            else:
+                self._outbox.stats.count("requests", "received")
+                self._received.add(request_id)
+        return resumed | self._failed.take_fitting(self._taken.keys() | self._received | self._aborted)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a request whose transfer failed waits for free blocks."""
+        return bool(self._failed)
+
+    def ran(self, request_ids: Iterable[str]) -> None:
+        """Record that a step runs these requests."""
+        self._received.difference_update(request_ids)
+
+    def finished(self, request_id: str) -> None:
+        """Handle the end of a request, with a transfer or without."""
+        self._failed.left(request_id)
+        self._received.discard(request_id)
+        self._queued.discard(request_id)
+        self._shared.left(request_id)
+        params = self._consumptions.pop(request_id, None)
+        if params is not None:
+            self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
+        if request_id in self._taken:
+            del self._taken[request_id]
+            self._aborted.add(request_id)
+            self._outbox.orders.aborts.append(request_id)
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Requests whose transfer has not started."""
+        return frozenset(self._consumptions)
+
+    @property
+    def queued(self) -> frozenset[str]:
+        """Requests in ``waiting`` whose prompt has not started."""
+        return frozenset(self._queued)
+
+    @property
+    def receptions(self) -> frozenset[str]:
+        """Requests whose transfer is in progress."""
+        return frozenset(self._taken)
+
+    @property
+    def followers(self) -> frozenset[str]:
+        """Requests that share another request's transfer."""
+        return self._shared.followers
+
+
+def _end_token(request: Request, params: ConsumeParams) -> int:
+    """Return the first token of the prompt that the consumer computes itself."""
+    if params.prompt_multiple:
+        return whole_blocks(request.num_prompt_tokens, params.prompt_multiple)
+    return request.num_prompt_tokens - 1

@@ -1,0 +1,27 @@
+"""Orders and counts of the scheduler side, until vLLM asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from connectors.vllm_hma.metrics import TandemStats
+from connectors.vllm_hma.orders import Orders
+
+
+@dataclass(slots=True)
+class Outbox:
+    """The workers' orders of the next step, and counts since the last report."""
+
+    orders: Orders = field(default_factory=Orders)
+    stats: TandemStats = field(default_factory=TandemStats)
+
+    def take_orders(self) -> Orders:
+        taken, self.orders = self.orders, Orders()
+        return taken
+
+    def take_stats(self) -> TandemStats | None:
+        """Return the counts; None if there are none."""
+        if self.stats.is_empty():
+            return None
+        taken, self.stats = self.stats, TandemStats()
+        return taken

@@ -1,0 +1,265 @@
+"""Prefill requests of one engine: orders the workers to send their KV.
+
+    new -> Expect; each step -> Chunk; finished -> Finished; ``sent`` frees the blocks
+
+The producer removes the prompt's last token, so that windows and states end where the consumer
+resumes (``consumptions.py``).
+
+With ``first_token``, the producer computes the whole prompt and samples the answer's first token
+(docs/decisions/0046). It sends the KV of whole blocks only. While they are sent, one more step
+computes the remaining tokens; it writes to other blocks. It also moves the windows on, so the
+scheduler side takes references to the blocks of the windows that the consumer needs. The extra step
+would change a state that is being sent, so producers of models with states sample no first tokens
+(``first_token_multiple`` is 0).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from connectors.planning.blocks import first_needed_token
+from connectors.planning.layout import WINDOWED, Group, GroupKind
+from connectors.protocol.params import ProduceParams, whole_blocks
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.scheduler_side.blocks import Blocks
+from connectors.vllm_hma.scheduler_side.outbox import Outbox
+from connectors.vllm_hma.scheduler_side.prompts import Prompts
+from connectors.vllm_hma.upstream.vllm_request_prompt import (
+    drop_last_token,
+    hide_last_tokens,
+    sample_last_token,
+    send_whole_prompt,
+    show_last_tokens,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Production:
+    """A prefill request whose KV this engine sends.
+
+    ``prompt_tokens``  tokens that this engine computes for the consumer
+    ``sent``           number of block ids that the workers have, by group
+    ``starting``       whether the workers have its ``starts`` order: its prompt is about to start
+    ``request``        the request whose last tokens are computed in one more step, for the answer's
+                       first token; None without ``first_token``
+    ``windows``        references to the blocks of windows that the step for the first token frees
+    """
+
+    transfer_id: str
+    prompt_tokens: int
+    sent: list[int]
+    starting: bool = False
+    request: Request | None = None
+    windows: list[KVCacheBlock] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductionSnapshot:
+    """Copy of a prefill request's state; fields as in ``_Production``."""
+
+    prompt_tokens: int
+    sent: tuple[int, ...]
+
+
+class Productions:
+    """Prefill requests with a transfer, until their KV has been sent."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        blocks: Blocks,
+        prompts: Prompts,
+        groups: tuple[Group, ...],
+        step_tokens: int,
+        drafts_read_next_token: bool,
+        speculates: bool,
+    ) -> None:
+        self._outbox = outbox
+        self._blocks = blocks
+        self._prompts = prompts
+        self._groups = groups
+        self._step_tokens = step_tokens
+        self._drafts_read_next_token = drafts_read_next_token
+        self.first_token_multiple = 0 if speculates else first_token_multiple(groups)
+        self._productions: dict[str, _Production] = {}
+        # Remaining prompt tokens of prefill requests, in order of arrival.
+        self._tokens_left: dict[str, int] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._productions
+
+    def new(self, request: Request, params: ProduceParams) -> None:
+        """Handle a new prefill leg. Its KV is not sent if it cannot be right."""
+        if request.max_tokens != 1:
+            # Decoding would move the windows, and vLLM would free blocks that the consumer needs.
+            logger.warning(
+                "the KV of request %s is not sent: a prefill leg must set max_tokens=1, not %d",
+                request.request_id,
+                request.max_tokens,
+            )
+            return
+        if params.first_token and not self.first_token_multiple:
+            logger.warning(
+                "the KV of request %s is not sent: the request asks for its first token, but the step for it would "
+                "change the states of this model while they are sent, or this engine speculates",
+                request.request_id,
+            )
+            return
+        tokens = request.num_prompt_tokens - 1
+        if params.first_token:
+            tokens = whole_blocks(request.num_prompt_tokens, self.first_token_multiple)
+        if self._prompts.divides_image(request, tokens):
+            logger.warning(
+                "the KV of request %s is not sent: it would end within an image, whose tokens this model reads "
+                "together",
+                request.request_id,
+            )
+            return
+        digest = self._prompts.digest(request)
+        if not params.first_token:
+            if self._drafts_read_next_token:
+                sample_last_token(request)
+            drop_last_token(request)
+            tokens = request.num_prompt_tokens
+        # The consumer needs no KV of a prompt without a whole block.
+        production = _Production(
+            params.transfer_id or uuid.uuid4().hex, tokens or request.num_prompt_tokens, [0] * len(self._groups)
+        )
+        if params.first_token and tokens:
+            production.request = request
+            hide_last_tokens(request, tokens)
+        self._productions[request.request_id] = production
+        self._tokens_left[request.request_id] = production.prompt_tokens
+        self._outbox.orders.expects.append(
+            Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
+        )
+
+    def finished(self, request: Request) -> tuple[str, int] | None:
+        """Handle the end of a prefill request.
+
+        Return its transfer id and number of computed tokens if its blocks stay allocated until
+        ``sent``; None if the request is incomplete.
+        """
+        request_id = request.request_id
+        self._tokens_left.pop(request_id, None)
+        production = self._productions[request_id]
+        complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        complete = complete and request.num_computed_tokens >= production.prompt_tokens
+        reason = "" if complete else f"the prefill request ended as {request.status.name.lower()}"
+        self._outbox.orders.finished.append(Finished(request_id, complete, reason))
+        if not complete:
+            self._end(request_id)
+            return None
+        return production.transfer_id, production.prompt_tokens
+
+    def sent(self, request_ids: set[str]) -> None:
+        """Handle requests whose KV all workers have sent: vLLM frees their blocks now."""
+        for request_id in request_ids & self._productions.keys():
+            self._end(request_id)
+            self._outbox.stats.count("requests", "sent")
+
+    def _end(self, request_id: str) -> None:
+        self._blocks.drop(self._productions.pop(request_id).windows)
+
+    def schedule(self, output: SchedulerOutput, orders: Orders) -> None:
+        """Add this step's orders for prefill requests."""
+        for request_id in output.preempted_req_ids or ():
+            production = self._productions.get(request_id)
+            if production is not None:
+                self._blocks.drop(production.windows)
+                production.windows = []
+                production.sent = [0] * len(self._groups)
+                self._tokens_left[request_id] = production.prompt_tokens
+                orders.preempted.append(request_id)
+                if production.request is not None:
+                    hide_last_tokens(production.request, production.prompt_tokens)
+        for new in output.scheduled_new_reqs:
+            production = self._productions.get(new.req_id)
+            if production is not None and production.request is not None:
+                send_whole_prompt(new)
+        for request_id, computed_before in _scheduled(output):
+            production = self._productions.get(request_id)
+            if production is not None and computed_before < production.prompt_tokens:
+                self._start(request_id, orders)
+                orders.chunks.append(self._chunk(request_id, production, computed_before, output))
+        self._start_next(orders)
+
+    def _start_next(self, orders: Orders) -> None:
+        """Announce prompts that the next step can reach, if vLLM computes them in arrival order."""
+        ahead = 0
+        for request_id, tokens in self._tokens_left.items():
+            if ahead >= self._step_tokens:
+                break
+            self._start(request_id, orders)
+            ahead += tokens
+
+    def _start(self, request_id: str, orders: Orders) -> None:
+        production = self._productions[request_id]
+        if not production.starting:
+            production.starting = True
+            orders.starts.append(request_id)
+
+    def _chunk(self, request_id: str, production: _Production, computed_before: int, output: SchedulerOutput) -> Chunk:
+        assert output.kv_connector_block_state is not None
+        tables = output.kv_connector_block_state.get_block_ids(request_id)
+        assert tables is not None, "a scheduled request has a block table"
+        new_ids = tuple(tuple(table[sent:]) for table, sent in zip(tables, production.sent, strict=True))
+        production.sent = [len(table) for table in tables]
+        computed = min(computed_before + output.num_scheduled_tokens[request_id], production.prompt_tokens)
+        self._tokens_left[request_id] = production.prompt_tokens - computed
+        if not self._tokens_left[request_id]:
+            del self._tokens_left[request_id]
+            if production.request is not None:
+                # After a failed load of the KV store, vLLM computes the last chunk again.
+                self._blocks.drop(production.windows)
+                production.windows = self._blocks.take(request_id, self._windows_at(computed))
+                show_last_tokens(production.request)
+        return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
+
+    def _windows_at(self, token: int) -> list[slice]:
+        """Return the part of each group's block table that holds its window at ``token``."""
+        return [
+            slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)
+            if group.kind in WINDOWED
+            else slice(0)
+            for group in self._groups
+        ]
+
+    def snapshot(self) -> Mapping[str, ProductionSnapshot]:
+        return {
+            request_id: ProductionSnapshot(each.prompt_tokens, tuple(each.sent))
+            for request_id, each in self._productions.items()
+        }
+
+
+def first_token_multiple(groups: Sequence[Group]) -> int:
+    """Return the granularity, in tokens, of the KV sent by a producer that samples first tokens.
+
+    0 if a group holds states: such a producer cannot sample first tokens.
+    """
+    if any(group.kind is GroupKind.STATE for group in groups):
+        return 0
+    return math.lcm(*(group.block_tokens for group in groups))
+
+
+def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
+    """Return (request id, tokens computed before this step) of all requests in this step."""
+    cached = output.scheduled_cached_reqs
+    return [
+        *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
+        *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    ]

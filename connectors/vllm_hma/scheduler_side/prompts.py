@@ -1,0 +1,36 @@
+"""What both requests of a transfer derive from the prompt, and must derive alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from connectors.protocol.params import prompt_digest
+from connectors.vllm_hma.model.identity import Adapters
+from connectors.vllm_hma.model.media import divides_image
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Prompts:
+    """Digests of prompts, and positions at which a prompt must not be divided.
+
+    ``whole_images``  whether tokens of an image attend to later tokens of it
+    """
+
+    def __init__(self, whole_images: bool) -> None:
+        self._whole_images = whole_images
+        self._adapters = Adapters()
+
+    def digest(self, request: Request) -> str:
+        """Return the prompt digest, which must be equal on both requests of a transfer."""
+        others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
+        if request.lora_request is not None:
+            others.append(f"adapter {self._adapters.identity(request.lora_request)}")
+        if request.cache_salt is not None:
+            others.append(request.cache_salt)
+        return prompt_digest(request.prompt_token_ids, others)
+
+    def divides_image(self, request: Request, token: int) -> bool:
+        """Return whether a producer that stops at ``token`` would compute wrong KV for an image."""
+        return self._whole_images and divides_image(request, token)
