@@ -23,7 +23,7 @@ ID_BYTES = 4
 MEDIA_BYTES = 1024
 """Bytes that stand for an image or a recording, whatever its size; about 256 tokens."""
 
-_MEDIA_KEYS = frozenset({"url", "data"})
+_MEDIA_KEYS = frozenset({"url", "data", "image_url", "file_data"})
 """Keys of a content part that hold an image or a recording, as a URL or in base64."""
 
 _END_OF_FIELD = b"\x1e"
@@ -68,8 +68,8 @@ class Prompt:
 def read_prompt(body: Mapping[str, Any]) -> Prompt:
     """Return the prompts of a request's body; no passages for a body that engines reject."""
     seed = _seed(body)
-    most = body.get("max_completion_tokens")
-    most = body.get("max_tokens") if most is None else most
+    limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    most = next((limit for limit in limits if limit is not None), None)
     copies = body.get("n")
     passages = tuple(_passages(body, seed))
     return Prompt(
@@ -89,13 +89,13 @@ def passage(data: bytes, ids: bool, seed: int) -> Passage:
 
 
 def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
-    messages = body.get("messages")
+    messages = body.get("messages", _messages_of_response(body))
     if isinstance(messages, list):
         if messages and isinstance(messages[0], list):
             for one in messages:  # a batch of chats
                 yield from _passages({"messages": one}, seed) if isinstance(one, list) else ()
         elif messages:
-            system = body.get("system")  # field of Anthropic's API
+            system = body.get("system") or body.get("instructions")  # of Anthropic's API, and of responses
             first = [{"role": "system", "content": system}] if system else []
             yield passage(b"".join(_message(one) for one in [*first, *messages]), ids=False, seed=seed)
         return
@@ -106,6 +106,14 @@ def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
             yield passage(_bytes(one), ids=False, seed=seed)
         elif isinstance(one, list) and all(type(token) is int and 0 <= token < 2**32 for token in one):
             yield passage(array("I", one).tobytes(), ids=True, seed=seed)
+
+
+def _messages_of_response(body: Mapping[str, Any]) -> list[Any] | None:
+    """Return the messages of a body of `/v1/responses`; None for other bodies."""
+    given = body.get("input")
+    if isinstance(given, str) and given:
+        return [{"role": "user", "content": given}]
+    return given if isinstance(given, list) and given and isinstance(given[0], dict) else None
 
 
 def _message(message: Any) -> bytes:

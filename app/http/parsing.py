@@ -101,7 +101,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         # For other types vLLM answers HTTP 500.
         raise MalformedError("structured_outputs must be an object", "body.structured_outputs")
     _check_extra(body.get("vllm_xargs"))
-    _check_media(body.get("messages"))
+    for field in ("messages", "input"):
+        _check_media(body.get(field), field)
     return body
 
 
@@ -132,7 +133,7 @@ def _check_extra(extra: Any) -> None:
         )
 
 
-def _check_media(messages: Any) -> None:
+def _check_media(messages: Any, field: str) -> None:
     """Raise BadRequestError for an image or recording with a `uuid` from the client.
 
     vLLM identifies contents in all caches by `uuid`. With one `uuid` for different contents,
@@ -140,15 +141,16 @@ def _check_media(messages: Any) -> None:
     """
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, list):
-            _check_media(message)  # a batch of chats
+            _check_media(message, field)  # a batch of chats
             continue
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
+        # `output` is the content of a tool's result in /v1/responses.
+        contents = [message.get("content"), message.get("output")] if isinstance(message, dict) else []
+        for part in (part for content in contents if isinstance(content, list) for part in content):
             if isinstance(part, dict) and part.get("uuid") is not None:
                 raise BadRequestError(
                     "`uuid` of a content part is not supported: this service identifies images by their content; "
                     "remove the field and send the content",
-                    param="messages",
+                    param=field,
                 )
 
 

@@ -115,7 +115,8 @@ class TandemStoreTier(SecondaryTierManager):
     ``path``, ``disk_gib``, ``lookup_s``, ``load_s``, ``store_s``  as in ``StoreSettings``
     ``revision``          commit of a Hugging Face Hub model, if the hub's local cache lacks it
     ``identity``          text that differs between engines with different hf_overrides,
-                          quantization or content of adapters, which vLLM does not report to tiers
+                          quantization, content of adapters, or max_model_len of a LongRoPE model,
+                          which vLLM does not report to tiers
     ``media_is_hashed``   whether vLLM names images by content: with ``mm_processor_cache_gb`` above
                           0 or with prefix caching. Models with images or audio need it
     ``enable_kv_events``  whether to report stored and removed chunks

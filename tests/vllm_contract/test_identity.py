@@ -194,3 +194,24 @@ def test_sleep_mode_is_refused() -> None:
     made.model_config.enable_sleep_mode = True
     with pytest.raises(ConfigurationError, match="enable_sleep_mode"):
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
+
+
+def test_a_length_that_selects_other_positions() -> None:
+    """LongRoPE uses other factors, for all positions, beyond the original length."""
+    positions = {"original_max_position_embeddings": 512, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    long_rope = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0} | positions}
+    short, same, long = (
+        model_identity(config(MODEL_DIR, hf_overrides=long_rope, max_model_len=length)).model
+        for length in (256, 512, 1024)
+    )
+    assert short == same
+    assert short != long
+
+
+def test_the_same_quantization_of_other_weights() -> None:
+    """Its arguments select weights and granularity."""
+    identities = {
+        model_identity(config(MODEL_DIR, dtype="bfloat16", quantization="online", quantization_config=arguments)).model
+        for arguments in ({"linear": "fp8_per_tensor"}, {"linear": "fp8_per_block"})
+    }
+    assert len(identities) == 2

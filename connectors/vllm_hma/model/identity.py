@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 import vllm
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import iter_rope_parameters
 
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.vllm_hma.model.weights import digest_weights
@@ -33,7 +34,12 @@ def model_identity(config: VllmConfig, draft: str = "") -> ModelIdentity:
     digest.update(f"{weights_identity(model)}:".encode())
     # The configuration as loaded, which includes hf_overrides.
     effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
-    effective["tandem"] = [str(model.quantization), config.load_config.load_format == "dummy"]
+    effective["tandem"] = [
+        str(model.quantization),
+        repr(model.quantization_config),
+        config.load_config.load_format == "dummy",
+        _uses_long_rope(model),
+    ]
     digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
     return ModelIdentity(
         model=digest.hexdigest(),
@@ -41,6 +47,18 @@ def model_identity(config: VllmConfig, draft: str = "") -> ModelIdentity:
         cache_dtype=resolved_cache_dtype(config.cache_config.cache_dtype, model),
         engine_version=vllm.__version__,
         draft=draft,
+    )
+
+
+def _uses_long_rope(model: ModelConfig) -> bool:
+    """Return whether LongRoPE uses its long factors; the maximum length selects them for all.
+
+    Source: vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
+    """
+    return any(
+        positions.get("rope_type") == "longrope"
+        and model.max_model_len > positions.get("original_max_position_embeddings", model.max_model_len)
+        for positions in iter_rope_parameters(model.hf_text_config)
     )
 
 

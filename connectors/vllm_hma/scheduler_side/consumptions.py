@@ -181,7 +181,7 @@ class Consumptions:
 
     @property
     def delayed(self) -> bool:
-        """Whether a request whose transfer failed waits for free blocks."""
+        """True while a request whose transfer failed waits for free blocks."""
         return bool(self._failed)
 
     def ran(self, request_ids: Iterable[str]) -> None:

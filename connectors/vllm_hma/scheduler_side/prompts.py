@@ -1,4 +1,4 @@
-"""What both requests of a transfer derive from the prompt, and must derive alike."""
+"""Facts that both requests of a transfer derive from the prompt; both must derive the same."""
 
 from __future__ import annotations
 

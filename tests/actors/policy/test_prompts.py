@@ -50,6 +50,21 @@ def test_what_is_read(body, data, ids):
     assert [one.ids for one in passages] == ids
 
 
+def test_the_input_of_a_response():
+    """It is read as the chat with the same messages; a part's image is a string there."""
+    text = read_prompt({"instructions": "be brief", "input": LONG}).passages
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": LONG}]
+    assert text == read_prompt({"messages": chat}).passages
+    assert read_prompt({"instructions": "be brief", "input": [chat[1]]}).passages == text
+    images = [
+        read_prompt({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": name * 10_000}]}]})
+        for name in "ab"
+    ]
+    assert images[0].passages != images[1].passages
+    assert len(images[0].passages[0].data) == len(images[1].passages[0].data) < 10_000
+    assert read_prompt({"input": []}).passages == ()
+
+
 @pytest.mark.parametrize(
     ("body", "answers", "most"),
     [
@@ -57,6 +72,7 @@ def test_what_is_read(body, data, ids):
         ({"prompt": ["a", "b"], "n": 3, "max_tokens": 5}, 6, 5),
         ({"messages": [{}], "max_completion_tokens": 0, "max_tokens": 9}, 1, 0),
         ({"messages": [{}], "max_completion_tokens": None, "max_tokens": 9}, 1, 9),
+        ({"input": "a", "max_output_tokens": 7}, 1, 7),
         ({"prompt": "a", "n": "many", "max_tokens": -1}, 1, None),
         ({}, 1, None),
     ],

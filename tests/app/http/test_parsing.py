@@ -35,6 +35,8 @@ from app.http.parsing import check_prompts, forwarded_headers, parse_body, read_
         (b'{"structured_outputs": true}', "structured_outputs must be an object", "body.structured_outputs"),
         (b'{"messages": [{"content": [{"type": "text"}, {"uuid": "a"}]}]}', "`uuid` of a content part", "messages"),
         (b'{"messages": [[{"content": [{"uuid": "a"}]}]]}', "`uuid` of a content part", "messages"),
+        (b'{"input": [{"content": [{"type": "input_image", "uuid": "a"}]}]}', "`uuid` of a content part", "input"),
+        (b'{"input": [{"type": "function_call_output", "output": [{"uuid": "a"}]}]}', "`uuid` of a", "input"),
         (b'{"vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params is reserved for", "vllm_xargs"),
     ],
 )
