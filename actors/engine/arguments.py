@@ -148,11 +148,13 @@ def check_arguments(settings: ServiceSettings) -> None:
 
 def _model_problems(settings: ServiceSettings) -> list[str]:
     engine, frontend = engine_argument_names(), frontend_argument_names()
+    misplaced_in_engine = dict.fromkeys(frontend - engine, "set it under `frontend`") | WITHOUT_EFFECT
+    misplaced_in_frontend = dict.fromkeys(engine - frontend, "set it under `engine`")
     return [
-        *_unknown("engine", settings.engine, engine),
-        *_unknown("prefill.engine", settings.prefill.engine, engine),
-        *_unknown("decode.engine", settings.decode.engine, engine),
-        *_unknown("frontend", settings.frontend, frontend),
+        *_unknown("engine", settings.engine, engine, misplaced_in_engine),
+        *_unknown("prefill.engine", settings.prefill.engine, engine, misplaced_in_engine),
+        *_unknown("decode.engine", settings.decode.engine, engine, misplaced_in_engine),
+        *_unknown("frontend", settings.frontend, frontend, misplaced_in_frontend),
         *_useless_frontend(settings),
         *_no_adapters(settings),
         *_engine_keys("prefill", settings.prefill),
@@ -172,9 +174,14 @@ def _no_adapters(settings: ServiceSettings) -> list[str]:
     return []
 
 
-def _unknown(where: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    owned = [f"{where}.{key}: cannot be set here; {OWNED[key]}" for key in given if key in OWNED]
-    return owned + _not_among([key for key in given if key not in OWNED], known, where, "vLLM")
+def _unknown(where: str, given: Mapping[str, Any], known: Collection[str], misplaced: Mapping[str, str]) -> list[str]:
+    """Return an error for each argument that cannot be set at `where`.
+
+    ``misplaced``  remedy for arguments of vLLM that belong elsewhere
+    """
+    remedies = {**misplaced, **OWNED}
+    elsewhere = [f"{where}.{key}: cannot be set here; {remedies[key]}" for key in given if key in remedies]
+    return elsewhere + _not_among([key for key in given if key not in remedies], known, where, "vLLM")
 
 
 def _useless_frontend(settings: ServiceSettings) -> list[str]:

@@ -362,6 +362,5 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
     if namespace.tool_parser_plugin:
         ToolParserManager.import_tool_parser(namespace.tool_parser_plugin)
     # vLLM's command-line parser would convert this JSON.
-    modules = namespace.lora_modules or ()
-    namespace.lora_modules = [LoRAModulePath(**one) if isinstance(one, dict) else one for one in modules] or None
+    namespace.lora_modules = [LoRAModulePath(**one) for one in namespace.lora_modules or ()] or None
     return namespace

@@ -18,7 +18,7 @@ class AuthSettings(Frozen):
         (),
         description="accepted keys (`Authorization: Bearer KEY`); prefer the environment variable "
         f"`{API_KEYS_VARIABLE}`, separated by commas, or `{VLLM_API_KEY_VARIABLE}`; none: no authentication. "
-        "/, /health, /ping, /load and /metrics need no key",
+        "/, /health, /ping, /load, /metrics and /tandem/service need no key",
     )
 
     @field_validator("api_keys")

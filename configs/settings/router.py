@@ -1,8 +1,8 @@
 """Settings of the Router deployment: limits, HTTP server and routing policy."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.settings.base import Frozen, Positive, Seconds
 from configs.settings.deployment import PlacementSettings
@@ -187,6 +187,12 @@ class RouterSettings(RouterLimits, PlacementSettings):
         description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "
         "no spans. The engine argument of the same name is vLLM's, for the engines' own spans",
     )
+
+    @field_validator("request_log", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Accept `off` without quotes, which YAML reads as false."""
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> "RouterSettings":

@@ -25,8 +25,21 @@ DEMO_SERVED_NAME = "tandem-demo"
 
 LAST_PORT = 65535
 
+ADAPTER_KEYS = ("name", "path")
+"""Required keys of an entry of `frontend.lora_modules`."""
+
 UNNAMEABLE = re.compile("[^A-Za-z0-9._-]")
 """Characters of a model's name that become `-` in the names of its deployments."""
+
+
+def _adapter(given: Any) -> dict[str, Any]:
+    """Return `name=path` or a mapping as a mapping. Raises ValueError for anything else."""
+    if isinstance(given, str):
+        name, _, path = given.partition("=")
+        given = {"name": name, "path": path}
+    if not isinstance(given, dict) or not all(given.get(key) and isinstance(given[key], str) for key in ADAPTER_KEYS):
+        raise ValueError(f"lora_modules: {given!r} must be `name=path` or `{{name: ..., path: ...}}`")
+    return given
 
 
 class ModelSettings(Frozen):
@@ -60,6 +73,17 @@ class ModelSettings(Frozen):
             raise ValueError("must have at least one name, and each only once")
         return names
 
+    @field_validator("frontend")
+    @classmethod
+    def _adapters(cls, frontend: dict[str, Any]) -> dict[str, Any]:
+        """Accept adapters as vLLM's command line does: `name=path`, or a mapping."""
+        given = frontend.get("lora_modules")
+        if given is None:
+            return frontend
+        if not isinstance(given, list):
+            raise ValueError("lora_modules must be a list of `name=path` or `{name: ..., path: ...}`")
+        return {**frontend, "lora_modules": [_adapter(one) for one in given]}
+
     @property
     def model_path(self) -> str:
         """Path or hub id of the model for vLLM."""
@@ -82,8 +106,7 @@ class ModelSettings(Frozen):
     @property
     def adapter_names(self) -> tuple[str, ...]:
         """Names of the adapters that `frontend.lora_modules` loads at the start."""
-        modules = self.frontend.get("lora_modules") or ()
-        return tuple(str(one["name"]) for one in modules if isinstance(one, dict) and "name" in one)
+        return tuple(one["name"] for one in self.frontend.get("lora_modules") or ())
 
     def role(self, name: RoleName) -> RoleSettings:
         return self.prefill if name == "prefill" else self.decode

@@ -63,6 +63,9 @@ def test_the_deployments_of_a_service(args: dict[str, Any] | None, deployments: 
             {"models": [{"model": name, "frontend": {"lora_modules": [{"name": "x", "path": "/x"}]}} for name in "ab"]},
             "x: only one model or adapter may have this name",
         ),
+        ({"models": [{"frontend": {"lora_modules": ["sql"]}}]}, "'path': ''} must be `name=path`"),
+        ({"frontend": {"lora_modules": [{"lora_name": "x", "lora_path": "/x"}]}}, "must be `name=path`"),
+        ({"frontend": {"lora_modules": "x=/x"}}, "must be a list of `name=path`"),
         ({"models": [{"served_model_name": "x/y"}, {"served_model_name": "x y"}]}, "give two deployments one name"),
         ({"models": [{"modle": "x"}]}, "models.0.modle: no such setting; did you mean model?"),
         ({"models": [{"prefill": {"replica": 1}}]}, "models.0.prefill.replica: no such setting; did you mean replicas"),
@@ -77,6 +80,17 @@ def test_refused_settings(args: dict[str, Any], said: str) -> None:
         parse_settings(args)
 
 
+def test_adapters_as_on_vllms_command_line() -> None:
+    settings = parse_settings(
+        {"frontend": {"lora_modules": ["a=/x=1", {"name": "b", "path": "/y", "base_model_name": "c"}]}}
+    )
+    assert settings.frontend["lora_modules"] == [
+        {"name": "a", "path": "/x=1"},
+        {"name": "b", "path": "/y", "base_model_name": "c"},
+    ]
+    assert settings.adapter_names == ("a", "b")
+
+
 def test_arguments_are_checked_for_each_model() -> None:
     models = [MODELS[0], MODELS[1] | {"engine": {"max_model_length": 1}, "allow_runtime_lora_updating": True}]
     with pytest.raises(SettingsError) as caught:
@@ -84,3 +98,7 @@ def test_arguments_are_checked_for_each_model() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("models.1.engine.max_model_length: vLLM has no such argument")
     assert lines[1].startswith("models.1.allow_runtime_lora_updating: needs `enable_lora: true`")
+
+
+def test_yaml_reads_an_unquoted_off_as_false() -> None:
+    assert parse_settings({"router": {"request_log": False}}).router.request_log == "off"

@@ -108,6 +108,16 @@ def test_every_wrong_key_is_named_at_once():
         ),
         ({"engine": {"enable_elastic_ep": True}}, "engine.enable_elastic_ep: cannot be set here"),
         ({"frontend": {"tool_parser": "x"}}, "frontend.tool_parser: vLLM has no such argument"),
+        (
+            {"decode": {"engine": {"tool_call_parser": "hermes"}}},
+            "decode.engine.tool_call_parser: cannot be set here; set it under `frontend`",
+        ),
+        ({"engine": {"port": 80}}, "engine.port: cannot be set here; set `router.http_port`"),
+        (
+            {"frontend": {"reasoning_parser": "x"}},
+            "frontend.reasoning_parser: cannot be set here; set it under `engine`",
+        ),
+        ({"frontend": {"model": "x"}}, "frontend.model: cannot be set here; set `model` of the service"),
         ({"frontend": {"ssl_certfile": "a.pem"}}, "frontend.ssl_certfile: has no effect; set `router.ssl_certfile`"),
         (
             {"frontend": {"allowed_origins": ["*"]}},
