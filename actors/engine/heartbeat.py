@@ -46,7 +46,7 @@ class HeartbeatMonitor:
                 await self._ask()
             except Exception as error:
                 # No further handling: the open calls report the failure of the engine.
-                logger.warning("the engine core does not answer: %r", error)
+                logger.warning("the engine core did not answer, so no heartbeat is sent: %r", error)
                 continue
             for beat in tuple(self._listeners):
                 beat()

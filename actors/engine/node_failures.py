@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 
 MARGIN_S = 120.0
-"""Time between the latest end of a cut-off node's actors and the default of `node_lost_s`."""
+"""Margin in seconds that the default of `node_lost_s` adds to `cut_off_node_s()`."""
 
 
 def new_engine_id() -> str:

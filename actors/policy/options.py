@@ -36,14 +36,17 @@ class Options:
     now: float = 0.0
 
     def ongoing_decode(self, decode: str) -> int:
-        """Return the ongoing requests of a decode replica.
+        """Return the number of ongoing sequences of a decode replica.
 
-        The larger of the number for all routers and the number of this router's calls.
+        At least the number of this router's open calls.
         """
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
     def ongoing_prefill(self, prefill: str) -> int:
-        """Return the ongoing requests of a prefill replica; 0 if it does not exist."""
+        """Return the number of ongoing sequences of a prefill replica; 0 for an unknown id.
+
+        At least the number of this router's open calls.
+        """
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:

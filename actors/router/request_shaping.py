@@ -57,7 +57,7 @@ ONE_TOKEN: Mapping[Endpoint, Body] = {
 """Fields that limit a prefill leg to one token, by endpoint."""
 
 TOKENS_ONLY: frozenset[Endpoint] = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-"""Endpoints that generate nothing."""
+"""Endpoints that only tokenize, detokenize or count tokens."""
 
 SPLIT_ENDPOINTS = frozenset(ONE_TOKEN)
 """Endpoints whose requests a prefill and a decode engine can serve together."""
@@ -221,9 +221,10 @@ def _names_tool(choice: Any) -> bool:
 
 
 def first_token_leg(body: Body, transfer_id: str) -> dict[str, Any]:
-    """Return the body for a prefill engine that samples the first token: the client's body.
+    """Return the body for a prefill engine that samples the first token.
 
-    The engine itself limits the answer to one token (`actors/upstream/vllm_output_processor.py`).
+    It is the client's body and the transfer parameters. The engine itself limits the answer to one
+    token (`actors/upstream/vllm_output_processor.py`).
     """
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id, "first_token": True}
     return {**body, TRANSFER_FIELD: params}

@@ -246,7 +246,7 @@ class RouterProtocol(_Endpoint):
         super().__init__(ROUTER_TABLE, None)
         self._hello: Hello | None = Hello(NEWEST_VERSION, key)
         self._unread: dict[int, int] = {}
-        """Bytes of each stream received and not yet granted again."""
+        """Bytes received on each open stream for which the router has not yet sent Credit."""
 
     def open(self, request: RpcRequest) -> int:
         """Queue a call; return its stream number."""

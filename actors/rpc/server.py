@@ -180,5 +180,5 @@ class RpcServer:
 
 
 def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, Any]:
-    """Return a replica's metadata for routers: RPC address, queue limit of a router, and `more`."""
+    """Return a replica's metadata for routers: RPC address, queue limit per router, and `more`."""
     return {"rpc": asdict(address), "queue": queue, **more}

@@ -1,4 +1,4 @@
-"""Latency breakdown: divides a request's time to first byte into stages. Pure.
+"""Latency breakdown: divides a request's time to first byte into parts. Does no I/O.
 
 The interval starts with the request's arrival in the router and ends with the first byte of its
 answer, on the router's clock. An engine reports durations since the call's arrival, on its own
@@ -10,7 +10,7 @@ and the parts always sum to the total.
 Both legs run at once. Each moment counts for the leg that the first token waits for:
 
     until prefill has computed the prompt    prefill's activity (unless decode has all KV)
-    then, while decode waits for KV          `transfer`: its exposed part
+    then, until decode has received the KV   `transfer`
     otherwise                                decode's activity
 """
 

@@ -29,7 +29,7 @@ def store_connected() -> bool:
 
 
 def store_put(key: bytes, value: bytes | str, overwrite: bool = True) -> None:
-    """Store `value`; without `overwrite`, the first value of concurrent writers is kept."""
+    """Store `value` in Ray's internal KV; without `overwrite`, keep an existing value."""
     internal_kv._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE)  # noqa: SLF001
 
 

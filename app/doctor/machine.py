@@ -182,10 +182,12 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
     for role in ("prefill", "decode"):
         environment = ucx_environment(settings.role(role).environment)
         named = settings.transfer.devices or environment.get("UCX_NET_DEVICES", "all").split(",")
+        setting = "transfer.devices" if settings.transfer.devices else "UCX_NET_DEVICES"
         for device in filter(None, named):
             name = device.partition(":")[0]
             if name not in ("all", *devices, *interfaces):
-                remedy = f"use one of {', '.join([*devices, *interfaces])}, or remove the setting so that UCX chooses"
+                present = ", ".join([*(f"{device}:1" for device in devices), *interfaces])
+                remedy = f"set {setting} to devices of this machine ({present}), or remove it: UCX then chooses"
                 yield Finding(
                     "ucx devices",
                     f"{role}: UCX is configured to use {device}, which this machine does not have",

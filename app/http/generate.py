@@ -33,7 +33,7 @@ STREAM_END_S = 5.0
 """Timeout for sending the end of a stream to a slow client."""
 
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
-"""Response headers of the decode engine that the router forwards to the client."""
+"""Response headers of an engine that the router forwards to the client."""
 
 HEADERS_OF_BODY = frozenset({b"content-type", b"content-length"})
 

@@ -49,8 +49,8 @@ class RoleSettings(PlacementSettings):
         "on as few nodes as have room, for engines larger than a node",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
-    num_cpus: float = Field(0.5, ge=0, description="CPUs that the actor requests of Ray")
-    num_gpus: float = Field(0, ge=0, description="GPUs that the actor requests of Ray; 0: run on the CPU")
+    num_cpus: float = Field(0.5, ge=0, description="CPUs that the actor requests from Ray")
+    num_gpus: float = Field(0, ge=0, description="GPUs of one replica, requested from Ray; 0: run on the CPU")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     environment: dict[str, str] = Field(
         default_factory=dict, description="environment variables of the actor and its engine"

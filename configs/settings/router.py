@@ -161,7 +161,7 @@ class RouterSettings(RouterLimits, PlacementSettings):
         description="PEM file with the authorities of client certificates. Set: clients need a certificate, except "
         "for /, /health, /ping, /load, /metrics and /tandem/service",
     )
-    num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests of Ray")
+    num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests from Ray")
     resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
     drain_s: Seconds = Field(30.0, description="time for which a stopping router may finish its requests")
     access_log: bool = Field(

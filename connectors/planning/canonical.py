@@ -84,6 +84,9 @@ def _spans(layout: EngineLayout, group: int) -> list[tuple[str, int, int, int]]:
                 raise PlanError(f"layer {pages.layer!r}: its parts have unequal block strides")
             start, stop = min(first, start), max(last, stop)
         if stop - start > pages.block_stride_bytes:
-            raise PlanError(f"layer {pages.layer!r}: its page is not one contiguous range of each block")
+            raise PlanError(
+                f"layer {pages.layer!r}: its page is not contiguous within a block; "
+                "use a KV cache layout with blocks outermost"
+            )
         found[pages.layer] = (pages.layer, pages.block_stride_bytes, start, stop)
     return list(found.values())

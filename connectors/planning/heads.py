@@ -97,10 +97,11 @@ def _overlap(held: Holding, wanted: Holding) -> range:
 
 
 def _replica(replicas: list[int], position: int, wanting: int, layer_index: int) -> int:
-    """Return the replica that serves consumer rank number ``position`` of ``wanting``.
+    """Return the producer rank that sends to consumer rank number ``position`` of ``wanting``.
 
-    Each replica serves its own subset of the consumer ranks. If there are more replicas than
-    consumer ranks, each consumer rank has several and ``layer_index`` selects one of them.
+    ``replicas`` are producer ranks with the same heads and tokens. If there are at most as many as
+    consumer ranks, each consumer rank has one. If there are more, ``layer_index`` selects one of
+    those assigned to the consumer rank.
     """
     first = position * len(replicas) // wanting
     stop = max(first + 1, (position + 1) * len(replicas) // wanting)

@@ -109,7 +109,11 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
         ("dtype", "start both engines with the same dtype"),
         ("cache_dtype", "start both engines with the same kv_cache_dtype"),
         ("engine_version", "run the same vLLM release on both sides"),
-        ("draft", "set the same method and model in speculative_config of both engines, or a method without KV"),
+        (
+            "draft",
+            "set the same method and model in speculative_config of both engines, or use a method whose drafts have "
+            "no KV (ngram)",
+        ),
     ):
         ours, theirs = getattr(consumer.identity, field), getattr(producer.identity, field)
         if ours != theirs:

@@ -114,7 +114,7 @@ class Delivery:
         groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
         if not groups:
             return None
-        return f"the prompt was computed past the requested state of KV cache groups {', '.join(groups)}"
+        return f"KV cache groups {', '.join(groups)}: prefill computed past the token whose state decode requested"
 
 
 @dataclass(slots=True)

@@ -79,8 +79,8 @@ class ConsumeParams:
     """Parameters of a decode leg: this engine receives the request's KV from ``producer``.
 
     ``computed``         whether the producer has already computed the prompt
-    ``prompt_multiple``  ``first_token_multiple`` of the producer if it samples the first token and
-                         therefore sends the KV of the first ``whole_blocks`` tokens; else 0
+    ``prompt_multiple``  granularity, in tokens, of the KV that the producer sends if it samples the
+                         first token (``whole_blocks()``); else 0
     """
 
     transfer_id: str

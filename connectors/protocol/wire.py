@@ -50,7 +50,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The consumer's agent metadata, with which the producer reaches the consumer and plans."""
+    """Agent metadata of the consumer. The producer uses it to connect and to plan transfers."""
 
     agent_metadata: bytes
     kind: ClassVar[str] = "hello"

@@ -114,7 +114,7 @@ def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
 
 
 def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
-    """Return the next JSON line of a process, or an error with its status and last log line."""
+    """Return the next JSON line of a process; ``{"error": ...}`` if it times out or ends first."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     line = process.stdout.readline() if ready else b""

@@ -8,8 +8,8 @@
     )
 
 A request is loaded from the child with the largest product of matched tokens and weight. All
-children store. vLLM's MultiConnector selects the first child with any matched token, and waits
-while any child has not answered.
+children store. Unlike it, vLLM's MultiConnector selects the first child with a matched token, and
+waits until all children have answered.
 """
 
 from __future__ import annotations

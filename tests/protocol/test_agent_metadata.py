@@ -91,7 +91,7 @@ def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata
         ({"identity": replace(IDENTITY, dtype="float32")}, "dtype", "same dtype"),
         ({"identity": replace(IDENTITY, cache_dtype="fp8")}, "cache_dtype", "same kv_cache_dtype"),
         ({"identity": replace(IDENTITY, engine_version="0.31.0")}, "engine_version", "same vLLM release"),
-        ({"identity": replace(IDENTITY, draft="other")}, "draft", "a method without KV"),
+        ({"identity": replace(IDENTITY, draft="other")}, "draft", "a method whose drafts have no KV"),
         (
             {"layout": make_rank(Shape(kv_heads=8), 0, 1).layout},
             "number of KV heads of layer 'layers.0.0'",

@@ -164,7 +164,7 @@ def test_blocks_that_never_come_are_missed() -> None:
     producer.message(C0, offer(), 0.5)
     write = only_write(producer.progress("r", [[1], [4]], 12, 1.0))
     reason = aborted_reason(finish_write(producer, write, 10, 2.0))
-    assert reason == "the prompt was computed past the requested state of KV cache groups 0, 1"
+    assert reason == "KV cache groups 0, 1: prefill computed past the token whose state decode requested"
 
 
 # ---- digests -------------------------------------------------------------------------------------

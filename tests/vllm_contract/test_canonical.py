@@ -62,5 +62,5 @@ def test_pages_of_a_deepseek_v4_cache() -> None:
 
 def test_heads_outside_the_blocks_are_refused() -> None:
     """A page in several ranges is refused; the error names the layer."""
-    with pytest.raises(PlanError, match=f"layer '{LAYER}': its page is not one contiguous range"):
+    with pytest.raises(PlanError, match=f"layer '{LAYER}': its page is not contiguous within a block"):
         canonical_cache(slotted_rank(1, KVCacheLayout.LHBNC).layout)

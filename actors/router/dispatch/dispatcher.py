@@ -223,7 +223,10 @@ class Dispatcher:
                 attempt.legs.callback(attempt.decode.close)
                 response = await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=True)
             except TandemError as error:
-                logger.warning("prefill alone cannot serve a request for one token: %s", error)
+                replica = "none" if slot is None else slot.replica_id
+                logger.warning(
+                    "prefill replica %s did not serve a one-token request; trying decode: %s", replica, error
+                )
                 if slot is not None and isinstance(error, UnavailableError):
                     self.prefill_failed(slot.replica_id)
                 return None

@@ -35,7 +35,11 @@ class AdapterError(TandemError):
 
 
 class AdapterNames:
-    """Models by adapter name, read from the decode engines, which are the only source."""
+    """Models by adapter name.
+
+    The names are those loaded at engine start. For models whose adapters clients may change, the
+    decode engines' last answer replaces them.
+    """
 
     def __init__(self, models: Sequence[ModelRouter]) -> None:
         self._changing = [model for model in models if model.allows_adapters]

@@ -1,1 +1,1 @@
-"""Endpoints that engines answer: models, adapters, and other requests without a transfer."""
+"""Endpoints forwarded to engines: model lists, LoRA adapters, version, stored responses."""

@@ -76,5 +76,8 @@ def _host() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields after the command name, which may contain spaces and parentheses."""
+    """Return the fields of ``/proc/<pid>/stat`` after the command name.
+
+    The name may contain spaces and parentheses.
+    """
     return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

@@ -191,7 +191,7 @@ class StoreScheduler:
         return max(0, known.fetched.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        """Order the load into the request's blocks, for the coming step."""
+        """Add an order to load the fetched objects into the request's blocks; end the fetch."""
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -383,7 +383,7 @@ class StoreScheduler:
             self.store.begin_fetch(known.request.request_id, names, local_tokens, limit, full_attention_only=True)
 
     def _prefix_bytes(self, start_token: int, end_token: int) -> int:
-        """Return the bytes of objects for the full attention of a range of tokens."""
+        """Return the estimated stored size of full attention in a token range, in bytes."""
         groups = self.store.plan.full_attention.groups
         per_token = sum(self.store.object_bytes([ObjectRef(0, each.index)]) / each.span_tokens for each in groups)
         return int(per_token * (end_token - start_token))
@@ -420,7 +420,7 @@ class StoreScheduler:
         refs = [ref for ref in refs if ref not in names or names[ref].key not in self._stored]
         assert output.kv_connector_block_state is not None
         tables = output.kv_connector_block_state.get_block_ids(known.request.request_id)
-        assert tables is not None, "a scheduled request has a block table"
+        assert tables is not None, f"scheduled request {known.request.request_id} has no block table"
         offsets: dict[ObjectRef, int] = {}
         for ref in refs:
             if object_in_blocks(self.store.plan.groups[ref.group], tables[ref.group], ref):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
-"""Names of the number of groups in the configurations of Mamba-2 models."""
+"""Configuration attributes that hold the number of Mamba-2 groups, by model family."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,9 @@ class Productions:
         production = self._productions[request_id]
         complete = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         complete = complete and request.num_computed_tokens >= production.prompt_tokens
-        reason = "" if complete else f"the prefill request ended as {request.status.name.lower()}"
+        reason = (
+            "" if complete else f"the prefill request ended before its KV was complete ({request.status.name.lower()})"
+        )
         self._outbox.orders.finished.append(Finished(request_id, complete, reason))
         if not complete:
             self._end(request_id)
