@@ -105,7 +105,7 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     assert not any(totals["store_problems"].values())
 
 
-@pytest.mark.parametrize(("delay_s", "lookup_s", "tier"), [(0.2, 60.0, "memory"), (60.0, 2.0, "disk")])
+@pytest.mark.parametrize(("delay_s", "lookup_s", "tier"), [(0.2, 60.0, "memory"), (60.0, 6.0, "disk")])
 def test_the_fastest_tier_is_read_within_the_deadline_of_lookups(
     host: Host, monkeypatch: pytest.MonkeyPatch, delay_s: float, lookup_s: float, tier: str
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host
     save(first, *ALL)
     files = FaultyFiles()
     # Longer than a busy machine keeps a thread of the suite from running.
-    store = host.start(StoreLimits(lookup_s=2.0, read_threads=1), files)
+    store = host.start(StoreLimits(lookup_s=6.0, read_threads=1), files)
     files.hang("head", "read")
     assert fetch(store).end_token == 384, "all of it is in memory"
     store.end_fetch("request")
@@ -190,9 +190,9 @@ def test_a_disk_that_hangs_in_a_read_costs_the_lookup_deadline(host: Host) -> No
     save(host.start(), *ALL)
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
-    # Longer than a busy machine keeps a thread of the suite from running: the lookup must answer.
     files = FaultyFiles()
-    store = host.start(StoreLimits(lookup_s=2.0, load_s=3600.0, read_threads=1), files)
+    # Longer than a busy machine keeps a thread of the suite from running: the lookup must answer.
+    store = host.start(StoreLimits(lookup_s=6.0, load_s=3600.0, read_threads=1), files)
     files.hang("read")
     assert fetch(store).end_token == 0
     assert store.counts["late"] == 1
