@@ -119,7 +119,7 @@ def test_the_fastest_tier_is_read_within_the_deadline_of_lookups(
         return find_all(folder, names)
 
     monkeypatch.setattr(FolderTier, "find_all", find_later)
-    fetched = fetch(host.start(replace(LIMITS, lookup_s=lookup_s)))
+    fetched = fetch(host.start(replace(LIMITS, lookup_s=lookup_s, load_s=60.0)))
     over.set()
     assert fetched.end_token == 384
     assert fetched.tier == tier
