@@ -94,7 +94,7 @@ class HttpRouter(RouterReplica):
     ) -> None:
         """Start the router, and its HTTP server if `settings.http_port` is set.
 
-        ``key_digests``  digests of the API keys that the process of the build knows
+        ``key_digests``  digests of the API keys in the settings and the environment of the build
         ``rpc_tls``      certificate files of the connections to engines; None: no TLS
 
         Raises ConfigurationError if the port or a certificate cannot be used, SettingsError for an

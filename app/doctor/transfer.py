@@ -14,9 +14,9 @@ LONGEST_S = 300.0
 
 
 def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
-    """Run a transfer from a prefill process to a decode process, with each role's environment.
+    """Run a transfer between two child processes with the environments of prefill and decode.
 
-    Both are child processes, because UCX may abort a process.
+    UCX may abort a process, so the doctor itself runs no transfer.
     """
     backends = settings.transfer.backends
     command = [

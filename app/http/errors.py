@@ -98,7 +98,7 @@ def message_of(error: Exception) -> str:
 def _details(error: Exception) -> tuple[str | None, str | None]:
     """Return `param` and `type` of an error in OpenAI's format.
 
-    Either may be None: no field is to blame, or the type is the one in ERROR_TYPES.
+    `param` is None if no field is invalid, `type` is None for the type in ERROR_TYPES.
     """
     if isinstance(error, UnknownModelError | NoModelNamedError):
         return "model", None

@@ -91,8 +91,8 @@ class Observer:
         """Record the breakdown of an answer once: when all timings are known, or with `over`.
 
         Call this after sending the first bytes, so that it does not delay them, and with `over`
-        when the answer has ended. `over` also completes the entry of the access log. For an answer
-        with an error status, only the trace records the status.
+        when the answer has ended. `over` also adds the answer to the entry of the access log. An
+        answer with an error status has no breakdown; only the trace receives its status.
         """
         if over and self.entry is not None and answer.start.status < HTTPStatus.BAD_REQUEST:
             self.entry.answered(

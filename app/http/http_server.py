@@ -151,7 +151,7 @@ class HttpServer:
         return not needed or scope[CLIENT_CERTIFICATE]
 
     def _last(self, send: Send) -> Send:
-        """Return `send` with `connection: close` added while the server is stopping."""
+        """Return a `send` that adds `connection: close` to responses of a stopping server."""
 
         async def tell(message: Message) -> None:
             if self._leaving and message["type"] == "http.response.start":

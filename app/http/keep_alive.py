@@ -19,13 +19,16 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 STREAMING: frozenset[Endpoint] = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-"""Endpoints whose streams get comments. Transcriptions, whose requests are forms, get none."""
+"""Endpoints whose streams get comments: those whose body is JSON with the field `stream`.
+
+Streams of transcriptions and translations, whose requests are forms, get none.
+"""
 
 
 class KeepAlive:
-    """Sends headers, then comments to one client every `limits.keep_alive_s` seconds until `stop`.
+    """Sends headers, and a comment every `limits.keep_alive_s` seconds, to one client until `stop`.
 
-    The headers are sent after the first interval.
+    The headers and the first comment are sent after the first interval.
     """
 
     def __init__(self, send: Send, limits: RouterLimits) -> None:

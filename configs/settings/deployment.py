@@ -11,8 +11,7 @@ class PlacementSettings(Frozen):
     """Ray nodes (on Kubernetes: pods) that may hold a deployment's replicas, also the router's."""
 
     label_selector: dict[str, str] = Field(
-        default_factory=dict,
-        description="labels that a Ray node must have, for example `tandem/role: prefill`",
+        default_factory=dict, description="labels that a Ray node must have, for example `tandem/role: prefill`"
     )
     placement: Literal["any", "apart"] = Field(
         "any",

@@ -13,7 +13,10 @@ MIN_SECRET_CHARACTERS = 16
 
 
 class TransferSettings(Frozen):
-    """Settings of the KV connector, named like the keys of its `kv_connector_extra_config`."""
+    """Settings of the KV connector, named like the keys of its `kv_connector_extra_config`.
+
+    `node_lost_s` is not such a key: decode actors use it (`actors/engine/node_failures.py`).
+    """
 
     side_channel_host: str | None = Field(
         None, description="interface of the side channel; unset: the address of the node"
@@ -95,7 +98,10 @@ class TransferSettings(Frozen):
         return self
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
-        """Return `kv_connector_extra_config` for a node with the address `node_ip`."""
+        """Return the part of `kv_connector_extra_config` that these settings determine.
+
+        ``node_ip``  address of the engine's node, the default of `side_channel_host`
+        """
         return self.model_dump(exclude={"node_lost_s"}) | {
             "side_channel_host": self.side_channel_host or node_ip,
             "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
