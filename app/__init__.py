@@ -1,1 +1,1 @@
-"""The Ray Serve application, its HTTP interface and launcher, and the embedded demo model."""
+"""The Ray Serve application, its HTTP interface, launcher and machine checks; the demo model."""

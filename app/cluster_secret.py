@@ -1,4 +1,4 @@
-"""Secret shared by the engines of a service if the operator has not set one."""
+"""Secret shared by the engines of a Ray cluster for which the operator has set none."""
 
 import secrets
 
@@ -11,10 +11,11 @@ KEY = b"peer-secret"
 
 
 def fallback_secret(settings: ServiceSettings) -> SecretStr:
-    """Return the secret for engines without one in their own environment.
+    """Return the secret for engines without one in the settings or their own environment.
 
-    Uses the operator's secret in the settings or the environment of the build, else the Ray
-    cluster's.
+    It is the operator's secret in the settings or in the environment of this process, which builds
+    the application; without one, the Ray cluster's. Raises SettingsError if the one in the
+    environment is too short.
     """
     return settings.transfer.operators_secret() or SecretStr(cluster_secret())
 
@@ -23,13 +24,14 @@ def cluster_secret() -> str:
     """Return the Ray cluster's secret from its control store; generate it at the first call.
 
     Serve builds the application again after a change of `args`. Old and new replicas run at the
-    same time and could not authenticate each other with a new secret per build.
+    same time and could not authenticate each other with a new secret per build. In a process
+    without a Ray cluster, return a new secret.
     """
     fresh = secrets.token_hex(32)
     if not ray_private.store_connected():
-        return fresh  # `serve build` needs only the names of the deployments
+        return fresh  # `serve build` starts no engines, which would need the same secret
     # Of two concurrent builds, both use the secret that is stored first.
     ray_private.store_put(KEY, fresh, overwrite=False)
     kept = ray_private.store_get(KEY)
-    assert kept is not None, "the key was just put"
+    assert kept is not None, f"Ray's control store has no key {KEY!r}, which was just put"
     return kept.decode()

@@ -5,7 +5,8 @@
     ray       a placement group with one GPU per rank, on as few nodes as possible; the actor is on
               the node of the first rank
 
-Serve spreads `mp` replicas over nodes, or packs them onto nodes in use.
+Serve spreads `mp` replicas over nodes. With RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 in its
+controller's environment, it packs them onto nodes in use.
 """
 
 from typing import Any

@@ -37,26 +37,30 @@ from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
 
 SERVE_CALLS = 65536
-"""Serve's limit on the ongoing calls of one replica, higher than Tandem's own limits.
+"""Serve's limit on the ongoing calls of one replica, so high that Tandem's limits apply first.
 
-Tandem limits sequences in routers and engines and reports the reason of a refusal to the client.
+Tandem limits sequences in routers and engines, and reports the reason of a refusal to the client.
 """
 
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-"""Environment that runs Serve's part of a router on the router's event loop.
+"""Environment variables that make Serve run its part of a router on the router's event loop.
 
-Separate threads cost a fifth of a router's time (`docs/router-cost.md`).
+With separate threads, a request took a fifth more CPU time in the router (measured on 2026-11-21,
+when requests still passed through Serve).
 """
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""Period of health checks. Serve replaces a replica after three failures, so a dead engine after
-6 s."""
+"""Period of Serve's health checks, in seconds.
+
+Serve replaces a replica after three failed checks, so it replaces a dead engine after about 6 s.
+"""
 
 ENGINE_DRAIN_POLL_S = 0.2
-"""Interval at which Serve checks whether a stopping replica has ongoing Serve calls.
+"""Interval in seconds at which Serve checks whether a stopping engine has ongoing Serve calls.
 
-Requests do not pass through Serve (docs/decisions/0036), and the RPC server drains them. So Serve's
-default of 2 s would only delay each stop.
+Serve also waits for one interval before the first check. Requests do not pass through Serve
+(docs/decisions/0036), and the RPC server drains them. So Serve's default of 2 s would only delay
+each stop.
 """
 
 
@@ -64,7 +68,7 @@ class DeployedModel(NamedTuple):
     """The engines of one model, for the router's constructor.
 
     ``prefill``, ``decode``  bound deployments, which Serve replaces by handles
-    ``names``                name and aliases; empty for the only model of a service
+    ``names``                name and aliases; empty in a service without the setting `models`
     ``allows_adapters``      whether clients may load and unload adapters
     ``adapters``             names of the adapters that the engines load at their start
     """
@@ -88,7 +92,14 @@ class HttpRouter(RouterReplica):
         key_digests: tuple[bytes, ...] = (),
         rpc_tls: TlsFiles | None = None,
     ) -> None:
-        """Start the replica; `rpc_tls` has the certificate files of the connections to engines."""
+        """Start the router, and its HTTP server if `settings.http_port` is set.
+
+        ``key_digests``  digests of the API keys in the settings and the environment of the build
+        ``rpc_tls``      certificate files of the connections to engines; None: no TLS
+
+        Raises ConfigurationError if the port or a certificate cannot be used, SettingsError for an
+        invalid API key in this process's environment.
+        """
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
             settings.limits(),
@@ -103,9 +114,9 @@ class HttpRouter(RouterReplica):
                 for one in models
             ),
         )
-        # Serve may build the application on a node whose environment has no keys, so read them here
-        # again.
         traces = Traces(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+        # Serve may build the application on a node whose environment has no API keys, so this
+        # router also reads those in its own environment.
         keys = (*key_digests, *digests(AuthSettings().operators_keys()))
         log = open_access_log(log_directory(), own_replica_id()) if settings.access_log else None
         self._surface = build_http(self, keys, traces, log, settings)
@@ -125,7 +136,10 @@ class HttpRouter(RouterReplica):
         return self._surface
 
     async def __del__(self) -> None:
-        """Close the server and the router; Serve's hook after the last request of its proxies."""
+        """Close the HTTP server, then the router; Serve's hook for a stopping replica.
+
+        Serve calls it after the last request that its proxies have sent to this replica.
+        """
         try:
             if (server := getattr(self, "_http_server", None)) is not None:
                 await server.close()
@@ -134,7 +148,7 @@ class HttpRouter(RouterReplica):
 
 
 def build(args: ServiceSettings) -> serve.Application:
-    """Return the application for `args`. Raises SettingsError with the name of each bad setting."""
+    """Return the application for `args`. Raises SettingsError that names invalid settings."""
     check_arguments(args)
     secret = fallback_secret(args)
     models = [
@@ -166,7 +180,9 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
         **settings.spreading_options(),
         max_ongoing_requests=SERVE_CALLS,
         graceful_shutdown_timeout_s=settings.drain_s,
-        user_config={},  # `reconfigure` merges `user_config` over the replica's `args`
+        # Not None: after the removal of a `user_config` from the config file, Serve then calls
+        # `reconfigure` with this default, which restores the values of `args`.
+        user_config={},
     )
 
 
@@ -175,7 +191,8 @@ def deploy_engine(
 ) -> serve.Application:
     """Return the deployment of `role` with class `actor`, bound to `settings` and `secret`.
 
-    ``suffix``  end of the deployment's name, different for each model of a service
+    ``secret``  secret for engines without one in their own environment
+    ``suffix``  end of the deployment's name, different for each entry of `models`; else empty
     """
     own = settings.role(role)
     scaling: dict[str, Any] = (

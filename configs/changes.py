@@ -1,9 +1,9 @@
 """Maps each setting of a running service to the restarts that its change causes. Pure functions.
 
-Ray Serve computes one code version from all of `args` and `autoscaling_policy`, and restarts every
-replica of the application when the version changes (`get_app_code_version` in
-`ray/serve/_private/deploy_utils.py`). Options under `deployments` override `args` for one
-deployment and are not part of that version.
+Ray Serve computes one code version from `args`, all autoscaling policies and a few other keys, and
+restarts every replica of the application when the version changes (`get_app_code_version` in
+`ray/serve/_private/deploy_utils.py`). Most options under `deployments` are not part of that
+version; those named here override `args` for one deployment.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Cost = Literal["live", "role", "all"]
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a setting with the fewest restarts."""
+    """The way to change a setting that causes the fewest restarts."""
 
     cost: Cost
     option: str | None = None
@@ -28,7 +28,7 @@ ALL = Change("all")
 USER_CONFIG = Change("live", "user_config")
 
 DEPLOYMENTS = {"prefill": "Prefill", "decode": "Decode", "router": "Router"}
-"""Name of the deployment of each section of `args`."""
+"""Deployment of each section of `args` that configures one, in a service without `models`."""
 
 OPTIONS = {
     "replicas": Change("live", "num_replicas"),
@@ -44,9 +44,10 @@ OPTIONS = {
 
 
 def change_of(section: str, key: str) -> Change:
-    """Return the change of `key` with the fewest restarts.
+    """Return the way to change `key` that causes the fewest restarts.
 
-    `section` is the path of the key's section in `args`, such as `router.routing`.
+    `section` is the path of the key's section in `args`, such as `router.routing`; empty for a key
+    of `args` itself.
     """
     if section == "router.routing" or (section == "router" and key in RouterLimits.model_fields):
         return USER_CONFIG

@@ -28,8 +28,8 @@ An unknown key or a value out of range stops the start with an error that names 
 in seconds (`_s`), sizes in bytes (`_bytes`), MiB (`_mib`) or GiB (`_gib`). The files in `configs/`
 are complete examples.
 
-The column *change* has the cheapest way to change a setting of a
-[running service](#change-a-running-service).
+The column *change* gives the way to change a setting of a
+[running service](#change-a-running-service) with the fewest restarts.
 """
 
 _CHANGES = """## Change a running service
@@ -73,9 +73,10 @@ applications:
   live. Adding it later, or changing the policy, restarts everything.
 - **`ray_actor_options`** replaces all such options of the deployment, so repeat all of them:
   `num_cpus`, `num_gpus`, `resources`, `label_selector`, and `runtime_env: {env_vars: ...}` with
-  `environment` and the variables that Tandem sets. For engines these are `VLLM_NO_USAGE_STATS=1` and `VLLM_API_KEY=`;
-  with a local model `HF_HUB_OFFLINE=1`; without a GPU `VLLM_CPU_KVCACHE_SPACE`,
-  `VLLM_CPU_OMP_THREADS_BIND`, `OMP_NUM_THREADS` and `TORCHDYNAMO_DISABLE=1`. For routers they are
+  `environment` and the variables that Tandem sets. For engines these are `VLLM_NO_USAGE_STATS=1`
+  and `VLLM_API_KEY=`; with a local model `HF_HUB_OFFLINE=1`; without a GPU
+  `VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`, `OMP_NUM_THREADS`, and, unless
+  `enforce_eager` is false, `TORCHDYNAMO_DISABLE=1`. For routers they are
   `RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0`.
   `serve build app.main:app` prints them for default settings.
   `executor: ray` has `placement_group_bundles` and `placement_group_bundle_label_selector` instead.
@@ -86,9 +87,9 @@ Once changes have been tried, the next planned restart is the time to move them 
 
 _SEVERAL = """## Several models
 
-`models` is a list of models behind one endpoint. Each has the keys `model` to `decode` of the table
-above, and engines, slots, routing state and adapters of its own. All other keys are shared.
-`configs/two-models.yaml` is a complete example:
+`models` is a list of models behind one endpoint. Each has the keys `model` to `decode` of
+[the service](#the-service), and engines, slots, routing state and adapters of its own. All other
+keys are shared. `configs/two-models.yaml` is a complete configuration. An excerpt of another one:
 
 ```yaml
 args:
@@ -110,7 +111,7 @@ args:
 - The deployments are named after the first name of each model, `Prefill-qwen3` and `Decode-qwen3`;
   characters other than letters, digits and `._-` become `-`. Use these names under `deployments`.
 - Each role is scaled by itself, with an autoscaling_config as `replicas`. `ScaleTogether` scales
-  the roles of one model only and is refused here.
+  the roles of one model only; `make run` refuses it with `models`.
 - The limits of `router` hold for all models together.
 - A change of `args`, such as another model in the list, restarts all replicas. A second application
   with its own port does not.

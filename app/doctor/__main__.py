@@ -46,9 +46,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
-    """Yield the findings of all checks.
+    """Yield the findings of all checks that are not in `skip`.
 
-    Without a valid configuration, later checks use the default one.
+    If the configuration is invalid, the other checks use the default one. With several models, only
+    `model`, `kernels` and `gpus` check all of them; the other checks use the first one's roles.
     """
     left_out = set(skip)
     if "python" not in left_out:

@@ -19,7 +19,10 @@ FIRST_BYTES = 4096
 
 
 def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSettings]:
-    """Return the findings, the Serve config and its settings; defaults for an invalid file."""
+    """Return the findings, the Serve config in `path` and Tandem's settings in it.
+
+    For an invalid file, return an empty config and the default settings.
+    """
     try:
         config, settings = read(path)
     except SettingsError as error:
@@ -29,7 +32,10 @@ def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSett
 
 
 def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that a local model's files are readable, or that the hub or its cache has the model."""
+    """Check that the files of a model directory are readable and complete.
+
+    For a hub id, check that this machine's hub cache or the hub has the model.
+    """
     try:
         check_model(settings)
     except SettingsError as error:
@@ -60,7 +66,10 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return the reason why the first bytes of a checkpoint file are invalid, else None."""
+    """Return the reason why a checkpoint file is unreadable or incomplete, else None.
+
+    Reads the first bytes of each file, and all of `config.json`.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(FIRST_BYTES)
@@ -95,7 +104,7 @@ def _hub(model: str) -> Iterator[Finding]:
         return
     try:
         HfApi().model_info(model, timeout=10)
-    except Exception as error:  # the network and the hub raise errors of many libraries
+    except Exception as error:  # huggingface_hub also passes on the errors of its HTTP library
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         yield Finding(
             "model",
@@ -107,9 +116,9 @@ def _hub(model: str) -> Iterator[Finding]:
 
 
 def check_kernels(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that vLLM's CPU kernels can run the model in the dtype of each role without GPUs.
+    """Check that vLLM's CPU kernels can run the model with the arguments of each role without GPUs.
 
-    Skips a model whose configuration is not on this machine; `check_readable` reports that.
+    Yields nothing for a model whose `config.json` is not on this machine.
     """
     if not _has_configuration(settings.model_path):
         return
@@ -133,10 +142,12 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
     try:
         arguments = AsyncEngineArgs(**engine_arguments(settings, role))
         model = arguments.create_model_config()
-    except Exception as error:  # anything that vLLM and transformers raise when they refuse a model or an argument
+    except Exception as error:  # vLLM and transformers raise various errors for a model or an argument
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Finding(
-            "kernels", f"{role}: vLLM refuses the model: {reason}", "change `model` or the engine's arguments"
+            "kernels",
+            f"{role}: vLLM refuses the model or an argument: {reason}",
+            "change `model` or the engine's arguments",
         )
     backend = arguments.attention_backend or arguments.attention_config.backend
     features = cpu_features()
@@ -147,4 +158,4 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
     )
     if problem is not None:
         return Finding("kernels", f"{role}: {problem.reason}", problem.remedy)
-    return Finding("kernels", f"{role}: the CPU's kernels run the model in {str(model.dtype).removeprefix('torch.')}")
+    return Finding("kernels", f"{role}: vLLM's CPU kernels run the model in {str(model.dtype).removeprefix('torch.')}")

@@ -1,13 +1,13 @@
-"""The result of one check of the doctor."""
+"""A result of one of the doctor's checks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One result of a check: a line of the report, and a second line with the remedy if it failed.
 
-    ``check``   name of the check
+    ``check``   name of the check, as in `--skip`
     ``what``    result of the check
     ``remedy``  action to take; empty if and only if the check has passed
     """

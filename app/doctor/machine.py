@@ -1,4 +1,4 @@
-"""Checks of Python packages, GPUs, shared memory, ports and network devices."""
+"""Checks of a machine: packages, libraries, GPUs, folders, ports, certificates, network devices."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ RAY_STORE_BYTES = 75 * 2**20
 """Minimum size of Ray's object store."""
 
 ENGINE_QUEUE_BYTES = 160 * 2**20
-"""Shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB."""
+"""Size of the shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB.
+
+See `max_chunks` in vllm/distributed/device_communicators/shm_broadcast.py and
+VLLM_MQ_MAX_CHUNK_BYTES_MB.
+"""
 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Longest path of a socket in Ray's temporary directory; the last number is a process id."""
+"""Longest path of a socket below Ray's temporary directory; the last number is a process id."""
 
 UNIX_SOCKET_BYTES = 107
 """Linux's limit on the path of a Unix socket."""
@@ -60,7 +64,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the system libraries that vLLM's CPU kernels load. GPU engines do not need them."""
+    """Check that libnuma is installed. vLLM's CPU kernels load it; engines with GPUs do not."""
     if settings.prefill.num_gpus and settings.decode.num_gpus:
         return
     try:
@@ -72,35 +76,35 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the GPUs, if a role requests any."""
+    """Check that this machine has the GPUs of the larger engine, if a role requests any."""
     wanted = max(settings.prefill.num_gpus, settings.decode.num_gpus)
     if not wanted:
         return
     import torch
 
     found = torch.cuda.device_count()
-    remedy = "" if found >= wanted else "install the GPU builds and a driver, or lower num_gpus"
-    yield Finding("gpus", f"{found} GPUs, {wanted:g} for the larger engine", remedy)
+    remedy = "" if found >= wanted else "install vLLM's CUDA build and an NVIDIA driver, or lower num_gpus"
+    yield Finding("gpus", f"{found} GPUs found, {wanted:g} requested by the larger engine", remedy)
 
 
 def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> Iterator[Finding]:
-    """Check the free shared memory for Ray and vLLM. Containers have 64 MiB by default."""
+    """Check the free shared memory for Ray and vLLM. Docker's containers have 64 MiB by default."""
     needed = RAY_STORE_BYTES + 2 * ENGINE_QUEUE_BYTES
     state = os.statvfs(path)
     free = state.f_bavail * state.f_frsize
     what = f"{path}: {free / 2**20:,.0f} MiB free, {needed / 2**20:,.0f} MiB for Ray and one engine of each role"
     yield Finding(
-        "shared memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
+        "shared-memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
     )
 
 
 def ray_temporary_directory() -> str:
-    """Return the directory for sockets and logs of a Ray cluster on this machine."""
+    """Return the directory in which a Ray cluster on this machine creates sockets and logs."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def longest_temporary_directory() -> int:
-    """Return the maximum length in bytes of a directory for Ray's sockets."""
+    """Return the maximum length in bytes of the path of Ray's temporary directory."""
     return UNIX_SOCKET_BYTES - len(RAY_SOCKET)
 
 
@@ -109,11 +113,15 @@ def check_temporary_directory() -> Iterator[Finding]:
     folder, limit = ray_temporary_directory(), longest_temporary_directory()
     fits = len(os.fsencode(folder)) <= limit
     remedy = "" if fits else "set RAY_TMPDIR to a shorter path, such as /tmp"
-    yield Finding("temporary", f"{folder}: {len(os.fsencode(folder))} of {limit} bytes for Ray's sockets", remedy)
+    yield Finding(
+        "temporary",
+        f"{folder}: {len(os.fsencode(folder))} bytes long; Ray's socket paths leave room for {limit}",
+        remedy,
+    )
 
 
 def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that the configured ports are free."""
+    """Check that the configured ports are free, and two ports of each UCX_TCP_PORT_RANGE."""
     if config.get("proxy_location") != "Disabled":
         http = config.get("http_options") or {}
         yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")
@@ -138,8 +146,10 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
 
 
 def check_tls(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the certificate files of the router's port and of engines: readable, a pair, and not
-    expired.
+    """Check the certificate files of the router's port and of the connections to engines.
+
+    They must be readable, the key must match, and the certificate must not expire within
+    EXPIRES_SOON.
     """
     for files in (router_files(settings.router), rpc_files(settings)):
         if files is not None:
@@ -172,13 +182,13 @@ def _port_range(text: str) -> Finding:
 
 
 def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK) -> Iterator[Finding]:
-    """Check RDMA devices, the memory limit for pinning, and the devices named in UCX settings."""
+    """Check the limit of pinned memory for RDMA, and devices and transports in UCX settings."""
     devices = sorted(path.name for path in rdma.iterdir()) if rdma.is_dir() else []
     interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
-    yield Finding("ucx devices", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
+    yield Finding("ucx", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
     if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
         remedy = "remove the limit: ulimit -l unlimited; on Kubernetes, LimitMEMLOCK=infinity for the container runtime"
-        yield Finding("ucx devices", f"{limit / 2**20:,.0f} MiB may be pinned", remedy)
+        yield Finding("ucx", f"only {limit / 2**20:,.0f} MiB of memory may be pinned (RLIMIT_MEMLOCK)", remedy)
     for role in ("prefill", "decode"):
         environment = ucx_environment(settings.role(role).environment)
         named = settings.transfer.devices or environment.get("UCX_NET_DEVICES", "all").split(",")
@@ -189,19 +199,24 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
                 present = ", ".join([*(f"{device}:1" for device in devices), *interfaces])
                 remedy = f"set {setting} to devices of this machine ({present}), or remove it: UCX then chooses"
                 yield Finding(
-                    "ucx devices",
+                    "ucx",
                     f"{role}: UCX is configured to use {device}, which this machine does not have",
                     remedy,
                 )
         transports = environment.get("UCX_TLS", "").split(",")
         asked = [one for one in transports if one in RDMA_TRANSPORTS]
         if asked and "tcp" not in transports and not devices:
-            remedy = "give the machine an RDMA device (a pod: the device plugin's resource), or add tcp"
-            yield Finding("ucx devices", f"{role}: UCX_TLS contains {asked[0]}, but there is no RDMA device", remedy)
+            remedy = (
+                "give the machine an RDMA device (a pod requests the device plugin's resource), or add tcp to UCX_TLS"
+            )
+            yield Finding("ucx", f"{role}: UCX_TLS contains {asked[0]}, but there is no RDMA device", remedy)
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the UCX variables of a role's processes."""
+    """Return the UCX variables of a role's processes: this process's, overridden by `own`.
+
+    ``own``  `environment` of the role
+    """
     return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}
 
 

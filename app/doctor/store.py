@@ -1,4 +1,4 @@
-"""Checks of the KV store's folders on this machine."""
+"""Checks of the KV store's folders and shared memory on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
         yield _tier("path", Path(store.path), "disk_gib", store.disk_gib)
     if store.memory_gib:
         yield _tier("memory_path", Path(store.memory_path), "memory_gib", store.memory_gib)
-    # One engine of each role on this machine.
+    # The staging memory of one engine of each role on this machine.
     needed, free = 2 * store.staging_mib * 2**20, shutil.disk_usage(STAGING_FOLDER).free
     yield Finding(
         "store",
@@ -36,9 +36,9 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
-    """Return the finding of one tier.
+    """Return the finding of one tier; `key` and `budget_key` name its settings in `store`.
 
-    A missing folder that this user can create passes: the first start creates it.
+    A missing folder that this user can create passes: the first engine creates it.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -51,7 +51,9 @@ def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding
         return Finding("store", str(error), f"set store.{key} to a folder that only this user writes to")
     room = shutil.disk_usage(existing).free + used
     what = f"{folder}: {used / GIB:,.1f} GiB stored, room for {room / GIB:,.1f} GiB, store.{budget_key} {budget_gib:g}"
-    return Finding("store", what, "" if room >= budget_gib * GIB else f"lower store.{budget_key}, or free disk space")
+    return Finding(
+        "store", what, "" if room >= budget_gib * GIB else f"lower store.{budget_key}, or free space in {existing}"
+    )
 
 
 def _bytes_below(folder: Path) -> int:

@@ -14,7 +14,10 @@ LONGEST_S = 300.0
 
 
 def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
-    """Run a transfer with each role's environment, in child processes: UCX may abort a process."""
+    """Run a transfer between two child processes with the environments of prefill and decode.
+
+    UCX may abort a process, so the doctor itself runs no transfer.
+    """
     backends = settings.transfer.backends
     command = [
         sys.executable, "-m", "connectors.transport.selftest", "--backends", ",".join(backends),
@@ -26,8 +29,8 @@ def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:
     lines = ended.stdout.splitlines()
     if not lines:
         last_line = (ended.stderr.strip().splitlines() or ["no output"])[-1]
-        what = f"the test ended with status {ended.returncode}: {last_line}"
-        yield Finding("transfer", what, "run it with its log: python -m connectors.transport.selftest --show")
+        what = f"the transfer test ended with status {ended.returncode}: {last_line}"
+        yield Finding("transfer", what, "run the test and show its log: python -m connectors.transport.selftest --show")
         return
     report = json.loads(lines[-1])
     plugins = report.get("plugins", [])

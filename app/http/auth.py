@@ -25,11 +25,11 @@ from app.http.errors import error_body, error_response
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
 REFUSED = ("refused", "")
-"""Labels `route` and `reason` of a refused request in the metrics."""
+"""Values of the labels `route` and `reason` of a request refused here, in the metrics."""
 
 
 def digest(key: str) -> bytes:
-    """Return the digest that replaces a key in memory and comparisons.
+    """Return the SHA-256 digest that the router stores and compares instead of the key.
 
     All digests have the same length, so that the time of a comparison does not reveal the length of
     a key.
@@ -54,10 +54,13 @@ class PerKeyLimiter:
 
     @contextmanager
     def taken(self, key: Hashable, most: int | None) -> Iterator[None]:
-        """Hold one of `most` slots of `key`; raises OverloadedError when all are taken."""
+        """Count an ongoing request of `key` until the block ends.
+
+        Raises OverloadedError if `key` already has `most` requests; None: no limit.
+        """
         if most is not None and self._taken[key] >= most:
             raise OverloadedError(
-                f"{self._taken[key]} requests of this API key are being served, which is its limit; retry later"
+                f"{self._taken[key]} requests of this API key are ongoing, its limit in this router; retry later"
             )
         self._taken[key] += 1
         try:
@@ -69,7 +72,7 @@ class PerKeyLimiter:
 
 
 class Authenticated:
-    """ASGI middleware that checks API keys; without keys, it admits all requests."""
+    """ASGI middleware that checks API keys and their request limits; without keys, admits all."""
 
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes]) -> None:
         self._app = app
@@ -100,7 +103,7 @@ class Authenticated:
         return self._limiter.snapshot()
 
     def _known_key(self, authorization: str) -> bytes | None:
-        """Return the digest of the key in the header, or None if it is unknown.
+        """Return the digest of the key in an Authorization header; None if there is no valid key.
 
         Compares with all keys, so that the time does not depend on the position of a key.
         """

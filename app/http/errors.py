@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's format, or Anthropic's for its endpoints, and their HTTP status."""
+"""Error responses and events in the formats of OpenAI and Anthropic, and their HTTP status."""
 
 import json
 from http import HTTPStatus
@@ -37,7 +37,7 @@ ANTHROPIC: frozenset[Endpoint] = frozenset({"/v1/messages", "/v1/messages/count_
 
 
 class BadRequestError(Exception):
-    """The router refuses a request. `param` names the field."""
+    """A request that the router refuses with HTTP `status`; `param` names the invalid field."""
 
     kind: str | None = None
     """The error's `type`; None for the type in ERROR_TYPES."""
@@ -55,13 +55,17 @@ class MalformedError(BadRequestError):
 
 
 def error_body(status: HTTPStatus, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Return `{"error": ...}` in OpenAI's format."""
+    """Return `{"error": ...}` in OpenAI's format.
+
+    ``param``  name of the invalid field, or None
+    ``kind``   the error's `type`; None for the type in ERROR_TYPES
+    """
     kind = kind or ERROR_TYPES.get(status, status.phrase)
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 
 def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error in Anthropic's format, with vLLM's type."""
+    """Return an error body of OpenAI's format in Anthropic's, with the same `type`, as in vLLM."""
     return {"type": "error", "error": {key: body["error"][key] for key in ("type", "message")}}
 
 
@@ -92,14 +96,17 @@ def message_of(error: Exception) -> str:
 
 
 def _details(error: Exception) -> tuple[str | None, str | None]:
-    """Return `param` and `type` of an error in OpenAI's format."""
+    """Return `param` and `type` of an error in OpenAI's format.
+
+    `param` is None if no field is invalid, `type` is None for the type in ERROR_TYPES.
+    """
     if isinstance(error, UnknownModelError | NoModelNamedError):
         return "model", None
     return (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
 
 
 def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/completions") -> JSONResponse:
-    """Return the response for `error`, with Retry-After for status 429 and 503."""
+    """Return the response of `endpoint` for `error`, with Retry-After for status 429 and 503."""
     status = status_of(error)
     headers = {}
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
@@ -107,19 +114,23 @@ def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/co
     param, kind = _details(error)
     body = error_body(status, message_of(error), param, kind)
     if endpoint in ANTHROPIC and not isinstance(error, MalformedError):
-        # For a malformed request, vLLM's web framework answers in OpenAI's format.
+        # vLLM's `validation_exception_handler` answers malformed requests in OpenAI's format only
+        # (vllm/entrypoints/serve/exception_handling/handlers/validation.py).
         body = _anthropic(body)
     return JSONResponse(body, status_code=status, headers=headers)
 
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
-    """Return the last events of a stream that ends with `error`."""
+    """Return the last events of a stream of `endpoint` that ends with `error`."""
     param, kind = _details(error)
     return late_error(error_body(status_of(error), message_of(error), param, kind), endpoint)
 
 
 def late_error(body: dict[str, Any], endpoint: Endpoint) -> bytes:
-    """Return the last events of a stream that ends with the error `body`, in vLLM's format."""
+    """Return the last events of a stream that ends with an error, as vLLM's `endpoint` sends them.
+
+    ``body``  error in OpenAI's format
+    """
     if endpoint == "/v1/responses":
         error = body["error"]
         said = {"type": "error", "code": error["type"], "message": error["message"], "param": error["param"]}

@@ -45,7 +45,8 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 class Observer:
     """Reports one request.
 
-    Serve `request`, not the original one: its headers have the trace's span as parent.
+    Serve `request`, not the original one: if it is traced, its headers have the trace's span as
+    parent.
     """
 
     model: ModelRouter
@@ -54,6 +55,7 @@ class Observer:
     entry: AccessEntry | None = None
     """Entry of the request in the access log; None without an access log."""
     kept: bool = False
+    """True once `keep` has recorded the breakdown."""
 
     @classmethod
     @contextmanager
@@ -75,9 +77,10 @@ class Observer:
                 trace.end(error)
 
     async def response_headers(self, answer: AnyAnswer) -> RawHeaders:
-        """Return the explanation headers if the client asked for them.
+        """Return the explanation headers if the client asked for them and the answer is no error.
 
-        Call this after the first bytes of the answer have arrived.
+        Call this after the first bytes of the answer have arrived. Waits at most ACCOUNT_S for the
+        prefill engine's timings.
         """
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
             return ()
@@ -85,9 +88,11 @@ class Observer:
         return (DECISION_HEADER, answer.explanation.encode()), server_timing(answer.breakdown)
 
     def keep(self, answer: AnyAnswer, over: bool = False) -> None:
-        """Record the breakdown of an answer once: when it is complete or the answer is `over`.
+        """Record the breakdown of an answer once: when all timings are known, or with `over`.
 
-        Call this after sending the first bytes, so that it does not delay them.
+        Call this after sending the first bytes, so that it does not delay them, and with `over`
+        when the answer has ended. `over` also adds the answer to the entry of the access log. An
+        answer with an error status has no breakdown; only the trace receives its status.
         """
         if over and self.entry is not None and answer.start.status < HTTPStatus.BAD_REQUEST:
             self.entry.answered(

@@ -1,4 +1,4 @@
-"""ASGI endpoint of the generating routes: relays answers and detects the client's disconnect."""
+"""ASGI endpoint of vLLM's POST routes: relays answers and detects the client's disconnect."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ LOCAL_REASON_HEADER = b"x-tandem-local-reason"
 FIRST_TOKEN_HEADER = b"x-tandem-first-token"
 
 REFUSED = "refused"
-"""Label `route` of a refused request in the metrics."""
+"""Label `route` of a request that got an error status instead of an answer, in the metrics."""
 
 LEFT = "left"
 """Label `route` of a request whose client disconnected before the answer started."""
@@ -67,7 +67,7 @@ class Tally:
 
 
 class Generate:
-    """ASGI application of one generating endpoint."""
+    """ASGI application of one `Endpoint`."""
 
     def __init__(self, router: Router, endpoint: Endpoint, traces: Traces | None = None) -> None:
         self._router = router
@@ -93,7 +93,7 @@ class Generate:
         except Exception as error:
             status = status_of(error)
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.exception("a request failed")
+                logger.exception("a request to %s failed", self._endpoint)
             tally.count(REFUSED, None, int(status))
             if keep_alive.started:
                 await self._refuse_late(error_event(error, self._endpoint), status, scope.get(ENTRY), send)
@@ -103,7 +103,10 @@ class Generate:
             tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
     async def _read(self, request: Request) -> ClientRequest:
-        """Read the request within `body_timeout_s`, which limits the time of a slow upload."""
+        """Read the request within `body_timeout_s`, which limits the time of a slow upload.
+
+        Raises BadRequestError, or ClientDisconnect if the client closes the connection.
+        """
         limits = self._router.limits
         try:
             async with asyncio.timeout(limits.body_timeout_s):
@@ -156,7 +159,10 @@ class Generate:
     async def _begin(
         self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, started: bool, send: Send
     ) -> None:
-        """Send the headers and the first bytes. A `started` stream has them in comments."""
+        """Send the headers and the first bytes of an answer.
+
+        In a `started` stream, headers are sent as comments, and an error as the last event.
+        """
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
         tally.count(route, reason, status)
@@ -173,7 +179,10 @@ class Generate:
         observer.keep(answer)
 
     async def _refuse_late(self, event: bytes, status: int, entry: AccessEntry | None, send: Send) -> None:
-        """End a stream that has no tokens with an error event; `status` is for the access log."""
+        """End a stream that has no tokens with an error event.
+
+        ``status``  HTTP status that the error would have had, for the access log
+        """
         if entry is not None:
             entry.answered(late_status=int(status))
         with suppress(TimeoutError):
@@ -204,7 +213,7 @@ class Generate:
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _broken(self, error: Exception, observer: Observer) -> bytes:
-        """Count and log an error after the response has started; return its event."""
+        """Count and log an error after the response has started; return its events."""
         observer.model.metrics.broken_streams.inc()
         logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
         return error_event(error, self._endpoint)
@@ -223,10 +232,11 @@ def _response_headers(answer: AnyAnswer) -> list[tuple[bytes, bytes]]:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; cancel it if the client disconnects. Return after `work` has ended.
+    """Run `work`; cancel it and raise ClientDisconnect if the client disconnects.
 
-    `work` runs in an empty context. Otherwise Ray would treat its calls as children of the request
-    and cancel them with it, and a slot reserved by such a call would leak.
+    Returns or raises after `work` has ended. `work` runs in an empty context. Otherwise, when
+    Serve's proxy cancels a request, Ray would also cancel each Ray call of `work`, at any point of
+    that call (docs/decisions/0017).
     """
     working = asyncio.create_task(work, context=Context())
     leaving = asyncio.create_task(_disconnected(receive))

@@ -41,7 +41,7 @@ KEEP_ALIVE_S = 90
 """Timeout of idle connections; clients and load balancers should use a shorter timeout."""
 
 BACKLOG = 2048
-"""Number of connections in the listener's backlog."""
+"""Maximum number of connections in the listener's backlog."""
 
 UNREAD_S = 30.0
 """Timeout for a client that acknowledges no data; the router then cancels its request."""
@@ -91,8 +91,8 @@ class HttpServer:
     async def open(self) -> None:
         """Start to listen.
 
-        Raises PortTakenError, or another ConfigurationError if the address is not on this node or
-        the certificate files cannot be used.
+        Raises PortTakenError, another ConfigurationError if the address or the certificate files
+        cannot be used, or OSError if the port was taken after the check.
         """
         tls = None if self._tls is None else server_context(self._tls)
         give_up_at = time.monotonic() + SETTLES_S
@@ -122,10 +122,11 @@ class HttpServer:
         logger.info("the router listens on %s:%d", *self._where)
 
     async def close(self) -> None:
-        """Stop accepting connections; return after the last answer has been sent.
+        """Close the server; return after the last answer has been sent.
 
-        For `leave_s`, responses have `connection: close`, so that clients open a new connection,
-        perhaps to another router. Then close the listener and all connections without a request.
+        For `leave_s` the server still accepts connections, and responses have `connection: close`,
+        so that clients open a new connection, perhaps to another router. Then it closes the
+        listener and all connections without a request.
         """
         if self._server is not None and self._serving is not None:
             self._leaving = True
@@ -138,7 +139,7 @@ class HttpServer:
             allowed = scope["type"] != "http" or self._allows(scope)
             await (self._app if allowed else certificate_required())(scope, receive, self._last(send))
             return
-        # For load balancers: 503 while the router is stopping or has no decode engine.
+        # For load balancers: 503 while the router is stopping or `ready` returns False.
         status = HTTPStatus.OK if self._ready() and not self._leaving else HTTPStatus.SERVICE_UNAVAILABLE
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -150,7 +151,7 @@ class HttpServer:
         return not needed or scope[CLIENT_CERTIFICATE]
 
     def _last(self, send: Send) -> Send:
-        """Return `send` with `connection: close` added while the server is stopping."""
+        """Return a `send` that adds `connection: close` to responses of a stopping server."""
 
         async def tell(message: Message) -> None:
             if self._leaving and message["type"] == "http.response.start":
@@ -177,7 +178,7 @@ class HttpServer:
             try:
                 reply = opener.open(f"{scheme}://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
             except HTTPError as error:
-                reply = error  # a stopping router answers 503
+                reply = error  # a router that is stopping or not ready answers 503 with its service id
             with reply:
                 found = reply.read(1000).decode(errors="replace")
         except (OSError, HTTPException) as error:
@@ -189,7 +190,7 @@ class HttpServer:
 def certificate_required() -> JSONResponse:
     """Return the answer to a client without a certificate."""
     status = HTTPStatus.FORBIDDEN
-    return JSONResponse(error_body(status, "a client certificate is required"), status_code=status)
+    return JSONResponse(error_body(status, "a client certificate is required; connect with one"), status_code=status)
 
 
 def this_service() -> str:

@@ -1,4 +1,4 @@
-"""Sends headers and SSE comments to the client of a stream that waits for its first token.
+"""Sends headers and SSE comments to the client of a stream that has no token yet.
 
 Load balancers close idle connections (nginx, AWS: after 60 s).
 """
@@ -19,11 +19,17 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 STREAMING: frozenset[Endpoint] = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-"""Endpoints whose answer is a stream if the request has `"stream": true`."""
+"""Endpoints whose streams get comments: those whose body is JSON with the field `stream`.
+
+Streams of transcriptions and translations, whose requests are forms, get none.
+"""
 
 
 class KeepAlive:
-    """Sends comments to one client every `limits.keep_alive_s` until `stop`."""
+    """Sends headers, and a comment every `limits.keep_alive_s` seconds, to one client until `stop`.
+
+    The headers and the first comment are sent after the first interval.
+    """
 
     def __init__(self, send: Send, limits: RouterLimits) -> None:
         self.started = False
@@ -36,7 +42,10 @@ class KeepAlive:
 
     @asynccontextmanager
     async def waiting(self, request: ClientRequest) -> AsyncGenerator[None, None]:
-        """Send comments until `stop` or the end of the block, if `request` is for a stream."""
+        """Send comments until `stop` or the end of the block, if `request` is for a stream.
+
+        Sends none if `limits.keep_alive_s` is None.
+        """
         if self._limits.keep_alive_s is not None and _is_stream(request):
             self._timer = asyncio.get_running_loop().call_later(self._limits.keep_alive_s, self._start)
         try:
@@ -91,7 +100,7 @@ class KeepAlive:
 
 
 def _is_stream(request: ClientRequest) -> bool:
-    """Return whether an engine that accepts `request` answers with a stream.
+    """Return whether an engine that accepts `request` answers with a stream that gets comments.
 
     Only `true` counts: vLLM converts other values of `stream`, such as `"false"`.
     """

@@ -1,7 +1,7 @@
 """Merges the Prometheus expositions of several processes and adds the labels role and replica.
 
-Sorts and labels lines as text. Parsing and formatting the numbers took 40 ms per engine and blocked
-the router's event loop.
+Groups and labels lines as text. Parsing and formatting the numbers took 40 ms per engine and
+blocked the router's event loop.
 """
 
 import re
@@ -31,7 +31,10 @@ class Family:
 
 
 def merge(sources: Iterable[Source]) -> str:
-    """Return all samples of `sources` by family, with the labels `role` and `replica`."""
+    """Return one exposition of the samples of `sources`, grouped by family.
+
+    Each sample has the labels `role` and `replica`.
+    """
     families: dict[str, Family] = {}
     for role, replica, text in sources:
         _add(families, f'role="{_escaped(role)}",replica="{_escaped(replica)}"', text)
@@ -72,7 +75,10 @@ def _labelled(line: str, origin: str) -> tuple[str, str]:
 
 
 def _without_origin(rest: str) -> str:
-    """Return labels and value of a sample without `role` and `replica`; the router sets these."""
+    """Return labels and value of a sample without its own labels `role` and `replica`.
+
+    ``rest``  the sample's line after `{`
+    """
     kept, end = [], 0
     while label := LABEL.match(rest, end):
         if label[1] not in ("role", "replica"):

@@ -24,6 +24,7 @@ MAX_DEPTH = 64
 """Maximum nesting depth of a body; JSON schemas of tools have a depth of about twelve."""
 
 DRAWN_ID = re.compile(rb"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")
+"""Form of a request id that this router or Serve's proxy has generated: a UUID."""
 
 FORWARDED_HEADERS = frozenset(
     {
@@ -35,7 +36,7 @@ FORWARDED_HEADERS = frozenset(
         b"x-session-id",
     }
 )
-"""Request headers that the router forwards to the engines."""
+"""Request headers that the router always forwards to the engines."""
 
 FORM_ENDPOINTS: frozenset[Endpoint] = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Endpoints whose body is a form with a file."""
@@ -47,7 +48,11 @@ PRIORITY_HEADER = b"x-vllm-priority"
 async def read_request(
     request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31, client_priority: bool = False
 ) -> ClientRequest:
-    """Read and check a request. Raises BadRequestError or ClientDisconnect."""
+    """Read and check a request. Raises BadRequestError or ClientDisconnect.
+
+    ``max_prompts``      maximum of the number of prompts times `n`
+    ``client_priority``  whether the router forwards PRIORITY_HEADER
+    """
     arrived_at = time.monotonic()
     raw = await _read_body(request, max_body_bytes)
     read_at = time.monotonic()
@@ -61,7 +66,10 @@ async def read_request(
 
 
 def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:
-    """Return the headers of both legs, with a new X-Request-Id if the client sent none."""
+    """Return the request headers for the engines, with a new X-Request-Id if the client sent none.
+
+    ``client_priority``  whether to include PRIORITY_HEADER
+    """
     passed = FORWARDED_HEADERS | {PRIORITY_HEADER} if client_priority else FORWARDED_HEADERS
     given: dict[bytes, bytes] = {}
     for name, value in request.headers.raw:
@@ -72,9 +80,9 @@ def forwarded_headers(request: Request, client_priority: bool = False) -> Header
 
 
 def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
-    """Return `headers`, without a generated X-Request-Id if the body has a `request_id`.
+    """Return `headers`, without an X-Request-Id that is a UUID if the body has a `request_id`.
 
-    vLLM prefers the header to the body.
+    Such a header is probably generated, and vLLM prefers the header to the body.
     """
     if not isinstance(body.get("request_id"), str):
         return headers
@@ -82,7 +90,10 @@ def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Return the parsed body. Raises BadRequestError for invalid JSON and for reserved fields."""
+    """Return the parsed body.
+
+    Raises BadRequestError for invalid JSON, too many levels, and reserved or unsupported fields.
+    """
     if not raw:
         raise MalformedError("the body is empty; send a JSON object", "body")
     try:
@@ -109,7 +120,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
     """Return the form fields that the router needs. Raises BadRequestError for reserved fields.
 
-    Engines use the same parser, and answer a form that it cannot parse.
+    Return no fields for a form that cannot be parsed: engines use the same parser, and answer the
+    request with an error.
     """
 
     async def receive() -> Message:
@@ -134,7 +146,7 @@ def _check_extra(extra: Any) -> None:
 
 
 def _check_media(messages: Any, field: str) -> None:
-    """Raise BadRequestError for an image or recording with a `uuid` from the client.
+    """Raise BadRequestError for a content part (image, recording, video) with a `uuid`.
 
     vLLM identifies contents in all caches by `uuid`. With one `uuid` for different contents,
     engines would exchange KV of the wrong content.
@@ -148,7 +160,7 @@ def _check_media(messages: Any, field: str) -> None:
         for part in (part for content in contents if isinstance(content, list) for part in content):
             if isinstance(part, dict) and part.get("uuid") is not None:
                 raise BadRequestError(
-                    "`uuid` of a content part is not supported: this service identifies images by their content; "
+                    "`uuid` of a content part is not supported: this service identifies media by their content; "
                     "remove the field and send the content",
                     param=field,
                 )
@@ -176,7 +188,10 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
 
 
 def _several(prompt: Any) -> int:
-    """Return the number of prompts in a `prompt` field; a list of token ids is one prompt."""
+    """Return the number of prompts in `prompt`, `prompt_embeds` or `items`.
+
+    A list of token ids is one prompt.
+    """
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
     return len(prompt) if several else 1
 
@@ -189,12 +204,13 @@ def _check_depth(body: dict[str, Any]) -> None:
         level = [one for one in inner if isinstance(one, dict | list)]
         if not level:
             return
-    raise BadRequestError(f"the body nests deeper than {MAX_DEPTH} levels")
+    raise BadRequestError(f"the body has more than {MAX_DEPTH} levels of nesting; reduce them")
 
 
 async def _read_body(request: Request, max_body_bytes: int) -> bytes:
     too_large = BadRequestError(
-        f"the body is larger than {max_body_bytes} bytes", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        f"the body is larger than {max_body_bytes} bytes; send a smaller one",
+        status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     )
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_body_bytes:

@@ -1,4 +1,4 @@
-"""Builds the router's ASGI application: OpenAI's routes, `/health`, `/metrics`, status page."""
+"""Builds the router's ASGI application: vLLM's routes, `/health`, `/metrics`, the status page."""
 
 import asyncio
 import logging
@@ -31,7 +31,10 @@ from configs.settings.router import RouterSettings
 logger = logging.getLogger(__name__)
 
 OPEN_AGE_S = 1.0
-"""Maximum age of `/metrics`. Limits the load on engines, because `/metrics` needs no API key."""
+"""Maximum age in seconds of an answer of `/metrics`.
+
+Limits the load on engines, because `/metrics` needs no API key.
+"""
 
 FROM_DECODE = ("/v1/models", "/version", "/tokenizer_info", "/v1/responses/{id}")
 """Paths of GET requests that a decode engine answers."""
@@ -47,7 +50,8 @@ def build_http(
     """Return the application of `router`.
 
     ``key_digests``  digests of valid API keys; empty to admit all requests
-    ``access_log``   receives one line per request
+    ``traces``       creates the spans of requests; None: no spans
+    ``access_log``   receives one line per request, except for probes; None: no access log
     ``settings``     settings for CORS and for requests in the access log; None: the defaults
     """
 
@@ -108,7 +112,11 @@ def build_http(
 
 
 def _models_routes(router: RouterReplica) -> list[Route]:
-    """Return the routes of several models, and of adapters if clients may change them."""
+    """Return the routes that only some services have.
+
+    `/v1/models` joins the lists of several models. Two routes load and unload adapters if clients
+    may change those of any model.
+    """
     routes = []
     if len(router.models) > 1:
         routes.append(Route("/v1/models", ModelList(router).endpoint, methods=["GET"]))

@@ -37,11 +37,14 @@ class RequestTrace:
         """The request for the engines, whose trace headers have this span as parent."""
 
     def refused(self, status: int) -> None:
-        """Record that decode refused the request."""
+        """Record the error status with which an engine refused the request."""
         self._span.set_attribute("http.response.status_code", status)
 
     def answered(self, record: RequestRecord) -> None:
-        """Add the spans of the latency parts after the answer has started."""
+        """Record status, route and replicas, and add the spans of the latency parts.
+
+        Call this after the answer has started.
+        """
         self._span.set_attribute("http.response.status_code", record.status)
         self._span.set_attribute("tandem.route", record.route)
         if record.pair.decode is not None:
@@ -79,7 +82,7 @@ class Traces:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # The SDK's environment variables configure sampling (OTEL_TRACES_SAMPLER, ...).
+        # The SDK's environment variables, for example OTEL_TRACES_SAMPLER, configure sampling.
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "tandem-router"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer: Any = self._provider.get_tracer("tandem")

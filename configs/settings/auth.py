@@ -16,9 +16,9 @@ class AuthSettings(Frozen):
 
     api_keys: tuple[SecretStr, ...] = Field(
         (),
-        description="accepted keys (`Authorization: Bearer KEY`); prefer the environment variable "
-        f"`{API_KEYS_VARIABLE}`, separated by commas, or `{VLLM_API_KEY_VARIABLE}`; none: no authentication. "
-        "/, /health, /ping, /load, /metrics and /tandem/service need no key",
+        description="accepted keys (`Authorization: Bearer KEY`); prefer the environment variables "
+        f"`{API_KEYS_VARIABLE}` (keys separated by commas) and `{VLLM_API_KEY_VARIABLE}` (one key). Without any key: "
+        "no authentication. /, /health, /ping, /load, /metrics and /tandem/service need no key",
     )
 
     @field_validator("api_keys")
@@ -29,7 +29,8 @@ class AuthSettings(Frozen):
     def operators_keys(self) -> tuple[SecretStr, ...]:
         """Return the operator's API keys from these settings and this process's environment.
 
-        Raises SettingsError if a variable has a key that no client can send, or is set without any.
+        Raises SettingsError if a variable has a key that no client can send, or is set without a
+        key.
         """
         listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
         single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
@@ -39,7 +40,7 @@ class AuthSettings(Frozen):
 def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
     """Return the keys in the `values` of an environment variable, without surrounding blanks.
 
-    Raises SettingsError if no client can send a key, or if the variable is set without any.
+    Raises SettingsError if no client can send one of them, or if the variable is set without a key.
     """
     try:
         found = [_sendable_key(key) for key in values if key.strip()]

@@ -1,4 +1,4 @@
-"""Settings of the Prefill and Decode deployments: replicas, resources, placement and addresses."""
+"""Settings of deployments: replicas, resources, placement, addresses, CPU engines and TLS."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from configs.settings.base import Frozen, Seconds
 
 
 class PlacementSettings(Frozen):
-    """Ray nodes (on Kubernetes: pods) that may hold a deployment's replicas."""
+    """Ray nodes (on Kubernetes: pods) that may hold a deployment's replicas, also the router's."""
 
     label_selector: dict[str, str] = Field(
         default_factory=dict, description="labels that a Ray node must have, for example `tandem/role: prefill`"
@@ -116,7 +116,10 @@ class RoleSettings(PlacementSettings):
 
 
 class CpuSettings(Frozen):
-    """Host resources of an engine without a GPU; ignored for roles with `num_gpus` > 0."""
+    """Host resources of each worker of an engine without a GPU.
+
+    Ignored for roles with `num_gpus` > 0.
+    """
 
     kv_cache_gib: int = Field(1, ge=1, description="KV cache of each engine worker (GiB)")
     omp_threads: int = Field(1, ge=1, description="OpenMP threads of each engine worker")

@@ -13,7 +13,10 @@ MIN_SECRET_CHARACTERS = 16
 
 
 class TransferSettings(Frozen):
-    """Settings of the KV connector, named like the keys of its `kv_connector_extra_config`."""
+    """Settings of the KV connector, named like the keys of its `kv_connector_extra_config`.
+
+    `node_lost_s` is not such a key: decode actors use it (`actors/engine/node_failures.py`).
+    """
 
     side_channel_host: str | None = Field(
         None, description="interface of the side channel; unset: the address of the node"
@@ -37,8 +40,9 @@ class TransferSettings(Frozen):
     backends: list[str] = Field(["UCX"], min_length=1, description="NIXL backends")
     devices: list[str] = Field(
         [],
-        description="network devices that UCX may use and listen on, by UCX's names (`mlx5_0:1`, `eth0`); empty: all "
-        "if the node has RDMA devices, else the interface with the address side_channel_host",
+        description="network devices that UCX may use and listen on, by UCX's names (`mlx5_0:1`, `eth0`); empty: those "
+        "of the environment variable `UCX_NET_DEVICES`. Without both: loopback if side_channel_host is a loopback "
+        "address; else all if the node has RDMA devices; else the interface with the address of the side channel",
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
@@ -69,7 +73,9 @@ class TransferSettings(Frozen):
         "ends an engine",
     )
     fence_s: Seconds = Field(
-        2.0, description="timeout for writes in flight of a preempted prefill request, in host memory"
+        2.0,
+        description="longest time for which a preempted prefill request waits for a write of its KV in flight, from "
+        "the write's start; then its transfer fails. Where the KV lies on an accelerator, it fails at once",
     )
     forget_s: float = Field(
         3600.0,
@@ -82,7 +88,7 @@ class TransferSettings(Frozen):
         None,
         description="grace period after Ray marks a node dead before its engines' writes are presumed stopped. Unset: "
         "two minutes more than Ray takes to end the actors of a node that is cut off, so 300 s with Ray's defaults, "
-        "and 840 s where KubeRay gives the head fault tolerance. Less than that time is refused",
+        "and 840 s where KubeRay gives the head fault tolerance. A value below Ray's time (180 s, 720 s) is refused",
     )
 
     @model_validator(mode="after")
@@ -92,7 +98,10 @@ class TransferSettings(Frozen):
         return self
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:
-        """Return `kv_connector_extra_config` for a node with the address `node_ip`."""
+        """Return the part of `kv_connector_extra_config` that these settings determine.
+
+        ``node_ip``  address of the engine's node, the default of `side_channel_host`
+        """
         return self.model_dump(exclude={"node_lost_s"}) | {
             "side_channel_host": self.side_channel_host or node_ip,
             "secret": HiddenText(self.secret.get_secret_value() if self.secret is not None else ""),
@@ -119,19 +128,23 @@ class KVStoreSettings(Frozen):
     path: str = Field(
         "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
     )
-    disk_gib: Positive = Field(64.0, description="bytes below `path`, of all engines that share it (GiB)")
+    disk_gib: Positive = Field(64.0, description="most GiB of objects below `path`, for all engines that share it")
     memory_gib: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="host memory of all engines of a node (GiB); 0: no memory tier"
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="most GiB of objects in host memory, for all engines of a node; 0: no memory tier",
     )
     memory_path: str = Field("/dev/shm/tandem-kv-store", description="folder on a tmpfs that holds the memory tier")
     chunk_tokens: int = Field(
         256,
         ge=1,
-        description="tokens of one object. States are stored only if a step ends at a multiple of it: for a model with "
-        "states, set `max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
+        description="tokens of a chunk; an object has the KV of one chunk and one KV cache group. States are stored "
+        "only if a step ends at a multiple of it: for a model with states, set `max_num_batched_tokens` or "
+        "`long_prefill_token_threshold` to the same value",
     )
     staging_mib: int = Field(
-        256, ge=1, description="shared memory of each engine between files and KV blocks (MiB), in `/dev/shm`"
+        256, ge=1, description="MiB of shared memory of each engine between files and KV blocks, in `/dev/shm`"
     )
     lookup_s: Seconds = Field(
         0.02, description="timeout of a lookup, which then counts as a miss, and of a read that delivers nothing"

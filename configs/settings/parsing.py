@@ -1,4 +1,4 @@
-"""Reads settings from configurations. Errors name each unknown key and each value out of range."""
+"""Reads settings from configurations. Errors name each unknown key and each invalid value."""
 
 import difflib
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
 
 
 def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
-    """Return `built` with the values of `user_config`.
+    """Return `built` with the values of `user_config`; `routing` is merged key by key.
 
     Raises SettingsError with one line per invalid key.
     """

@@ -17,7 +17,7 @@ MIN_ONGOING_SEQUENCES = 4096
 class RoutingSettings(Frozen):
     """Settings of the routing policy, which `user_config` can change while engines run.
 
-    The router keeps its measurements unless an assumption (`assumed_*`) changes.
+    The router keeps its measurements unless an assumption (`assumed_*`) or `fades_s` changes.
     """
 
     policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
@@ -32,13 +32,14 @@ class RoutingSettings(Frozen):
         1.0,
         ge=0,
         allow_inf_nan=False,
-        description="weight of a second of decoding, relative to a second before the first token",
+        description="weight of a second after the first token, relative to a second before it",
     )
     interference_weight: float = Field(
         1.0,
         ge=0,
         allow_inf_nan=False,
-        description="weight of a second by which this request delays other streams",
+        description="weight of a second by which this request delays another stream, relative to a second before its "
+        "own first token",
     )
     session_header: str = Field(
         "x-session-id",
@@ -46,16 +47,24 @@ class RoutingSettings(Frozen):
         description="requests with the same value of this header go to the same decode replica while it has a slot",
     )
     prefix_tokens_per_engine: int = Field(
-        1_000_000, ge=0, description="prompt tokens that the router assumes to be cached per engine; 0: none"
+        1_000_000,
+        ge=0,
+        description="most prompt tokens that the router assumes to be in the prefix cache of one engine; 0: none",
     )
-    fades_s: Seconds = Field(600.0, description="time constant of the exponential decay of measurements")
+    fades_s: Seconds = Field(
+        600.0,
+        description="time constant of the exponential decay of a role's measurements. The cost factor of one engine or "
+        "pair decays ten times as fast",
+    )
     assumed_prefill_overhead_s: Seconds = Field(
-        0.02, description="assumed until measured: duration of a prefill without tokens"
+        0.02, description="assumed until measured: duration of a prefill without uncached tokens"
     )
     assumed_prefill_tokens_per_s: Positive = Field(
-        10_000.0, description="assumed until measured: rate of uncached prompt tokens"
+        10_000.0, description="assumed until measured: rate at which an engine computes uncached prompt tokens"
     )
-    assumed_handover_s: Seconds = Field(0.02, description="assumed until measured: handover without tokens to move")
+    assumed_handover_s: Seconds = Field(
+        0.02, description="assumed until measured: duration of a handover without tokens to move"
+    )
     assumed_transfer_tokens_per_s: Positive = Field(
         200_000.0, description="assumed until measured: rate at which tokens' KV moves after the prompt was computed"
     )
@@ -65,7 +74,7 @@ class RoutingSettings(Frozen):
 
 
 class RouterLimits(Frozen):
-    """The router's deadlines and limits; Serve's `user_config` changes them while it runs."""
+    """The router's deadlines, limits and routing; `user_config` changes them at run time."""
 
     request_timeout_s: Seconds = Field(
         3600.0, description="deadline from a request's arrival to its whole answer, if the answer is not streamed"
@@ -89,19 +98,29 @@ class RouterLimits(Frozen):
     replica_timeout_s: Seconds = Field(
         10.0,
         description="longest wait for a decode replica while none runs, or while all running ones have failed the "
-        "request. The wait for a slot on a busy replica ends at the request's deadline",
+        "request. The wait for a slot on a busy replica ends at the request's deadline. For requests without a body, "
+        "such as `GET /v1/models`: longest wait for a slot, and then for the start of the answer",
     )
     prefill_wait_s: Seconds = Field(
         1.0, description="longest wait for a slot on a prefill replica; then decode serves the request alone"
     )
-    attempts: int = Field(3, ge=1, description="largest number of replicas of each role that a failing request tries")
+    attempts: int = Field(
+        3,
+        ge=1,
+        description="most attempts of each leg of a failing request. A replica that has failed it is not tried again; "
+        "new tokens of a stream reset the count of decode",
+    )
     silence_timeout_s: Seconds = Field(
         60.0,
         ge=3 * BEAT_S,
         description="longest silence of a decode engine with an open request; then another engine takes over. Engines "
         f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
     )
-    metrics_timeout_s: Seconds = Field(5.0, description="longest wait for the engines' answers to /metrics")
+    metrics_timeout_s: Seconds = Field(
+        5.0,
+        description="longest wait for the parts of `/metrics` and `/tandem/status` from engines and other routers; "
+        "late ones are omitted",
+    )
     retry_after_s: int = Field(1, ge=1, description="`Retry-After` of 429 and 503 responses, in seconds")
     max_ongoing_sequences: int | None = Field(
         None,
@@ -116,8 +135,8 @@ class RouterLimits(Frozen):
     max_ongoing_requests_per_key: int | None = Field(
         None,
         ge=1,
-        description="requests of one API key in one router replica; further ones get 429. Unset: half of the "
-        "router's limit, or no limit of its own if there is only one key",
+        description="requests of one API key in one router replica; further ones get 429. Unset: half of "
+        "`max_ongoing_sequences`, or no limit if there is only one key",
     )
     client_priority: bool = Field(
         False,
@@ -176,10 +195,10 @@ class RouterSettings(RouterLimits, PlacementSettings):
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
-        description='origins of web pages that may call `http_port` (CORS), for example `["https://chat.example"]`; '
-        '`["*"]`: all, which is the default of `vllm serve`',
+        description='origins of web pages that may call the router (CORS), for example `["https://chat.example"]`; '
+        '`["*"]`: all, which is the default of `vllm serve`; empty: none',
     )
-    allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="methods for these origins")
+    allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="HTTP methods for these origins")
     allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="request headers for these origins")
     allow_credentials: bool = Field(False, description="whether these origins may send cookies")
     otlp_traces_endpoint: str | None = Field(

@@ -6,7 +6,10 @@ from configs.settings.base import Frozen, Seconds
 
 
 class ScalingSettings(Frozen):
-    """Arguments (`policy_kwargs`) of the policy that scales both roles; a key beside `args`."""
+    """Arguments (`policy_kwargs`) of `ScaleTogether`, the policy that scales both roles.
+
+    They are under `autoscaling_policy`, a key beside `args`.
+    """
 
     prefill_busy: float = Field(
         0.7, gt=0, le=1, description="target fraction of time in which prefill engines compute, at their measured rate"
@@ -19,7 +22,10 @@ class ScalingSettings(Frozen):
         "only the KV cache counts",
     )
     slack: float = Field(
-        0.15, ge=0, lt=1, description="an engine is removed if the remaining engines could serve this much more load"
+        0.15,
+        ge=0,
+        lt=1,
+        description="an engine is removed if the others could serve a load larger by this fraction",
     )
     fewest_prefill_per_decode: float = Field(
         0.25,

@@ -48,7 +48,8 @@ class ModelSettings(Frozen):
     model: str = Field(DEMO_MODEL, min_length=1, description="a path, a hub id, or `demo` (the embedded model)")
     served_model_name: str | list[str] | None = Field(
         None,
-        description="model name in the API, or a list: the name and its aliases; unset: `model`, or `tandem-demo`",
+        description="model name in the API, or a list: the name and its aliases; unset: the value of `model`, or "
+        "`tandem-demo` for the embedded model",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of both roles")
     frontend: dict[str, Any] = Field(
@@ -76,7 +77,7 @@ class ModelSettings(Frozen):
     @field_validator("frontend")
     @classmethod
     def _adapters(cls, frontend: dict[str, Any]) -> dict[str, Any]:
-        """Accept adapters as vLLM's command line does: `name=path`, or a mapping."""
+        """Accept adapters as on vLLM's command line: `name=path`, or a mapping instead of JSON."""
         given = frontend.get("lora_modules")
         if given is None:
             return frontend
@@ -178,7 +179,7 @@ class ServiceSettings(ModelSettings):
         return self
 
     def roles(self) -> list[tuple[str, RoleSettings]]:
-        """Return the roles of all models, each with its key in a configuration."""
+        """Return the roles of all models, each with its path in `args` (`models.0.prefill`)."""
         roles: tuple[RoleName, ...] = get_args(RoleName)
         if not self.models:
             return [(role, self.role(role)) for role in roles]

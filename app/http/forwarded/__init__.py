@@ -1,1 +1,1 @@
-"""Endpoints forwarded to engines: model lists, LoRA adapters, version, stored responses."""
+"""Endpoints for models, LoRA adapters, vLLM's version and tokenizer, and stored responses."""

@@ -1,4 +1,7 @@
-"""Relays requests without a body to a decode engine: models, version, stored responses."""
+"""Relays requests without a body to a decode engine.
+
+They concern models, vLLM's version, the tokenizer, and stored responses.
+"""
 
 import logging
 from http import HTTPStatus
@@ -34,11 +37,11 @@ class FromDecode:
             return
         except Exception as error:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.exception("a request failed")
+                logger.exception("%s %s failed", request.method, path)
             if not relay.has_begun:
                 await error_response(error, self._router.limits.retry_after_s)(scope, receive, send)
                 return
-            logger.warning("a stored stream was interrupted: %s", error)
+            logger.warning("the stream of a stored response was interrupted: %s", error)
             await relay.end(error_event(error, "/v1/responses"))
 
     async def _relay(self, call: Call, relay: "_Relay") -> None:
@@ -56,7 +59,7 @@ class FromDecode:
 
 
 class _Relay:
-    """Sends one answer to the client."""
+    """Sends the parts of one answer to the client, and records whether it has begun."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

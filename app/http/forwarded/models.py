@@ -27,13 +27,13 @@ MAX_BODY_BYTES = 1 << 16
 
 
 class ModelList:
-    """Answers `/v1/models` for several models with the joined lists of all running models."""
+    """Answers `/v1/models` for several models with the joined lists of those whose decode runs."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def endpoint(self, request: Request) -> Response:
-        """Return the joined list; status 503 if no model answers."""
+        """Return the joined list; status 503 if no decode engine of any model answers."""
         call = Call("GET", "/v1/models", forwarded_headers(request))
         cards: list[Any] = []
         answered = False
@@ -50,7 +50,7 @@ class ModelList:
             except (TandemError, ValueError, KeyError, TypeError) as error:
                 logger.warning("cannot list the models of %s: %s", model.names[0], error)
         if not answered:
-            nobody = UnavailableError("no decode engine runs; retry later")
+            nobody = UnavailableError("no decode engine has listed its models; retry later")
             return error_response(nobody, self._router.limits.retry_after_s)
         return JSONResponse({"object": "list", "data": cards})
 
@@ -79,7 +79,7 @@ class AdapterEndpoints:
             return JSONResponse(error.body, status_code=error.status)
         except Exception as error:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.exception("a change of adapters failed")
+                logger.exception("cannot load or unload an adapter")
             return error_response(error, self._router.limits.retry_after_s)
 
     async def _body(self, request: Request) -> bytes:
@@ -90,7 +90,10 @@ class AdapterEndpoints:
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > MAX_BODY_BYTES:
-                        raise BadRequestError("the body is too large", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+                        raise BadRequestError(
+                            f"the body is larger than {MAX_BODY_BYTES} bytes; send a smaller one",
+                            status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                        )
         except TimeoutError:
             message = f"the body did not arrive within {timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
@@ -115,7 +118,7 @@ class AdapterEndpoints:
             finally:
                 self._router.adapters.forget()
             try:
-                # Another router may have loaded it for another model meanwhile.
+                # Another router may have loaded the same name for another model meanwhile.
                 await self._refuse_second_model(name, model)
             except (InvalidAdapterError, UnavailableError):
                 await unload(model, name)
@@ -143,7 +146,7 @@ class AdapterEndpoints:
 
     @asynccontextmanager
     async def _one_load(self) -> AsyncIterator[None]:
-        """Wait until no other adapter is being loaded; raises UnavailableError after CHANGE_S."""
+        """Wait until this router loads no other adapter; raises UnavailableError after CHANGE_S."""
         try:
             async with asyncio.timeout(CHANGE_S):
                 await self._loading.acquire()
@@ -155,7 +158,10 @@ class AdapterEndpoints:
             self._loading.release()
 
     async def _refuse_second_model(self, name: str, model: ModelRouter) -> None:
-        """Raise InvalidAdapterError if a model other than `model` has an adapter of this name."""
+        """Raise InvalidAdapterError if a model other than `model` has an adapter of this name.
+
+        Raises UnavailableError if the engines of a model do not answer.
+        """
         if len(self._router.models) == 1:
             return
         for other in await self._router.adapters.models_of(name):
@@ -163,7 +169,11 @@ class AdapterEndpoints:
                 raise _invalid(f"The lora adapter '{name}' has already been loaded for the model '{other.names[0]}'.")
 
     def _model(self, name: str) -> ModelRouter:
-        """Return the model named by `base_model_name`; with one model, the name is optional."""
+        """Return the model named by `base_model_name`; with one model, the name is optional.
+
+        Raises BadRequestError without a necessary name, for an unknown one, and for a model whose
+        adapters clients may not change.
+        """
         models = self._router.models
         if len(models) == 1 and not name:
             return models[0]
@@ -179,7 +189,7 @@ class AdapterEndpoints:
 
 
 class InvalidAdapterError(BadRequestError):
-    """An invalid change of adapters, with the `type` that vLLM gives such errors."""
+    """An invalid request to load or unload an adapter, with the `type` that vLLM gives it."""
 
     kind = "InvalidUserInput"
 
@@ -190,13 +200,14 @@ def _invalid(message: str) -> InvalidAdapterError:
 
 def _not_allowed(names: Sequence[str]) -> BadRequestError:
     return BadRequestError(
-        f"set `allow_runtime_lora_updating` of the model {names[0]} to load and unload its adapters",
+        f"clients may not load or unload adapters of the model {names[0]}; an operator can allow it with "
+        "`allow_runtime_lora_updating`",
         status=HTTPStatus.NOT_FOUND,
     )
 
 
 def _text(body: dict[str, Any], field: str) -> str:
-    """Return a string of the body, or "". Raises BadRequestError for another type."""
+    """Return the string in `field` of the body, or "". Raises BadRequestError for another type."""
     value = body.get(field)
     if value is not None and not isinstance(value, str):
         raise BadRequestError(f"`{field}` must be a string", field)
