@@ -32,7 +32,7 @@ from connectors.transport.digest import HostMemory, Memory
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
-"""Bytes gathered at a time, on a CPU and on an accelerator. The batch on a CPU fits in its cache. The
+"""Bytes gathered at a time, on a CPU and on an accelerator. A CPU's batch fits in its cache. The
 gathered words and their 64-bit products take three times as much memory.
 """
 
