@@ -1,1 +1,1 @@
-"""The KV connector: transfers KV caches of hybrid models between vLLM engines of unequal shape."""
+"""The KV connector of vLLM engines: transfers between engines of unequal shape, and a KV store."""

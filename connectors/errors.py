@@ -1,21 +1,26 @@
-"""Exceptions that Tandem raises.
+"""Exceptions of the connector, and the base class of the actors' exceptions (``actors/errors.py``).
 
-Every message states what is wrong, where, and the remedy. Invalid input from a peer or a
-configuration file raises one of these classes; ``assert`` checks internal invariants. The connector
-turns a peer's error into a failed transfer and never ends the engine.
+A message states what is wrong, where, and the remedy if there is one. Invalid input from a peer, a
+request or a configuration raises one of these classes; ``assert`` checks internal invariants. An
+error of a peer fails a transfer; it never ends the engine.
 """
 
 
 class TandemError(Exception):
-    """Base class of all exceptions that Tandem defines."""
+    """Base class of all exceptions of the connector, and of those in ``actors/errors.py``."""
 
 
 class ConfigurationError(TandemError):
-    """A setting is unknown, out of range, or does not fit its engine."""
+    """A setting is invalid or does not fit its engine, or what it names cannot be used.
+
+    For example, NIXL lacks the configured backend, or a certificate file has expired.
+    """
 
 
 class UnsupportedCacheError(TandemError):
-    """The connector cannot map a layer of this engine's KV cache.
+    """The connector does not support a layer of this engine's KV cache, or its grid of ranks.
+
+    ``layer``  name of the layer; ``*`` stands for all layers
 
     Raised while the engine starts, before it accepts requests.
     """
@@ -26,27 +31,34 @@ class UnsupportedCacheError(TandemError):
 
 
 class PlanError(TandemError):
-    """A transfer cannot be planned: its block ids or shapes do not describe the requested bytes."""
+    """A cache layout, block ids or tokens are invalid, so the bytes to copy cannot be planned."""
 
 
 class CoverError(PlanError):
-    """A plan would miss bytes, write bytes twice, or write bytes outside the destination."""
+    """Plans would miss requested bytes, write bytes twice or write other bytes, or rows overlap."""
 
 
 class IncompatiblePeerError(TandemError):
-    """Two engines cannot exchange KV. ``field`` is the property that differs."""
+    """Two engines cannot exchange KV.
+
+    ``field``   property that differs
+    ``ours``    its value at the decode engine (the consumer)
+    ``theirs``  its value at the prefill engine (the producer)
+
+    The message is valid in the logs of both engines: it names them by their roles.
+    """
 
     def __init__(self, field: str, ours: object, theirs: object, remedy: str) -> None:
-        super().__init__(f"{field} differs: this engine has {ours!r}, the peer {theirs!r}; {remedy}")
+        super().__init__(f"{field} differs: the decode engine has {ours!r}, the prefill engine {theirs!r}; {remedy}")
         self.field = field
 
 
 class WireError(TandemError):
-    """A peer's message, its agent metadata or a request's kv_transfer_params are invalid."""
+    """A message, agent metadata, a side channel's response or kv_transfer_params are invalid."""
 
 
 class HandshakeError(TandemError):
-    """The first contact with an engine failed: no answer in time, or a refusal."""
+    """A handshake or a side channel request failed, for example by a timeout or a refusal."""
 
 
 class PeerSecretError(HandshakeError):
@@ -59,32 +71,36 @@ class PeerSecretError(HandshakeError):
 
 
 class StaleReferenceError(HandshakeError):
-    """Another incarnation of the engine answers at this address; the requested one has ended."""
+    """Another engine, or another incarnation of the engine, answers at the requested address."""
 
 
 class TransportError(TandemError):
-    """The transport could not send bytes or a message to a peer.
+    """The transport could not start, register memory, reach a peer, write or send a message.
 
-    ``peer``  name of the peer in the transport
+    ``peer``  name of the peer's agent in the transport, or of this agent if the operation concerns
+              no peer
 
     A write that raises TransportError, and not FailedWriteError, has posted nothing.
     """
 
     def __init__(self, peer: str, what: str) -> None:
-        super().__init__(f"peer {peer!r}: {what}")
+        super().__init__(f"agent {peer!r}: {what}")
         self.peer = peer
 
 
 class FailedWriteError(TransportError):
-    """A write failed after its start.
+    """A write failed while or after it was posted.
 
     Parts of the write may reach the peer's memory while this process lives.
     """
 
 
 class StoreError(TandemError):
-    """The KV store ran out of time or space. The engine computes the request's tokens instead."""
+    """An operation of the KV store failed: it ran out of time or space, or its files are unusable.
+
+    After a failed load, the engine computes the request's tokens.
+    """
 
 
 class CorruptObjectError(StoreError):
-    """A stored object does not match its name, or its bytes have changed."""
+    """A file of the KV store is not the object that its name states, or its bytes have changed."""

@@ -1,1 +1,1 @@
-"""Cache geometry: the byte ranges to copy between two KV caches. Imports numpy and stdlib only."""
+"""Cache geometry: the byte ranges to copy between two KV caches. Imports neither vLLM nor NIXL."""

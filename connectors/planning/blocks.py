@@ -2,9 +2,10 @@
 
 position  index into a group's block table; position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the
           request, ``B`` being the block size in tokens
-unit      largest range of tokens that lies in one block on both sides; unit ``u`` covers tokens
-          ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes. If DCP divides the tokens of a
-          block differently on the two sides, each unit lies on one DCP rank of each side
+unit      largest range of tokens that lies in one block and one kernel block on both sides; unit
+          ``u`` covers tokens ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes. If DCP divides
+          the tokens of a block differently on the two sides, each unit lies on one DCP rank of each
+          side
 
 Block id 0 is the allocator's null block: a placeholder for a block outside the window. A state
 group has one position and one unit, both 0: the state itself.
@@ -114,10 +115,10 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
     tokens, at position 0.
 
     Raises PlanError if ``start_token`` exceeds ``end_token``, or if the table has no block for a
-    needed token. The caller then computes that token.
+    needed token. The engine must then compute the tokens itself.
     """
     if not 0 <= start_token <= end_token:
-        raise PlanError(f"start_token {start_token} must be 0 to end_token {end_token}")
+        raise PlanError(f"start_token {start_token} must be between 0 and end_token {end_token}")
     if group.kind is GroupKind.STATE:
         return _state_block(group, table, end_token) if start_token < end_token else empty_blocks()
     first = max(first_needed_token(group, end_token), start_token) // group.block_tokens
@@ -126,7 +127,7 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
         return empty_blocks()
     if stop > len(table):
         raise PlanError(
-            f"group {group.index}: the block table has {len(table)} blocks, but {end_token} tokens need {stop}"
+            f"group {group.index}: the block table has {len(table)} blocks, but {end_token} tokens need {stop} blocks"
         )
     ids = np.asarray(table[first:stop], np.int64)
     if (ids == NULL_BLOCK).any():

@@ -1,9 +1,9 @@
 """Describes a worker's cache without layer layouts: tensors of (blocks, page bytes) and references.
 
-The KV store uses this form, because the store needs only block ids and bytes. Layers that share
-memory refer to one tensor: layers of different groups in a hybrid cache, or all layers if the block
-is the outermost dimension. vLLM's ``CanonicalKVCaches`` (vllm/v1/kv_offload/base.py) has the same
-shape.
+This form suffices for copies that need only block ids and bytes. Layers that share memory refer to
+one tensor: layers of different groups in a hybrid cache, or all layers if the block is the
+outermost dimension. vLLM's ``CanonicalKVCaches`` (vllm/v1/kv_offload/base.py) has the same shape.
+Only tests use this module; the KV store plans its copies with ``plan.py``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def canonical_cache(layout: EngineLayout) -> CanonicalCache:
     """Describe a worker's cache by tensors and references.
 
     Raises PlanError if a layer's page is not one contiguous range of each block, for example if
-    heads are outside the block dimension.
+    heads are outside the block dimension, or if the parts of a layer have unequal block strides.
     """
     spans = [_spans(layout, group) for group in range(len(layout.groups))]
     bases: list[tuple[int, int]] = []

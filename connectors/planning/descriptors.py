@@ -77,10 +77,10 @@ def move_bytes(plan: PairPlan, move: Moves) -> int:
 
 
 def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
-    """Return (source, destination, length) of every piece of every unit.
+    """Return (source, destination, length) of every piece of every range of contiguous units.
 
     The order is by piece, then by unit, so that runs of neighbouring units are adjacent and can
-    merge.
+    merge. Raises PlanError if the numbers of source and destination units differ.
     """
     if move.src_ids.shape != move.dst_ids.shape:
         raise PlanError(

@@ -20,9 +20,9 @@ from connectors.planning.grid import EVERY_TOKEN, Grid, Shard
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Heads ``[first, stop)`` of the model that one producer rank sends to one consumer rank.
+    """Heads ``[first, stop)`` of a layer that one producer rank sends to one consumer rank.
 
-    The ranks are numbered within a pipeline stage.
+    Heads are numbered over the whole model, ranks within a pipeline stage.
     """
 
     producer_rank: int

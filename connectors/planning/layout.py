@@ -14,7 +14,7 @@ kernel block  block of the attention kernel, if it is smaller than the allocator
 
 Each row has ``row_bytes`` bytes. Layers of different groups may share a region: all groups allocate
 block ids from one pool, so their pages have different block ids. A layout describes a layer with an
-irregular page as several layers, its *parts*. Examples are K and V of CPU attention, and
+irregular page by several ``LayerPages``, its *parts*. Examples are K and V of CPU attention, and
 convolution and recurrent state of a Mamba layer.
 """
 
@@ -75,11 +75,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Pages of one layer on one worker. Strides and sizes are in bytes.
+    """Pages of one layer, or of one part of a layer, on one worker. Strides are in bytes.
 
-    ``total_heads``  KV heads of the whole model, or other parts of a page that TP splits evenly
-                     over ranks; 1 for MLA's latent
-    ``heads``        KV heads on this worker (``heads.held_heads``)
+    ``total_heads``  KV heads of the layer over all TP ranks, or other divisions of a page that TP
+                     splits evenly over ranks; 1 for MLA's latent
+    ``heads``        KV heads, or other divisions, on this worker (``heads.held_heads``)
     ``rows``         rows of one head's stripe in one kernel block
     ``packing``      name of the byte order within a row; equal packings are interchangeable
     """
@@ -155,7 +155,9 @@ class Group:
         if self.block_tokens <= 0:
             raise PlanError(f"group {self.index}: block_tokens must be positive, not {self.block_tokens}")
         if (self.kind in WINDOWED) != (self.window_tokens is not None) or self.window_tokens == 0:
-            raise PlanError(f"group {self.index}: window_tokens is for sliding and chunked groups only")
+            raise PlanError(
+                f"group {self.index}: window_tokens must be positive for sliding and chunked groups, else None"
+            )
         names = [pages.layer for pages in self.layers]
         if len({*names}) != 1 + sum(a != b for a, b in itertools.pairwise(names)) and names:
             raise PlanError(f"group {self.index}: the parts of a layer must be adjacent")
@@ -170,9 +172,9 @@ class Group:
                 )
         if self.shard.size > 1 and (self.kind is not GroupKind.FULL or self.block_tokens % self.shard.period):
             raise PlanError(
-                f"group {self.index}: DCP divides blocks of full attention, which have a multiple of dcp_size * "
-                f"cp_kv_cache_interleave_size = {self.shard.period} tokens, not {self.block_tokens} tokens of "
-                f"{self.kind}"
+                f"group {self.index}: DCP needs full attention and blocks of a multiple of dcp_size * "
+                f"cp_kv_cache_interleave_size = {self.shard.period} tokens; this group has blocks of "
+                f"{self.block_tokens} tokens and is of kind {self.kind}"
             )
 
     @property
@@ -200,7 +202,7 @@ class Group:
         return found
 
     def stage_of(self, layer: str) -> int:
-        """Return the pipeline stage of a layer. Raises PlanError if the model has no such layer."""
+        """Return the pipeline stage of a layer. Raises PlanError if the group has no such layer."""
         if not self.stages and layer in self.model_layers:
             return 0
         for stage, layers in enumerate(self.stages):
@@ -238,7 +240,7 @@ class EngineLayout:
         if [group.index for group in self.groups] != list(range(len(self.groups))):
             raise PlanError("groups must be sorted by index, without gaps")
         if len({region.memory_kind for region in self.regions}) != 1:
-            raise PlanError("all regions of a worker must have one memory kind and device")
+            raise PlanError("a worker must have regions, all of one memory kind (memory and device)")
         for group in self.groups:
             self._check_share(group)
             for pages in group.layers:
@@ -270,9 +272,9 @@ class EngineLayout:
         return self.pcp_rank * self.tp_size + self.tp_rank
 
     def _check_share(self, group: Group) -> None:
-        """Raise PlanError unless the group has this rank's shard and layers."""
+        """Raise PlanError unless the group has this rank's layers, and its shard or all tokens."""
         if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
-            raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its place in the grid is {shard}")
+            raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its shard in the grid is {shard}")
         if len(group.stages) != (self.pp_size if self.pp_size > 1 else 0):
             raise PlanError(f"group {group.index}: stages describes {len(group.stages)} of {self.pp_size} stages")
         if len({*group.model_layers}) < len(group.model_layers):

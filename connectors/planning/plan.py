@@ -1,8 +1,9 @@
 """Plans the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
-The connector makes a plan once per pair of ranks. For each piece of a unit and each side, a plan
-has the piece's address, the distance to the next block, and the offsets of a block's units.
-Applying a plan to block ids takes one numpy broadcast (``descriptors.py``), for every model.
+The connector plans a pair of ranks in their handshake, not for each transfer. For each piece of a
+unit and each side, a plan has the piece's address, the distance to the next block, and the offsets
+of a block's units. Applying a plan to block ids takes one numpy broadcast per group and side
+(``descriptors.py``), for every model.
 """
 
 from __future__ import annotations
@@ -116,12 +117,12 @@ def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]
 
 
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
-    """Raise IncompatiblePeerError if the producer could fill a consumer's block only in part.
+    """Raise IncompatiblePeerError if a partly filled block of the consumer gives wrong results.
 
-    This can happen if the producer's block size is not a multiple of the consumer's. A partly
-    filled block gives wrong results in two cases. If a window starts within the block, the
-    consumer's prefix cache treats the block as complete. In a model with state groups, attention
-    past the end of the prompt reads the rest of the block, because vLLM does not clear it.
+    The producer may fill a block in part if its block size is not a multiple of the consumer's.
+    This gives wrong results in two cases. If a window starts within the block, the consumer's
+    prefix cache treats the block as complete. In a model with state groups, attention past the end
+    of the prompt reads the rest of the block, because vLLM does not clear it.
     """
     theirs, ours = producer.groups[index], consumer.groups[index]
     if ours.kind is GroupKind.STATE or not theirs.block_tokens % ours.block_tokens:

@@ -17,7 +17,7 @@ from connectors.planning.plan import PairPlan
 def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Ints, Ints]:
     """Return (addresses, lengths) of all rows of the given blocks, sorted and merged.
 
-    ``block_ids[g]`` are the blocks of group g.
+    ``block_ids[g]`` are the blocks of group g. Raises CoverError if rows overlap.
     """
     addresses: list[Ints] = []
     lengths: list[Ints] = []
@@ -51,7 +51,7 @@ def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequen
         got_address = got_length = np.empty(0, np.int64)
     if not (np.array_equal(want_address, got_address) and np.array_equal(want_length, got_length)):
         missing, extra = int(want_length.sum()), int(got_length.sum())
-        raise CoverError(f"the plans write {extra} bytes, not exactly the {missing} bytes that the blocks need")
+        raise CoverError(f"the plans write {extra} bytes, but not exactly the {missing} bytes that the blocks need")
 
 
 def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:

@@ -46,9 +46,10 @@ class Write:
     """Write ``moves`` to ``peer``, then report the end of write ``write_id``.
 
     ``digest``  digest to which the owner adds the source bytes after it has posted the write; None
-                without integrity check
+                if the offer requests none
 
-    The owner calls ``write_done``, ``write_refused`` or ``write_failed``.
+    The owner calls ``write_posted`` after the post and ``write_done`` or ``write_failed`` at the
+    end, or only ``write_refused`` if nothing was posted.
     """
 
     write_id: int
@@ -62,8 +63,8 @@ class Write:
 class Forget:
     """The state machine has removed this peer and has no message or write to it in progress.
 
-    The owner releases the peer's plans and connection, unless ``knows`` of the other state machine
-    returns True. A peer that is still alive reconnects with a new handshake.
+    The owner releases the peer's plans and connection, unless the other state machine (``knows``)
+    or a handshake in progress needs them. A peer that is still alive starts a new handshake.
     """
 
     peer: Peer
@@ -71,7 +72,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank no longer reads the request's blocks."""
+    """This rank sends no more KV from the request's blocks: the scheduler may free them."""
 
     request_id: str
 
@@ -85,9 +86,10 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The producer is about to start a queued request's prompt: the request can allocate blocks.
+    """A queued request's wait has ended.
 
-    ``failure``  None, or the reason why no KV will arrive; this engine then computes the prompt
+    ``failure``  None if the producer is about to start the prompt: the request can allocate blocks.
+                 Else the reason why no KV will arrive; this engine then computes the prompt
     """
 
     request_id: str
@@ -126,7 +128,7 @@ class Verify:
 class Received:
     """The request's wait for KV has ended.
 
-    ``failure``     None if all KV has arrived with matching digests, else the reason
+    ``failure``     None if all KV has arrived and all requested digests match, else the reason
     ``quarantine``  transfer id if a producer rank may still write to the blocks, else None
 
     No request, this one included, may use blocks in quarantine until ``Freed`` of their transfer.

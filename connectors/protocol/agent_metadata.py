@@ -1,8 +1,8 @@
 """Describes each worker to its peers (agent metadata) and checks that two engines match.
 
 Agent metadata describes one worker and its NIXL agent. Engine metadata is the agent metadata of all
-workers of one incarnation. The encoding is JSON: engines exchange metadata once per pair, and
-operators read it to debug a refused handshake.
+workers of one incarnation. The encoding is JSON: engines exchange metadata only in handshakes, and
+operators can read it to debug a refusal.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AgentMetadata:
     ``incarnation``         id of this start of the engine
     ``identity``            properties that must equal the peer's
     ``layout``              layout of the KV cache
-    ``transport``           name of the transport
+    ``transport``           kind of the transport (``Transport.kind``)
     ``transport_metadata``  data with which a peer's transport reaches this worker
     ``process``             process that posts this worker's writes
     """
@@ -102,7 +102,7 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
     """Raise IncompatiblePeerError with the first difference that prevents the transfer of KV."""
     if producer.transport != consumer.transport:
         raise IncompatiblePeerError(
-            "transport", consumer.transport, producer.transport, "configure the same transport on both engines"
+            "transport", consumer.transport, producer.transport, "run the same Tandem release on both sides"
         )
     for field, remedy in (
         ("model", "serve the same model on both engines"),
@@ -129,9 +129,9 @@ def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
 
 
 def decode_agent_metadata(payload: bytes) -> AgentMetadata:
-    """Parse agent metadata. Raises WireError if malformed or of another protocol version."""
+    """Parse agent metadata. Raises WireError if malformed, too large or of another version."""
     if len(payload) > MAX_METADATA_BYTES:
-        raise WireError(f"agent metadata of {len(payload)} bytes; the limit is {MAX_METADATA_BYTES}")
+        raise WireError(f"agent metadata has {len(payload)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:
         document = json.loads(payload)
         if document["version"] != PROTOCOL_VERSION:
@@ -172,7 +172,7 @@ def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
         if layout.grid != first.grid or [g.model_layers for g in layout.groups] != [
             g.model_layers for g in first.groups
         ]:
-            raise WireError(f"agent metadata {rank} describes another grid or other layers than that of rank 0")
+            raise WireError(f"agent metadata {rank} describes another grid or other layers than agent metadata 0")
     return EngineMetadata(rank_metadata[0].incarnation, rank_metadata)
 
 
@@ -230,20 +230,20 @@ def _whole(value: object, key: str = "a number") -> int:
 
 def _block_tokens(value: object) -> int:
     if _whole(value) > _MOST_BLOCK_TOKENS:
-        raise WireError(f"a block of {value!r} tokens; the limit is {_MOST_BLOCK_TOKENS}")
+        raise WireError(f"a block has {value!r} tokens; the limit is {_MOST_BLOCK_TOKENS}")
     return _whole(value)
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"a flag must be true or false, not {value!r}")
+        raise WireError(f"caches_prefixes must be true or false, not {value!r}")
     return value
 
 
 def _few(value: object) -> int:
-    """Return a count that planning loops over. Raises WireError above the limit."""
+    """Return a rank, a size of an axis or an interleave. Raises WireError above ``_MOST``."""
     if _whole(value) > _MOST:
-        raise WireError(f"a number of ranks or heads is {value!r}; the limit is {_MOST}")
+        raise WireError(f"a rank, a number of ranks or interleave_tokens is {value!r}; the limit is {_MOST}")
     return _whole(value)
 
 

@@ -6,18 +6,23 @@ the requests and their queue; ``engines.py`` has the producer engines.
     reception   on                         becomes     actions
     --------------------------------------------------------------------------------------------
     (none)      queue                      queued      AwaitStart to one partner, without blocks
+    (none)      queue, id used before      gone        Due(failed): an id is valid once
     queued      Starting                   (none)      Due(ok): allocate the blocks, then start
     queued      Aborted, Failed, silence,  (none)      Due(failed), Cancel to all partners
-                connect_failed
+                undelivered, worker_lost
+    queued      connect_failed,            (none)      Due(failed)
+                engine_lost
     (none)      start                      CONNECTING  Connect to the producer engine
     (none)      start, id used before      gone        Received(failed): an id is valid once
     CONNECTING  connected                  OFFERED     an Offer to every partner rank
-    CONNECTING  connect_failed, silence    gone        Received(failed): no peer has the block ids
+    CONNECTING  connect_failed, silence,   gone        Received(failed): no peer has the block ids
+                abort
     OFFERED     Fin, expected byte count   OFFERED     Verify if a digest was requested
     OFFERED     all verified               gone        Received(ok)
     OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
     OFFERED     Aborted, abort, silence,   ENDING      Cancel
-                wrong count or digest
+                worker_lost, wrong count
+                or digest
     OFFERED     Failed                     QUARANTINE  Received(failed, quarantine), Cancel
     ENDING      last partner answers       gone        Received(failed)
     ENDING      Failed                     QUARANTINE  Received(failed, quarantine)
@@ -28,15 +33,17 @@ the requests and their queue; ``engines.py`` has the producer engines.
     QUARANTINE  connected                  QUARANTINE  Cancel
     QUARANTINE  last partner answers       gone        Freed
 
-Silence is progress_s without a message of one partner. Cancel goes to all partners that may write.
-A request of a known engine skips CONNECTING, unless a message to the engine could not be sent or
-one of its transfers is in quarantine. A transfer id counts as used until lease_s after the end of
-its transfer.
+Silence is progress_s without a message of one partner; during a handshake, at least handshake_s.
+Cancel goes to all partners that may write. A request of a known engine skips CONNECTING unless the
+engine is stale: since its last handshake, a message could not be sent, a worker was lost or
+removed, or a transfer went into quarantine. A transfer id counts as used until lease_s after the
+end of its transfer.
 
-A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives or the owner
-reports its death. Failed does not end this period: parts of a write may still arrive. ``Received``
-without quarantine and ``Freed`` return blocks to the scheduler. Both require that no partner may
-write and that no verification runs. A deadline ends the request's wait; it never releases blocks.
+A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives, its Offer cannot
+be sent, or the owner reports its death. Failed does not end this period: parts of a write may still
+arrive. ``Received`` without quarantine and ``Freed`` return blocks to the scheduler. Both require
+that no partner may write and that no verification runs. A deadline ends the request's wait; it
+never releases blocks that a partner may write.
 The state machine ignores messages of transfers that are gone. It removes an engine that is dead or
 unused for forget_s / 2, with a Forget per rank.
 
@@ -115,7 +122,7 @@ class Consumer:
         self._receptions: dict[str, Reception] = {}
         self._quarantine: dict[str, Reception] = {}
         self._by_transfer: dict[str, Reception] = {}
-        # Ended transfer ids by end time, in the order in which they expire.
+        # End time in seconds of each ended transfer, by transfer id, in the order of expiry.
         self._used: dict[str, float] = {}
 
     def queue(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
@@ -195,8 +202,8 @@ class Consumer:
     def awaits(self, peer: Peer) -> bool:
         """Return whether a transfer still needs this worker.
 
-        True while ``peer`` may write, while its writes are being verified, or while a request or
-        Cancel waits for a handshake with its engine.
+        True while ``peer`` may write, while its writes are being verified, while a queued request
+        waits for its engine, or while a request or Cancel waits for a handshake with its engine.
         """
         if peer.incarnation in self._engines.releases or self._queue.uses(peer.incarnation):
             return True
@@ -211,7 +218,7 @@ class Consumer:
         )
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove an engine after the owner dropped one of its workers.
+        """Remove an engine of which the owner evicts a worker.
 
         If requests still depend on the engine's other ranks, only mark the engine stale. In both
         cases the engine's next request starts with a handshake.
@@ -276,13 +283,13 @@ class Consumer:
         return actions
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether ``peer`` is a rank of a known engine."""
+        """Return whether ``peer`` is a partner in a known engine."""
         return self._engines.knows(peer)
 
     def suspects(self) -> set[Suspect]:
         """Return the producer workers that may still write to blocks in quarantine.
 
-        Such a worker left a Cancel unanswered, or one of its writes failed.
+        Such a worker has not acknowledged a Cancel, for example after a failed write.
         """
         return {
             Suspect(each.peer, each.process, each.was_seen, each.met_at)
@@ -295,7 +302,7 @@ class Consumer:
         return self._engines.addresses()
 
     def engines(self) -> set[str]:
-        """Return the incarnations of known and awaited producer engines."""
+        """Return the incarnations of the producer engines that are known or awaited."""
         waited_for = (address.incarnation for address in self._producers())
         return {*self._engines.partners, *self._engines.releases, *waited_for}
 
@@ -364,8 +371,9 @@ class Consumer:
     def _answered(
         self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
-        """Handle a partner's final message: check its bytes; after the last one, end the
-        reception.
+        """Handle a partner's final message; end the reception after the last one.
+
+        A Fin must state the expected number of bytes and, if requested, a digest to verify.
         """
         if isinstance(message, Fin):
             expected = expected_bytes(self._groups, reception.order, partner)
@@ -403,7 +411,7 @@ class Consumer:
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """Send Cancel again, cancel_s after the last one; end the request's wait if it lasts."""
+        """Send Cancel again, cancel_s after the last one. In ENDING, end the request's wait."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
         if reception.stage is ReceptionStage.ENDING:
@@ -411,7 +419,7 @@ class Consumer:
         return actions
 
     def _write_failed(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
-        """Quarantine the blocks: parts of the write may arrive while the producer is alive."""
+        """Handle Failed: quarantine the blocks, because parts of the write may still arrive."""
         actions = self._fail(reception, reason, now)
         if reception.stage is ReceptionStage.ENDING:
             actions.append(self._keep(reception))

@@ -31,7 +31,7 @@ class ConsumerPeer:
     ``partner_ranks``  ranks of the consumer engine that exchange messages with this producer rank
     ``num_blocks``     size of the consumer worker's block pool
     ``shapes``         units of each group between the two workers
-    ``new_digest``     creates the digest of one transfer; None if this engine computes no digests
+    ``new_digest``     creates the digest of one transfer; None if this worker computes no digests
     """
 
     partner_ranks: frozenset[int]
@@ -62,22 +62,25 @@ NO_CONSUMER = ""
 
 @dataclass(slots=True)
 class Delivery:
-    """The part of a transfer that one consumer rank receives.
+    """The part of a transfer that one consumer rank receives from this rank.
 
     ``awaits_start``    True from AwaitStart to the offer
     ``offer``           the consumer's Offer, until the delivery is closed
-    ``pending``         offered units not yet written, by group; None until the offer is accepted
-    ``early``           units that the current step completes and the number of their layers already
-                        written, by group
+    ``pending``         offered units not yet in a write, by group; None until the offer has been
+                        checked against the prefill request, and after the delivery was given up
+    ``early``           units that the current step completes, and the number of their layers
+                        already in a write, by group
     ``digest``          digest of the written bytes; None if the offer requests none
     ``in_flight``       bytes of each unfinished write, by write id
     ``written_bytes``   bytes of the finished writes
-    ``ending``          final message, sent when no write is in flight
-    ``closed``          True once the final message has been sent
-    ``last_sent``       time of the last message to the consumer, in seconds
+    ``ending``          final message, sent when no write is in flight, unless a write has failed or
+                        the consumer is gone
+    ``closed``          True once ``ending`` is set and no write is in flight
+    ``last_sent``       time from which alive_s counts: of the last AwaitStart, Offer, Starting or
+                        Alive, in seconds
     ``offered_blocks``  blocks of the offer, counted against the consumer's pool until closed
-    ``moved_at``        time at which a write was last posted or finished, in seconds
-    ``hangs``           True once no write has made progress for hang_s
+    ``moved_at``        time at which a write was last started or finished, in seconds
+    ``hangs``           True once writes in flight have made no progress for hang_s
     """
 
     peer: Peer
@@ -119,7 +122,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class Gone:
-    """Record of an ended transfer.
+    """Record of an ended or discarded transfer.
 
     ``at``       time of its end, in seconds
     ``numbers``  highest message number of each consumer worker
@@ -136,12 +139,14 @@ class Transfer:
     ``since``            time of the last change of stage, in seconds
     ``starting``         True once the scheduler is about to start the prompt
     ``computed_tokens``  tokens whose KV has been computed
-    ``coming_tokens``    tokens whose KV will have been computed after the current step; 0 between
-                         steps
+    ``coming_tokens``    tokens whose KV will have been computed after the current step; 0 outside
+                         a step that reports computed layers
     ``tables``           block table of each group, as far as known
-    ``consumer``         incarnation of the consumer engine; None until its first message
-    ``expected_ranks``   consumer ranks that this rank serves; None until the first message
-    ``deliveries``       state of each consumer rank
+    ``consumer``         incarnation of the consumer engine; None until its first message,
+                         NO_CONSUMER after a discard
+    ``expected_ranks``   consumer ranks that this rank serves; None until the first message, empty
+                         if the KV is not sent
+    ``deliveries``       delivery of each consumer rank, by rank
     ``numbers``          highest message number of each consumer worker
     ``check_at``         time before which no deadline passes, in seconds
     """
@@ -163,7 +168,7 @@ class Transfer:
     check_at: float = float("-inf")
 
     def delivered(self) -> bool:
-        """Return whether every expected rank is closed: served, cancelled or aborted."""
+        """Return whether the deliveries of all expected ranks are closed."""
         return (
             self.expected_ranks is not None
             and self.expected_ranks <= self.deliveries.keys()
@@ -177,7 +182,7 @@ class Allowance:
     ``early``   number of transfers whose requests have not arrived, by consumer incarnation. Beyond
                 MAX_EARLY, the producer does not answer: an answer lets the consumer reuse blocks,
                 so the producer would have to keep a record of the answer
-    ``blocks``  blocks in open offers, by consumer rank; at most the size of its pool
+    ``blocks``  number of blocks in open offers, by consumer worker; at most the size of its pool
     """
 
     def __init__(self) -> None:
@@ -192,7 +197,7 @@ class Allowance:
                 del self.early[transfer.consumer]
 
     def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
-        """Accept an offer; return False if the open offers exceed the consumer's pool."""
+        """Accept an offer, or return False if the open offers would exceed the consumer's pool."""
         count = sum(map(len, offer.groups))
         if self.blocks[delivery.peer] + count > pool_blocks:
             return False
@@ -210,7 +215,7 @@ class Allowance:
 def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> str | None:
     """Return the reason why an offer cannot be served, or None."""
     if offer.digest and consumer.new_digest is None:
-        return "the offer requests a digest, but integrity is off on the prefill engine"
+        return "the offer requests a digest, but this prefill worker computes no digests"
     if offer.prompt_digest != transfer.prompt_digest:
         return "the two requests of this transfer have different prompts"
     if offer.end_token > transfer.prompt_tokens:
@@ -224,7 +229,10 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
             return f"block {int(blocks.ids.max())} does not exist in the consumer's pool"
         if group.kind is GroupKind.STATE:
             if blocks.positions.tolist() != [0]:
-                return f"group {group.index} has one state per request, but the offer has {len(blocks)} blocks"
+                return (
+                    f"group {group.index} has one state per request: the offer must have one block, at position 0, "
+                    f"not {len(blocks)} blocks"
+                )
             continue
         if int(blocks.positions[-1]) * shape.tokens * shape.dst_units >= offer.end_token:
             return f"a block of group {group.index} lies after the last requested token"
@@ -238,7 +246,7 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
 
 
 def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> list[UnitSet]:
-    """Return the units of an offer, by group."""
+    """Return the units of an offer that this rank writes, by group."""
     return [
         wanted_units(group, blocks, shape, offer.end_token)
         for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)

@@ -15,15 +15,16 @@ from connectors.protocol.wire import Cancel, Peer
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """A producer rank that sends KV to this worker.
+    """A producer rank that sends KV, or messages only, to this worker (``consumer_ranks``).
 
     ``shapes``      units of each group between the two workers
-    ``unit_bytes``  bytes per unit of each group
+    ``unit_bytes``  bytes that the rank writes per unit of each group
     ``new_digest``  creates the digest of one transfer from this rank; None without integrity check
     ``met_at``      side channel address of the handshake, or None. An address that a request names
                     does not prove that this engine answers there
     ``process``     process that posts the rank's writes
-    ``was_seen``    whether the process ran under this worker's own kernel at the handshake
+    ``was_seen``    whether this worker saw the process alive at the handshake: under the same
+                    kernel, in the same pid and time namespaces
     """
 
     peer: Peer
@@ -51,7 +52,7 @@ class Suspect:
 class ProducerEngines:
     """Producer engines by incarnation, and the ``Cancel`` messages pending until a handshake.
 
-    ``partners``  known ranks of each engine
+    ``partners``  partners of this worker in each known engine
     ``stale``     known engines whose next request starts with a handshake
     ``releases``  transfers to cancel after the next handshake, with their release times in seconds
     """
@@ -66,11 +67,11 @@ class ProducerEngines:
         self._last_number = 0
 
     def reachable(self, incarnation: str) -> tuple[Partner, ...] | None:
-        """Return the engine's ranks, or None if a handshake is needed first."""
+        """Return the engine's partners, or None if a handshake is needed first."""
         return None if incarnation in self.stale else self.partners.get(incarnation)
 
     def touch(self, incarnation: str, now: float) -> None:
-        """Record that a request uses the engine."""
+        """Record that a request or a handshake uses the engine."""
         self._used_at.pop(incarnation, None)
         self._used_at[incarnation] = now
 
@@ -86,17 +87,20 @@ class ProducerEngines:
             self.stale.add(incarnation)
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove the engine. Its next request starts with a handshake."""
+        """Remove the engine; return a Forget for each partner in it.
+
+        The engine's next request starts with a handshake.
+        """
         self._used_at.pop(incarnation, None)
         self.stale.discard(incarnation)
         return [Forget(partner.peer) for partner in self.partners.pop(incarnation, ())]
 
     def unused(self, now: float) -> list[str]:
-        """Return the engines that no request has used for forget_s / 2."""
+        """Return the engines that no request or handshake has used for forget_s / 2."""
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """Cancel the transfer at every rank, now or after the next handshake, to end its lease."""
+        """Cancel the transfer at every partner, now or after the next handshake: its lease ends."""
         partners = self.reachable(incarnation)
         if partners is None:
             self.release_later(transfer_id, incarnation, now)
@@ -114,7 +118,7 @@ class ProducerEngines:
         return [send for transfer_id, _ in waiting for send in self.release(transfer_id, incarnation, now)]
 
     def drop_releases(self, now: float) -> None:
-        """Drop pending Cancels older than lease_s: the producer's leases have expired."""
+        """Drop pending Cancels older than lease_s: the producer's lease ends their transfers."""
         for incarnation, waiting in list(self.releases.items()):
             self.releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self.releases[incarnation]:
@@ -126,7 +130,7 @@ class ProducerEngines:
         return self._last_number
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether ``peer`` is a rank of a known engine."""
+        """Return whether ``peer`` is a partner in a known engine."""
         return any(partner.peer == peer for partner in self.partners.get(peer.incarnation, ()))
 
     def addresses(self) -> set[EngineAddress]:

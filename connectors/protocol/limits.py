@@ -1,6 +1,7 @@
 """Deadlines of the transfer protocol.
 
-Each wait of the producer and consumer state machines ends by one of these deadlines.
+They bound how long the producer and consumer state machines wait for a peer that sends no message.
+No deadline releases blocks to which a producer rank may still write.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 MIN_FORGET_S = 1800.0
-"""Lower limit of ``forget_s``. TCP retransmits a message for up to half an hour. A message that
-arrives after its sender was removed could count as new (docs/decisions/0009).
+"""Lower limit of ``forget_s`` in ``kv_connector_extra_config``, in seconds. TCP retransmits a
+message for up to half an hour. A message that arrives after its sender was removed could count as
+new (docs/decisions/0009).
 """
 
 
@@ -24,23 +26,25 @@ arrives after its sender was removed could count as new (docs/decisions/0009).
 class TransferLimits:
     """Deadlines of a transfer, all in seconds.
 
-    ``handshake_s``  limit of the first contact with an engine, its agent metadata included
-    ``progress_s``   time without a message of a queued or offered transfer after which the consumer
-                     gives the transfer up
+    ``handshake_s``  limit of a handshake with an engine, the fetch of its agent metadata included
+    ``progress_s``   time without a message of a producer rank about a queued or offered transfer
+                     after which the consumer gives the transfer up; also the time without progress
+                     of a write after which the producer sends no Alive for its transfer
     ``cancel_s``     interval between Cancels to a producer that does not answer; after the first
                      interval, the engine quarantines the request's blocks and computes the request
                      in other blocks
     ``lease_s``      time for which a producer holds finished blocks without an offer, and keeps
-                     records of ended transfers and of offers whose requests have not arrived
-    ``alive_s``      interval of Alive from a producer that cannot write yet
+                     messages of a transfer whose prefill request has not arrived; also the time for
+                     which both sides keep ids of ended transfers
+    ``alive_s``      interval between repeated Alive or Starting messages about a transfer
     ``step_s``       time without a finished engine step, with work queued, after which Alive stops.
-                     The default equals vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which vLLM
-                     ends the engine
-    ``fence_s``      longest wait of a preempted request for a write in flight, from the write's
-                     post
-    ``forget_s``     time without a message after which a producer removes a consumer worker; a
-                     consumer removes an unused producer engine after half this time, so consumers
-                     seldom contact a producer that has removed them
+                     The default equals that of vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after
+                     which vLLM ends the engine
+    ``fence_s``      longest wait of an engine step for a write that reads host memory of a
+                     preempted request, counted from the post of the write
+    ``forget_s``     time without a message after which a producer removes a consumer worker without
+                     an open delivery; a consumer removes an unused producer engine after half this
+                     time, so consumers seldom contact a producer that has removed them
     """
 
     handshake_s: float = 30.0
@@ -54,9 +58,10 @@ class TransferLimits:
 
     @property
     def hang_s(self) -> float:
-        """Time in seconds without progress of a write after which the producer ends the delivery.
+        """Time in seconds without progress of a write after which the write counts as hanging.
 
-        It exceeds progress_s, so the consumer gives the transfer up first.
+        The delivery ends in Aborted once the write has ended. The time exceeds progress_s, so the
+        consumer gives the transfer up first.
         """
         return 2 * self.progress_s
 
@@ -71,7 +76,10 @@ class TransferLimits:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ConfigurationError(f"transfer.{field.name} must be a positive number of seconds, not {value!r}")
+                raise ConfigurationError(
+                    f"transfer.{field.name} (kv_connector_extra_config: {field.name}) must be a positive number of "
+                    f"seconds, not {value!r}"
+                )
         if self.alive_s * 2 > self.progress_s:
             raise ConfigurationError(
                 f"transfer.alive_s ({self.alive_s}) must be at most half of transfer.progress_s ({self.progress_s}), "
@@ -80,7 +88,7 @@ class TransferLimits:
 
 
 def due(items: Mapping[_K, _V], is_due: Callable[[_V], bool]) -> list[_K]:
-    """Return the leading keys whose values are due. The dict must be sorted by deadline.
+    """Return the leading keys whose values are due. ``items`` must be sorted by deadline.
 
     >>> due({"a": 1, "b": 2, "c": 5}, lambda at: at < 3)
     ['a', 'b']

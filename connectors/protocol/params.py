@@ -1,15 +1,15 @@
 """Parses ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
 The keys are those of public prefill/decode proxies. Tandem adds ``transfer_id`` (send both legs at
-once), ``describe`` (return the engine's address) and ``first_token`` (also sample the answer's
-first token). ``discard`` cancels a transfer; ``engines_lost`` is a supervisor's report of ended
-engines.
+once), ``describe`` (return the engine's address), ``first_token`` (also sample the answer's first
+token) and ``prompt_multiple``. ``discard`` aborts a transfer; ``engines_lost`` and ``supervisor``
+are a supervisor's report of ended engines.
 
     prefill leg     do_remote_decode=True  [transfer_id] [first_token]
     describe        do_remote_decode=True  describe=True; sends no KV
-    discard         do_remote_decode=True  transfer_id  discard=True; computes nothing
-    prefill answer  do_remote_prefill=True, remote_engine_id, remote_host, remote_port, tp_size,
-                    transfer_id, remote_num_tokens, ...
+    discard         do_remote_decode=True  transfer_id  discard=True; sends no KV
+    prefill answer  do_remote_prefill=True, do_remote_decode=False, remote_engine_id, remote_host,
+                    remote_port, tp_size, transfer_id, remote_request_id, remote_num_tokens
     decode leg      the prefill answer, unchanged; or the same keys from a router that has the
                     engine's address, without remote_num_tokens: the prompt may not be computed yet.
                     With first_token on the prefill leg, prompt_multiple is the
@@ -95,7 +95,7 @@ TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     """Parse ``kv_transfer_params``; return None for a request without a transfer.
 
-    Raises WireError with the name of the invalid key.
+    Raises WireError, which names the invalid key or the keys that exclude each other.
     """
     if not params:
         return None
@@ -129,14 +129,15 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         raise WireError("kv_transfer_params: transfer_id is missing; send the parameters of prefill's answer unchanged")
     multiple = params.get("prompt_multiple", 0)
     if type(multiple) is not int or multiple < 0:
-        raise WireError(f"kv_transfer_params: prompt_multiple must be a number of tokens, not {multiple!r}")
+        raise WireError(f"kv_transfer_params: prompt_multiple must be a number of tokens, 0 or more, not {multiple!r}")
     return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None, multiple)
 
 
 def whole_blocks(prompt_tokens: int, multiple: int) -> int:
     """Return the number of prompt tokens whose KV a producer sends if it samples the first token.
 
-    The result is a multiple of ``multiple`` tokens.
+    The result is the largest multiple of ``multiple`` that is below ``prompt_tokens``: the consumer
+    computes at least one token itself.
 
     >>> [whole_blocks(tokens, 16) for tokens in (1, 16, 17, 32, 33)]
     [0, 0, 16, 16, 32]
@@ -164,7 +165,7 @@ def _address(params: Mapping[str, object]) -> EngineAddress:
 
 
 def prompt_digest(token_ids: Sequence[int] | None, others: Sequence[str] = ()) -> str:
-    """Return a digest of all inputs besides the model that determine a prompt's KV.
+    """Return a digest of all inputs besides the model that determine a prompt's KV, in hexadecimal.
 
     ``others`` are inputs outside the token ids: image identities, a LoRA adapter, a cache salt.
     """

@@ -6,8 +6,7 @@ serves.
 
     transfer  on                        becomes  actions
     -----------------------------------------------------------------------------------------
-    (none)    AwaitStart, Offer,        EARLY    remembered for lease_s
-              Cancel
+    (none)    AwaitStart, Offer, Cancel EARLY    remembered for lease_s
     (none)    expect                    LIVE     the request is queued or computing
     EARLY     expect                    LIVE
     EARLY     lease_s                   gone     open deliveries: Aborted
@@ -17,11 +16,12 @@ serves.
     LIVE      finished, not held        gone     open deliveries: Aborted after their writes
     HELD      all deliveries closed     gone     Sent: the scheduler may free the blocks
     HELD      lease_s without an offer  gone     Sent
-    (any)     discard                   (same)   open deliveries: Aborted; HELD becomes gone
+    LIVE      discard                   LIVE     open deliveries: Aborted after their writes
+    (other)   discard                   gone     open deliveries: Aborted; HELD: then Sent
 
-In LIVE, the producer sends Alive for open deliveries and, until the prompt starts, to ranks that
-sent AwaitStart. Alive stops when the engine finishes no step (``stepped``) for step_s, so a forward
-pass that hangs does not make a consumer wait forever.
+In LIVE and HELD, the producer sends Alive for open deliveries with an AwaitStart or an Offer. Alive
+stops when the engine finishes no step (``stepped``) for step_s, or a write makes no progress for
+progress_s, so neither makes a consumer wait forever.
 
 During a step (``begin`` to ``progress``), it can write computed layers (``layers_computed``).
 
@@ -32,7 +32,7 @@ During a step (``begin`` to ``progress``), it can write computed layers (``layer
     AWAITED   Cancel                    CLOSED   Cancelled
     OPEN      all written               CLOSED   Fin, with a digest if the offer requests one
     OPEN      Cancel                    CLOSED   Cancelled, after its writes have ended
-    OPEN      a failure                 CLOSED   Aborted, after its writes have ended
+    (any)     a failure                 CLOSED   Aborted, after its writes have ended
     OPEN      a write fails             CLOSED   Failed. The producer acknowledges no later
                                                  Cancel: parts of the write may still arrive
                                                  while this process lives (docs/decisions/0024)
@@ -41,10 +41,10 @@ During a step (``begin`` to ``progress``), it can write computed layers (``layer
                                                  has ended (docs/decisions/0009)
 
 The producer never writes for a closed delivery: Fin, Aborted and Cancelled allow the consumer to
-use or free its blocks. Failed does not. After a failed write, the producer answers every Offer and
-Cancel of the transfer with Failed, even after it has removed the transfer or the consumer.
+use or free its blocks. Failed does not. After a failed write, the producer answers each AwaitStart,
+Offer and Cancel of the transfer with Failed, even after it has removed the transfer or consumer.
 
-The producer keeps the ids of ended transfers for lease_s. It answers an offer with such an id with
+The producer keeps the ids of ended transfers for lease_s. It answers offers with such an id with
 Aborted, or not at all while a write for that consumer rank is in flight. After lease_s, it keeps
 only the highest message number that each consumer worker has sent for these transfers. It answers
 offers up to that number with Aborted, however late they arrive: if a cancelled offer counted as
@@ -76,11 +76,11 @@ class ProducerSnapshot:
     ``consumers``       known consumer workers
     ``heard_at``        time of the last message of each consumer worker not yet removed, in seconds
     ``transfers``       stage of each open transfer, by transfer id
-    ``remembered``      ids of ended transfers
+    ``remembered``      ids of transfers ended within lease_s
     ``offered_blocks``  blocks in open offers, by consumer worker
     ``early``           number of transfers whose requests have not arrived, by consumer incarnation
     ``closed``          (transfer id, consumer worker) of closed deliveries in open transfers
-    ``offers``          (transfer id, consumer worker) of deliveries with an offer
+    ``offers``          (transfer id, consumer worker) of open deliveries with an offer
     ``writes``          ids of unfinished writes
     ``failed``          ids of transfers with a failed write, by consumer worker
     """
@@ -111,8 +111,8 @@ class Producer(Production):
         """Add a prefill request whose KV this engine sends."""
         transfer = self._transfers.get(transfer_id)
         if transfer_id in self._gone or (transfer is not None and transfer.stage is not Stage.EARLY):
-            # A reused transfer id: compute the request, send nothing, free its blocks when it
-            # finishes.
+            # The id is in use, ended or discarded: compute the request, send nothing, free its
+            # blocks when it finishes.
             transfer = Transfer(transfer_id, Stage.LIVE, now, expected_ranks=frozenset())
         elif transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.LIVE, now)
@@ -139,7 +139,7 @@ class Producer(Production):
     def progress(
         self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int, now: float
     ) -> list[ProducerAction]:
-        """Handle the end of a chunk: KV of ``computed_tokens`` tokens has been computed.
+        """Handle the end of a chunk: KV of the first ``computed_tokens`` tokens has been computed.
 
         ``new_ids[g]`` are block ids to append to group g's block table.
         """
@@ -165,7 +165,7 @@ class Producer(Production):
         transfer.coming_tokens = computed_tokens
 
     def layers_computed(self, request_ids: Iterable[str], group: int, stop: int, now: float) -> list[ProducerAction]:
-        """Write the first ``stop`` layers of a group, which the current step has computed."""
+        """Write the layers below ``stop`` of a group, which the current step has computed."""
         actions: list[ProducerAction] = []
         for request_id in request_ids:
             transfer = self._by_request.get(request_id)
@@ -182,8 +182,8 @@ class Producer(Production):
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
         """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
-        No new write reads the old blocks. Writes in flight (``writes_in_flight``) may continue
-        until ``fenced``; bytes written by then stay valid.
+        No new write reads the old blocks. A delivery with part of a step's layers is aborted. Other
+        writes (``writes_in_flight``) may go on until ``fenced``; bytes written by then are valid.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -216,7 +216,7 @@ class Producer(Production):
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
-        """Handle the end of a request.
+        """Handle the end of a request or, without ``held``, of its transfer only.
 
         ``held``    whether the request's blocks stay allocated until ``Sent``
         ``reason``  reason in the Aborted messages if ``held`` is False
@@ -240,7 +240,7 @@ class Producer(Production):
         """Abort a transfer whose KV no engine will fetch.
 
         The prefill request may have arrived or may arrive later. vLLM still computes it; Sent
-        follows when the request finishes.
+        follows when the request has finished and no write is in flight.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -314,7 +314,7 @@ class Producer(Production):
         return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
-        """Handle the death of a consumer worker: abort its deliveries after their writes."""
+        """Remove a dead or evicted consumer worker: abort its deliveries after their writes."""
         if self._consumers.pop(peer, None) is not None:
             self._lost[peer] = None
         actions: list[ProducerAction] = []
@@ -352,7 +352,7 @@ class Producer(Production):
         return actions + self._end(transfer, delivery, f"a write failed: {reason}", now)
 
     def write_posted(self, write_id: int, total_bytes: int) -> None:
-        """Handle a posted write. Fin counts its ``total_bytes`` when it is done."""
+        """Handle a posted write. Fin counts its ``total_bytes`` once the write is done."""
         _, delivery = self._writes[write_id]
         delivery.in_flight[write_id] = total_bytes
 
@@ -376,7 +376,7 @@ class Producer(Production):
             awaits_start = delivery.awaits_start and not delivery.closed
             if (delivery.offer is None and not awaits_start) or delivery.closed or transfer.request_id is None:
                 continue
-            # No Alive for a hanging write: the consumer's progress_s must end its wait.
+            # No Alive while a write makes no progress: the consumer's progress_s must end its wait.
             hangs = delivery.in_flight and now - delivery.moved_at >= self._limits.progress_s
             failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
             alive = not hangs and not failed and not self._engine_hangs(transfer, now)
@@ -421,7 +421,7 @@ class Producer(Production):
         return [Forget(peer) for peer in forgotten]
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of transfers by stage, writes, remembered ids and hanging writes."""
+        """Return the number of transfers by stage, of writes, remembered ids and hanging writes."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1

@@ -49,14 +49,14 @@ class Production:
         if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
             return ""
         if message.number <= self._overtaken.get(peer, -1):
-            return "this offer arrived too late"
+            return "this message arrived too late"
         transfer = self._transfer_for(peer, message, now)
         if transfer is None:
             return "this transfer has ended or belongs to another consumer"
         delivery = transfer.deliveries.setdefault(peer.rank, Delivery(peer))
         if delivery.closed:
             # Do not repeat the first offer's Fin: this offer's blocks have not been written.
-            return "this transfer has already had an offer"
+            return "the delivery to this rank has already ended"
         return "" if delivery.offer is not None else (transfer, delivery)
 
     def _awaits_start(self, peer: Peer, message: AwaitStart, now: float) -> list[ProducerAction]:
@@ -97,7 +97,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """Return the delivery of ``peer`` with unfinished writes; an empty list if there is none.
+        """Return a list of the delivery to ``peer`` with unfinished writes; empty if there is none.
 
         The delivery may belong to an ended transfer. Its final message follows when its writes end.
         """
@@ -108,14 +108,18 @@ class Production:
         ][:1]
 
     def _too_early(self, peer: Peer, transfer_id: str) -> bool:
-        """Return whether to ignore a message: the consumer engine has MAX_EARLY early transfers."""
+        """Return whether to ignore a message of ``peer``.
+
+        True if the transfer is unknown and the consumer engine has MAX_EARLY early transfers.
+        """
         known = transfer_id in self._transfers or transfer_id in self._gone
         return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 
     def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
         """Return the open transfer that ``peer`` may change, or None.
 
-        Creates a transfer whose request has not arrived.
+        Creates an early transfer if the id is unknown. Assigns a transfer without a consumer to the
+        engine of ``peer``.
         """
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
@@ -182,7 +186,7 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give up a delivery. The consumer receives Aborted once no write is in flight."""
+        """Give up a delivery. After its writes it ends: in Aborted, or as it was already ending."""
         if delivery.closed:
             return []
         if delivery.ending is None:
@@ -193,10 +197,12 @@ class Production:
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
         """End a transfer whose lease has expired, after its writes in flight.
 
-        HELD: no offer arrived. EARLY: the prefill request did not arrive.
+        HELD: an offer did not arrive. EARLY: the prefill request did not arrive.
         """
         reason = (
-            "the lease has expired" if transfer.stage is Stage.HELD else "the prefill request did not arrive in time"
+            "the lease expired before an offer arrived"
+            if transfer.stage is Stage.HELD
+            else "the prefill request did not arrive in time"
         )
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():

@@ -41,11 +41,11 @@ class Order:
 
 @dataclass(slots=True)
 class QueuedRequest:
-    """A request without blocks, whose prompt the producer has not started.
+    """A request without blocks, whose prompt the producer has not reported as starting.
 
     ``heard_at``  time of the last message from ``asked``, else of AwaitStart, else of the request's
                   arrival; in seconds
-    ``asked``     producer worker that reports the start; None before the handshake
+    ``asked``     producer worker that received AwaitStart; None before the handshake
     """
 
     request_id: str
@@ -168,10 +168,10 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 
 @dataclass(slots=True)
 class Reception:
-    """One request with blocks, from the handshake until no partner may write to its blocks.
+    """One request with blocks, from ``start`` until no partner may write to its blocks.
 
     ``since``         time of ``start``, in seconds
-    ``number``        number of its Offer
+    ``number``        number of its Offer; 0 before the Offer
     ``writing``       partners that may still write
     ``heard_at``      time of each partner's last message, in seconds
     ``verifying``     partners whose bytes are being compared with a digest
@@ -192,9 +192,9 @@ class Reception:
     check_at: float = float("-inf")
 
     def silent_since(self, now: float) -> float:
-        """Return the time of the last message of the partner that has been silent longest.
+        """Return the earliest of the times of the last messages of the partners that may write.
 
-        Before the offer, return the time of ``start``.
+        Return the time of ``start`` before the offer, and ``now`` if no partner may write.
         """
         if self.stage is ReceptionStage.CONNECTING:
             return self.since

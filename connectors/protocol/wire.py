@@ -1,9 +1,10 @@
 """Messages of a transfer and their versioned frames.
 
-Frame: ``b"TDM"``, one version byte, header length (uint32, little endian), JSON header, block
-vectors (int64) as counted by the header, and a tag: the keyed BLAKE2b of everything before it. The
-key derives from the peers' secret (``handshake/keys.py``). Without a secret the tag is a checksum.
-Any other input raises WireError. ``decode`` checks the tag before it parses the header.
+Frame: ``b"TDM"``, one version byte, header length (uint32, little endian), JSON header, body, and a
+tag: the keyed BLAKE2b of everything before it. The body of Hello is agent metadata; that of Offer
+is block vectors (int64, little endian) as counted by the header; other messages have none. The key
+derives from the peers' secret (``handshake/keys.py``). Without a secret the tag is a checksum. Any
+other input raises WireError. ``decode`` checks the tag before it parses the header.
 
     consumer -> producer   Hello, AwaitStart, Offer, Cancel
     producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
@@ -50,7 +51,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Agent metadata of the consumer. The producer uses it to connect and to plan transfers."""
+    """Agent metadata of the consumer worker. The producer uses it to connect and to plan."""
 
     agent_metadata: bytes
     kind: ClassVar[str] = "hello"
@@ -58,7 +59,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The producer has plans for this consumer and accepts its offers."""
+    """The producer worker has a plan for this consumer worker and accepts its offers."""
 
     kind: ClassVar[str] = "welcome"
 
@@ -77,7 +78,8 @@ class AwaitStart:
 
     ``number``  message number (``Offer``)
 
-    The producer answers with Alive until it is about to compute the prompt, then with Starting.
+    The producer answers with Alive every alive_s until it is about to compute the prompt, then with
+    Starting until the Offer arrives; or with Aborted or Failed.
     """
 
     transfer_id: str
@@ -101,8 +103,8 @@ class Offer:
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``), compared by the producer
     ``groups``         blocks to fill, one set per group
     ``digest``         whether Fin must have a digest of the written bytes
-    ``number``         message number, ascending over all messages of a worker; with it the producer
-                       detects late duplicates
+    ``number``         message number, from one ascending counter of the consumer worker; with it
+                       the producer detects late duplicates
     """
 
     transfer_id: str
@@ -116,7 +118,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The request is queued or computing, and the engine makes progress."""
+    """The transfer goes on: its request is queued or computing, or its KV is being written."""
 
     transfer_id: str
     kind: ClassVar[str] = "alive"
@@ -124,7 +126,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Fin:
-    """The producer has written all offered blocks and writes no more.
+    """This producer rank has written its part of the offered blocks and writes no more.
 
     ``total_bytes``  bytes written
     ``digest``       digest of the source bytes, 32 hexadecimal digits; empty if not requested
@@ -156,7 +158,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The consumer needs nothing more. It keeps its blocks until the producer has answered.
+    """The consumer needs nothing more. It keeps its blocks until Fin, Aborted or Cancelled.
 
     ``number``  number of the cancelled Offer or, without an offer, a new number
     """
@@ -244,13 +246,16 @@ def decode(frame: bytes, key: bytes = b"") -> Envelope:
     if magic != _MAGIC:
         raise WireError("the frame does not start with b'TDM'; another program sends to this port or agent")
     if version != PROTOCOL_VERSION:
-        raise WireError(f"the peer has protocol version {version}, this engine {PROTOCOL_VERSION}")
+        raise WireError(
+            f"the peer has protocol version {version}, this engine {PROTOCOL_VERSION}; "
+            "run the same Tandem release on both sides"
+        )
     end = len(frame) - _TAG_BYTES
     if not hmac.compare_digest(_tag(memoryview(frame)[:end], key), frame[end:]):
-        raise WireError("the frame's tag is wrong: it is damaged, or the sender has another secret")
+        raise WireError("the frame's tag is wrong: the frame is damaged, or the sender has another secret")
     body_at = _PREFIX.size + head_bytes
     if body_at > end:
-        raise WireError(f"a frame of {len(frame)} bytes is truncated: its header has {head_bytes}")
+        raise WireError(f"a frame of {len(frame)} bytes is truncated: its header has {head_bytes} bytes")
     if head_bytes > _MAX_HEADER_BYTES:
         raise WireError(f"a header has {head_bytes} bytes; the limit is {_MAX_HEADER_BYTES}")
     try:
@@ -296,12 +301,12 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
             return Cancel(_id(header), _count(header, "number"))
         case "cancelled":
             return Cancelled(_id(header))
-    raise WireError(f"unknown message {reprlib.repr(kind)}")
+    raise WireError(f"unknown kind of message {reprlib.repr(kind)}")
 
 
 def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
     if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
-        raise WireError("an offer must have the number of blocks of each group")
+        raise WireError("'blocks' of an offer must be a list with the number of blocks of each group")
     if len(body) != 16 * sum(counts):
         raise WireError(f"an offer of {sum(counts)} blocks has {len(body)} bytes, not 16 per block")
     numbers = np.frombuffer(body, "<i8").astype(np.int64)
@@ -310,12 +315,12 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
     for count in counts:
         positions, ids = numbers[at : at + count], numbers[at + count : at + 2 * count]
         if count and (positions.min() < 0 or ids.min() <= 0 or (np.diff(positions) <= 0).any()):
-            raise WireError("an offer's positions must ascend from 0 and its block ids must be positive")
+            raise WireError("an offer's positions must ascend and be at least 0, and its block ids must be positive")
         sets.append(BlockSet(positions, ids))
         at += 2 * count
     ids = np.concatenate([blocks.ids for blocks in sets]) if sets else np.empty(0, np.int64)
     if len(np.unique(ids)) != len(ids):
-        raise WireError("an offer has a block twice; block ids must be unique over all groups")
+        raise WireError("an offer has a block twice: block ids must be unique over all groups")
     return tuple(sets)
 
 
@@ -327,7 +332,7 @@ def _text(fields: Mapping[str, object], key: str) -> str:
 
 
 def _id(fields: Mapping[str, object]) -> str:
-    """Return the transfer id. Raises WireError above MAX_ID_CHARACTERS: both ends store ids."""
+    """Return the transfer id. Raises WireError if it is too long: both ends store ids."""
     value = _text(fields, "id")
     if len(value) > MAX_ID_CHARACTERS:
         raise WireError(f"'id' has {len(value)} characters; the limit is {MAX_ID_CHARACTERS}")
@@ -351,5 +356,5 @@ def _digest(fields: Mapping[str, object], key: str) -> str:
 def _count(fields: Mapping[str, object], key: str) -> int:
     value = fields.get(key)
     if type(value) is not int or not 0 <= value < 2**63:
-        raise WireError(f"{key!r} must be a whole number, not {reprlib.repr(value)}")
+        raise WireError(f"{key!r} must be a whole number of at most 63 bits, not {reprlib.repr(value)}")
     return value

@@ -1,1 +1,1 @@
-"""Moves bytes and messages between agents: over NIXL, or in memory for tests and simulations."""
+"""Moves bytes and messages between agents, over NIXL or in memory; computes digests of bytes."""

@@ -70,7 +70,7 @@ class Transport(Protocol):
     def notify(self, peer: str, payload: bytes) -> None:
         """Send a message, delivered at most once.
 
-        Raises TransportError if the peer is unreachable.
+        Raises TransportError if it cannot be sent. A message may be lost without an error.
         """
 
     def notifications(self) -> list[tuple[str, bytes]]:

@@ -1,4 +1,4 @@
-"""Hashes a stream in place on any torch device; only 8 bytes per 16 KiB move to the host.
+"""Hashes streams where they lie, on any torch device; only 8 bytes per segment move to the host.
 
 xxh3 reads a stream sequentially, which is slow on an accelerator. This module divides each piece
 into segments of at most 16 KiB, and each segment into little-endian signed 32-bit words ``w``. It
@@ -32,7 +32,7 @@ from connectors.transport.digest import HostMemory, Memory
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
-"""Bytes gathered at a time, on a CPU and on an accelerator. A batch fits in a CPU's cache. The
+"""Bytes gathered at a time, on a CPU and on an accelerator. A CPU's batch fits in its cache. The
 gathered words and their 64-bit products take three times as much memory.
 """
 
@@ -100,7 +100,7 @@ class DeviceMemory:
         region, content = self._region_of(int(address[0]))
         last = int(address.max()) + length
         if int(address.min()) < region.address or last > region.end:
-            raise PlanError(f"the bytes from {int(address.min()):#x} to {last:#x} lie in more than one region")
+            raise PlanError(f"the bytes from {int(address.min()):#x} to {last:#x} do not lie in one region")
         offset = address - region.address
         whole = length // SEGMENT_BYTES
         parts = []
@@ -127,7 +127,7 @@ class DeviceMemory:
             content = content[: len(content) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
             offset = offset // _WORD_BYTES
         row = words if aligned else length
-        # Row i is the bytes from offset i. Only the indexed rows are read.
+        # Row i begins at byte (aligned: word) i. Only the indexed rows are read.
         rows = content.as_strided((len(content) - row + 1, row), (1, 1), content.storage_offset())
         index = self._upload(offset)
         step = max(1, self._batch_bytes // length)

@@ -9,7 +9,7 @@ so the ends may feed layers in any order. The digest combines all streams:
 
 The plan has the same order of pieces at both ends, so equal digests mean equal bytes at the
 intended addresses. Between two host memories, the hash of a stream is xxh3_128 of its bytes
-(``HostMemory``). Otherwise both ends use the hash that accelerators compute in place
+(``HostMemory``). Otherwise both ends use the hash that an accelerator computes where the KV lies
 (``device_digest.py``).
 """
 

@@ -1,7 +1,8 @@
 """In-memory transport between agents of one process: real bytes and bounds checks, no network.
 
 Tests and simulations run whole transfers on it without NIXL. Agents on one ``Fabric`` can reach
-each other. Like NIXL, it refuses runs outside registered memory on either side.
+each other unless one is cut off. Like NIXL, it refuses runs outside registered memory on either
+side.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each worker has one agent, by default with the UCX backend. NIXL's own progress thread is off,
 because it spins and takes a core per worker, idle or not. The owner calls ``poll`` and
-``notifications`` often enough for writes to progress (docs/decisions/0003). Every NIXL error
-becomes a TransportError that names the peer.
+``notifications`` often enough for writes to progress (docs/decisions/0003). NIXL's errors become
+TransportErrors that name the peer, or this agent if no peer is involved.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 class NixlTransport:
     """A NIXL agent.
 
-    NIXL's error classes cannot be imported by name, so any Exception of a call becomes a
-    TransportError.
+    NIXL's error classes cannot be imported by name, so this class catches any Exception of a call.
     """
 
     kind = "nixl"
@@ -39,8 +38,8 @@ class NixlTransport:
         ``devices``  UCX names of the network devices to use, for all transports that this process
                      creates from now on; empty: those of UCX's environment variables, else all
 
-        Raises ConfigurationError for a backend that this NIXL build lacks, TransportError if one
-        fails to start.
+        Raises ConfigurationError for a backend that this NIXL build lacks, TransportError if the
+        agent or a backend fails to start.
         """
         self.name = name
         if devices:
@@ -53,7 +52,7 @@ class NixlTransport:
                 nixl_agent_config(
                     enable_prog_thread=False,
                     backends=[],
-                    # The side channel's threads add peers while the engine's thread writes.
+                    # Handshake threads add peers while the engine's and the progress thread write.
                     sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
                 ),
             )

@@ -1,9 +1,10 @@
 """NIXL transfer between two processes of this host: `python -m connectors.transport.selftest`.
 
-A receiver and a sender register memory, write, compare digests and send a message, as engines do.
-The output is one JSON object: `seconds` and `bytes`, or `error`; and `plugins`, the backends of
-this NIXL build. UCX reads its settings from the environment; `--sender-env` and `--receiver-env`
-(JSON objects) add to it.
+A receiver and a sender register memory. The sender writes, then sends a message, as engines do; the
+parent process compares digests of both memories. The output is one JSON object: `seconds` and
+`bytes`, or `error`; and `plugins`, the backends of this NIXL build, if a child process has reported
+them. UCX reads its settings from the environment; `--sender-env` and `--receiver-env` (JSON
+objects) add to it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m connectors.transport.selftest", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--backends", default="UCX", help="NIXL backends, separated by commas")
-    parser.add_argument("--devices", default="", help="network devices for UCX, separated by commas; empty: all")
+    parser.add_argument(
+        "--devices", default="", help="network devices for UCX, separated by commas; empty: UCX_NET_DEVICES, else all"
+    )
     parser.add_argument("--timeout-s", type=float, default=30.0, help="limit of the transfer itself, in seconds")
     parser.add_argument("--sender-env", type=json.loads, default={}, help="environment variables of the sender (JSON)")
     parser.add_argument(
@@ -57,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     backends: list[str], devices: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool
 ) -> dict[str, Any]:
-    """Run both processes and return the result.
+    """Run both child processes and return the result.
 
     The result has `error` instead of an exception if the transfer fails or a backend is missing.
     """
@@ -128,7 +131,7 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
 
 
 def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> int:
-    """Run one of the two processes. It writes messages to `pipe` and reads them from stdin."""
+    """Run one end in this process. It writes JSON lines to `pipe` and reads them from stdin."""
     from connectors.errors import TandemError
 
     try:
@@ -153,7 +156,7 @@ def _receive(backends: list[str], devices: list[str], timeout_s: float, pipe: IO
     sys.stdin.readline()  # the sender has started
     give_up_at = time.monotonic() + timeout_s
     while not transport.notifications():
-        _rest(give_up_at, "the message after the write did not arrive")
+        _rest(give_up_at, "the message after the write did not arrive in time")
     print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest()}), file=pipe)
     sys.stdin.read()  # until the parent closes the pipe
 
@@ -180,7 +183,7 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[st
         peer, Runs(memory.ctypes.data + starts, receiver["address"] + starts, lengths), memory_kind, memory_kind
     )
     while not transport.poll(handle):
-        _rest(give_up_at, "the write did not finish")
+        _rest(give_up_at, "the write did not finish in time")
     seconds = time.monotonic() - began
     transport.notify(peer, b"written")
     print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest(), "seconds": seconds}), file=pipe)

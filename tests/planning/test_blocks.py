@@ -112,7 +112,7 @@ def test_a_short_table_is_refused() -> None:
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (5, 4)])
 def test_a_backward_range_is_refused(start: int, end: int) -> None:
     """start <= end, both from 0."""
-    with pytest.raises(PlanError, match="must be 0 to end_token"):
+    with pytest.raises(PlanError, match="must be between 0 and end_token"):
         wanted_blocks(FULL, TABLE, start, end)
 
 

@@ -23,7 +23,8 @@ def test_incompatible_peers_read_well() -> None:
     """Field, both values, remedy; programs can read the field."""
     error = errors.IncompatiblePeerError("dtype", "bfloat16", "float16", "start both engines with the same dtype")
     assert str(error) == (
-        "dtype differs: this engine has 'bfloat16', the peer 'float16'; start both engines with the same dtype"
+        "dtype differs: the decode engine has 'bfloat16', the prefill engine 'float16'; "
+        "start both engines with the same dtype"
     )
     assert error.field == "dtype"
 
@@ -36,7 +37,7 @@ def test_unsupported_caches_read_well() -> None:
 
 
 def test_transport_errors_name_the_peer() -> None:
-    """The message begins with the peer."""
+    """The message begins with the name of the agent."""
     error = errors.TransportError("decode-1", "a write failed")
-    assert str(error) == "peer 'decode-1': a write failed"
+    assert str(error) == "agent 'decode-1': a write failed"
     assert error.peer == "decode-1"

@@ -257,13 +257,13 @@ def test_a_rank_must_hold_its_share_of_the_grid() -> None:
         replace(staged, pp_rank=2)
     with pytest.raises(PlanError, match="a layer is on two pipeline stages"):
         replace(staged, groups=(replace(staged.groups[0], stages=(("a", "b"), ("b",))),))
-    with pytest.raises(PlanError, match=r"stores Shard\(rank=1, .* its place in the grid is Shard\(rank=0"):
+    with pytest.raises(PlanError, match=r"stores Shard\(rank=1, .* its shard in the grid is Shard\(rank=0"):
         replace(sharded, tp_rank=0)
-    with pytest.raises(PlanError, match=r"blocks of full attention, .* = 8 tokens, not 20 tokens of full"):
+    with pytest.raises(PlanError, match=r"needs full attention .* = 8 tokens; .* blocks of 20 tokens"):
         Group(0, GroupKind.FULL, 20, None, (), Shard(0, 2, 4))
     with pytest.raises(PlanError, match="rank 0 of 1, 4 tokens at a time"):
         Shard(0, 1, 4)
-    with pytest.raises(PlanError, match="not 16 tokens of state"):
+    with pytest.raises(PlanError, match="blocks of 16 tokens and is of kind state"):
         Group(0, GroupKind.STATE, 16, None, (), Shard(0, 2, 4))
 
 

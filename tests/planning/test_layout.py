@@ -100,8 +100,8 @@ def test_impossible_pages_are_refused(change: dict[str, Any]) -> None:
     ("kind", "block_tokens", "window", "says"),
     [
         (GroupKind.FULL, 0, None, "block_tokens must be positive, not 0"),
-        (GroupKind.FULL, 4, 8, "window_tokens is for sliding and chunked groups"),
-        (GroupKind.SLIDING, 4, None, "window_tokens is for sliding and chunked groups"),
+        (GroupKind.FULL, 4, 8, "window_tokens must be positive for sliding and chunked groups"),
+        (GroupKind.SLIDING, 4, None, "window_tokens must be positive for sliding and chunked groups"),
     ],
 )
 def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, window: int | None, says: str) -> None:
@@ -208,7 +208,7 @@ def test_the_last_kernel_block_lies_inside_the_region(last: int, fits: bool) -> 
 )
 def test_windows_of_chunks_and_states(change: dict[str, Any]) -> None:
     """A chunk has a size, a state has none."""
-    with pytest.raises(PlanError, match="window_tokens is for sliding and chunked groups"):
+    with pytest.raises(PlanError, match="window_tokens must be positive for sliding and chunked groups"):
         replace(FULL, **change)
 
 

@@ -167,7 +167,7 @@ def test_an_incompatible_peer_is_named(theirs: EngineLayout, field: str, remedy:
     with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
         check_compatible(theirs, BASE)
     assert refusal.value.field == field
-    assert str(refusal.value).startswith(f"{field} differs: this engine has ")
+    assert str(refusal.value).startswith(f"{field} differs: the decode engine has ")
     with pytest.raises(IncompatiblePeerError) as mirrored:
         check_compatible(BASE, theirs)
     assert mirrored.value.field == field

@@ -86,7 +86,7 @@ def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata
 @pytest.mark.parametrize(
     ("theirs", "field", "remedy"),
     [
-        ({"transport": "memory"}, "transport", "same transport"),
+        ({"transport": "memory"}, "transport", "same Tandem release"),
         ({"identity": replace(IDENTITY, model="other")}, "model", "same model"),
         ({"identity": replace(IDENTITY, dtype="float32")}, "dtype", "same dtype"),
         ({"identity": replace(IDENTITY, cache_dtype="fp8")}, "cache_dtype", "same kv_cache_dtype"),
@@ -112,12 +112,12 @@ def test_differences_are_named(theirs: dict[str, Any], field: str, remedy: str) 
     with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
         check_peers(agent_metadata(**theirs), agent_metadata())
     assert refusal.value.field == field
-    assert f"{field} differs: this engine has" in str(refusal.value)
+    assert f"{field} differs: the decode engine has" in str(refusal.value)
 
 
 def test_our_side_and_theirs_are_not_mixed_up() -> None:
-    """The message is for the consumer: its own value comes first."""
-    with pytest.raises(IncompatiblePeerError, match="this engine has 'bfloat16', the peer 'float32'"):
+    """The message has the value of each role: the decode engine is the consumer."""
+    with pytest.raises(IncompatiblePeerError, match="the decode engine has 'bfloat16', the prefill engine 'float32'"):
         check_peers(agent_metadata(identity=replace(IDENTITY, dtype="float32")), agent_metadata())
 
 

@@ -79,7 +79,7 @@ def test_more_blocks_on_offer_than_the_pool_has() -> None:
     assert producer.message(C0, wide("a", 1, 60), 0.0) == []
     assert aborted_reason(producer.message(C0, wide("b", 1, 60), 0.0)).startswith("the open offers have more blocks")
     assert aborted_reason(producer.message(C0, wide("b", 1, 10), 0.0)).startswith(
-        "this transfer has already had an offer"
+        "the delivery to this rank has already ended"
     )
     assert producer.message(C1, wide("a", 1, 60), 0.0) == [], "each rank has a pool of its own"
     assert producer.message(C0, Cancel("a"), 0.0) == [Send(C0, Cancelled("a"))]

@@ -224,7 +224,7 @@ def test_a_digest_that_cannot_be_made_is_refused() -> None:
     digest.
     """
     producer = asking([], can=False)
-    assert "integrity is off" in aborted_reason(producer.message(C0, ASKING, 0.5))
+    assert "computes no digests" in aborted_reason(producer.message(C0, ASKING, 0.5))
 
 
 @pytest.mark.parametrize("ending", ["fin", "cancel", "failed write", "preempted", "discard", "not held", "peer lost"])

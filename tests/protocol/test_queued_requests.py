@@ -200,7 +200,7 @@ def test_the_lease_ends_the_wait_of_a_consumer_that_never_offers() -> None:
     producer.starting("r", 2.0)
     producer.message(C0, WAITS, 3.0)
     found = producer.tick(2.0 + production.LIMITS.lease_s)
-    assert Send(C0, Aborted("t", "the lease has expired")) in found
+    assert Send(C0, Aborted("t", "the lease expired before an offer arrived")) in found
     assert not producer.busy
 
 
