@@ -140,6 +140,17 @@ def test_prompts_that_wait_in_routers_count():
     assert application.decide()["Prefill"] == 7, "100 prompts of 500 tokens in 10 s are 5,000 tokens a second more"
 
 
+def test_requests_that_wait_for_decode_count():
+    """Each role is scaled by its own queue: 10 requests wait for decode, none for prefill."""
+    application = Application()
+    full, busy = asdict(DecodeLoad(kv_use=1.0, running=10)), asdict(PrefillLoad(0, 1000, 2000, 500))
+    application.report(PREFILL, busy | {"queued": 0.0})
+    application.report(DECODE, full | {"queued": 0.0})
+    assert application.decide() == {"Prefill": 1, "Decode": 2}
+    application.report(DECODE, full | {"queued": 10.0})
+    assert application.decide() == {"Prefill": 1, "Decode": 4}
+
+
 @pytest.mark.parametrize(
     ("ongoing", "queued", "wanted"),
     [([8, 8], 0, 4), ([8, 0], 0, 2), ([1], 0, 1), ([4, 4], 9, 5), ([64], 64, 8), ([None, None, None], 0, 3)],

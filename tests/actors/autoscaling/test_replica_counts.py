@@ -104,6 +104,8 @@ def test_whole_engines(need, current, settled):
         ((2, 2), (1, 8), (1, 8), (2, 2)),
         ((8, 1), (1, 8), (1, 8), (8, 2)),  # at most 4 to 1
         ((1, 8), (1, 8), (1, 8), (2, 8)),  # at least 1 to 4
+        ((9, 1), (1, 16), (1, 8), (9, 3)),  # 9 / 4, rounded up
+        ((1, 9), (1, 8), (1, 16), (3, 9)),
         # decode cannot follow: more prefill engines would be idle
         ((8, 1), (1, 8), (1, 1), (4, 1)),
         ((1, 8), (1, 1), (1, 8), (1, 4)),

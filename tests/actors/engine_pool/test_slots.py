@@ -276,6 +276,20 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
     assert here.snapshot() == module.SlotPoolSnapshot(frozenset(), frozenset(), frozenset())
 
 
+async def test_a_request_cancelled_just_after_its_grant_returns_the_slots() -> None:
+    """Its task has been granted slots, but has not run since."""
+    here = SlotPool(lambda: engines(a=2))
+    await here.take(sequences=2)
+    waiting = asyncio.create_task(here.take(sequences=2))
+    assert await soon(waiting) == [None]
+    here.give_back("a", sequences=2)
+    assert here.taken == 2, "granted"
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (here.taken, here.ongoing()) == (0, {"a": 0})
+
+
 async def test_no_slot_is_lost() -> None:
     """Random requests, some of which are cancelled while they wait or just after a grant."""
     rng = random.Random(1)
