@@ -62,11 +62,13 @@ applications:
           routing: {decode_weight: 2}
 ```
 
-- **`user_config`** of `Router` takes the keys marked `live: user_config`. It is merged over `args`:
-  keys that it does not name keep the value of `args`, and a key that is removed returns to it. If a
-  key or a value is wrong, the router keeps its present settings. It logs the error, shows it on the
-  [status page](observing.md#status-page) and in `/tandem/status` (`rejected_config`), and sets
-  `tandem_user_config_rejected` to 1. `make run` refuses such a file.
+- **`user_config`** of `Router` takes the keys marked `live: user_config`. These are the fields of
+  `RouterLimits` (`configs/settings/router.py`), `routing` included; any other key of `router` is
+  refused. `user_config` is merged over `args`: keys that it does not name keep the value of `args`,
+  and a key that is removed returns to it. If a key or a value is wrong, the router keeps its
+  present settings. It logs the error, shows it on the [status page](observing.md#status-page) and
+  in `/tandem/status` (`rejected_config`), and sets `tandem_user_config_rejected` to 1. `make run`
+  refuses such a file.
 - **`num_replicas`** is for roles whose `replicas` is a number. For autoscaled roles, write
   `autoscaling_config` under `deployments` from the first deployment on, with
   `policy: {policy_function: "actors.autoscaling.policy:ScaleByOngoing"}`. Its bounds then change
