@@ -26,6 +26,7 @@ from app.demo.paths import MODEL_DIR
 from testing import fork_server
 from testing.network_namespace import enter_network
 from testing.processes import free_cores
+from testing.vllm_server import start_module
 
 POOL_BLOCKS = 448
 """Number of KV blocks of each engine; small, so that another request soon reuses a freed block."""
@@ -59,6 +60,8 @@ class Server:
     ``members``  processes of the current start by part: ``api``, ``core``, ``rank0``, …
     ``network``  path of the server's network namespace; empty: this process's own
     ``host``     address at which this process reaches the server
+    ``forked``   whether the server forks from the fork server; False: it starts as a module, and
+                 vLLM spawns its processes, as on a GPU
     """
 
     name: str
@@ -70,6 +73,7 @@ class Server:
     host: str = "127.0.0.1"
     network: str = ""
     data_parallel_size: int = 1
+    forked: bool = True
     starts: int = 0
     members: dict[str, psutil.Process] = field(default_factory=dict)
     _api: psutil.Process | None = None
@@ -96,6 +100,11 @@ class Server:
             argv += ["--data-parallel-size", str(self.data_parallel_size)]
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
+        if not self.forked:
+            command = ["vllm.entrypoints.openai.api_server", *argv]
+            started = start_module(self.folder, self.log.stem, command, self.environment)
+            self._api = psutil.Process(started.pid)
+            return
         fork_server.prepare()
         process = fork_server.CONTEXT.Process(
             target=_serve, args=(argv, dict(self.environment), str(self.log), self.network)

@@ -1,6 +1,7 @@
 """Two stock vLLM servers with Tandem's connector behind a plain sequential proxy, without Ray.
 
-The answers equal those of one engine.
+The answers equal those of one engine. vLLM starts the decode server's processes itself, by `spawn`;
+those of other tests are forked (`testing/preload.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("drop-in")
     trace = folder / "trace.jsonl"
     prefill, decode = (
-        Server(role, free_port(), 1, folder, tandem(role, trace)) for role in ("kv_producer", "kv_consumer")
+        Server(role, free_port(), 1, folder, tandem(role, trace), forked=role == "kv_producer")
+        for role in ("kv_producer", "kv_consumer")
     )
     proxy_url = f"http://127.0.0.1:{free_port()}"
     proxies = []
