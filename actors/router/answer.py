@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def route(self) -> str:
-        """Route of the request: `remote` (a prefill engine computed the prompt) or `local`."""
+        """Route of the request: `remote` (the router sent it to prefill, too) or `local`."""
         return "remote" if self.local_reason is None else "local"
 
     @property
