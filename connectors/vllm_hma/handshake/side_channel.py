@@ -2,7 +2,8 @@ r"""The side channel: a TCP server through which peers fetch an engine's agent m
 
 Each connection carries one request and one response: a decode rank fetches metadata at first
 contact. KV does not use this channel. With a secret, the connection is TLS, and only peers with the
-secret can complete the TLS handshake (``tls.py``): a client with the agent metadata can write to this engine's memory.
+secret can complete the TLS handshake (``tls.py``): a client with the agent metadata can write to
+this engine's memory.
 
 Each connection is limited to TALK_S and to a few kilobytes. Above MAX_CONNECTIONS, the server
 closes the oldest. Engines run it in its own process (``metadata_process.py``), so a flood does not

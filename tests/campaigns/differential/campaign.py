@@ -48,6 +48,9 @@ GROUPS = {
 AT_ONCE = 4
 TIMEOUT_S = 120.0
 
+LIMITS = httpx.Limits(keepalive_expiry=2.0)
+"""uvicorn closes connections that are idle for 5 s. A request on one that is closing gets no answer."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -112,8 +115,8 @@ async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]
     single_url, service_url = pair_urls
     gate = asyncio.Semaphore(AT_ONCE)
     async with (
-        httpx.AsyncClient(base_url=single_url, timeout=TIMEOUT_S) as single,
-        httpx.AsyncClient(base_url=service_url, timeout=TIMEOUT_S) as service,
+        httpx.AsyncClient(base_url=single_url, timeout=TIMEOUT_S, limits=LIMITS) as single,
+        httpx.AsyncClient(base_url=service_url, timeout=TIMEOUT_S, limits=LIMITS) as service,
     ):
 
         async def one(group: str, case: Case) -> tuple[str, Outcome]:
