@@ -31,11 +31,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import vllm
@@ -61,7 +61,7 @@ from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane, LaneCall
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.reads import Progress, TierReads
-from connectors.vllm_hma.model.identity import named_weights
+from connectors.vllm_hma.model.identity import is_commit, named_weights
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -109,14 +109,18 @@ class _Job:
     abandoned: bool = False
 
 
+_MEDIA_WORDS = frozenset({"vision", "audio", "image", "img", "video", "vq"})
+"""Words of the keys that configure images or audio in models' config.json."""
+
+
 class TandemStoreTier(SecondaryTierManager):
     """Chunks in files below ``path``. No method waits for the file system, except at start.
 
     ``path``, ``disk_gib``, ``lookup_s``, ``load_s``, ``store_s``  as in ``StoreSettings``
-    ``revision``          commit of a Hugging Face Hub model, if the hub's local cache lacks it
+    ``revision``          commit of a Hugging Face Hub model, required for one
     ``identity``          text that differs between engines with different hf_overrides,
-                          quantization, content of adapters, or max_model_len of a LongRoPE model,
-                          which vLLM does not report to tiers
+                          quantization, dtype beside a quantized cache, content of adapters, or
+                          max_model_len of a LongRoPE model, which vLLM does not report to tiers
     ``media_is_hashed``   whether vLLM names images by content: with ``mm_processor_cache_gb`` above
                           0 or with prefix caching. Models with images or audio need it
     ``enable_kv_events``  whether to report stored and removed chunks
@@ -406,13 +410,21 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
     """Return the namespace of a model's chunks.
 
     vLLM's FileMapper describes the layout and decides whether other TP sizes can read it.
+    Raises ConfigurationError if the weights of a Hugging Face Hub model are not named by a commit.
     """
+    model = spec.config.model.name
+    if not Path(model).exists() and not is_commit(revision):
+        # vLLM does not report its --revision to tiers.
+        raise ConfigurationError(
+            f"secondary_tiers: revision must be the commit of {model} that the engine serves, 40 hexadecimal digits, "
+            f"not {revision!r}; KV of another revision would be loaded"
+        )
     layout = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
-    config = Path(spec.config.model.name) / "config.json"
+    config = Path(model) / "config.json"
     described = {
         "layout": layout.get_run_config() | {"model_name": "", "rank": layout.rank},
         "kv_cache_layout": [spec.config.kv_cache_layout, os.environ.get("VLLM_KV_CACHE_LAYOUT")],
-        "weights": named_weights(spec.config.model.name, revision),
+        "weights": named_weights(model, revision, stored=True),
         "config": hashlib.blake2b(config.read_bytes() if config.is_file() else b"").hexdigest(),
         "identity": identity,
         "block_bytes": block_bytes,
@@ -428,8 +440,18 @@ def _check_media(model: str, revision: str | None) -> None:
         config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
     except (OSError, ValueError):  # no config.json: vLLM would not serve images from it
         return
-    if found := sorted({"vision_config", "audio_config"} & config.keys()):
+    if found := _media_key(config):
         raise ConfigurationError(
-            f"secondary_tiers: {model} has a {found[0]}; set media_is_hashed to true if vLLM names images by content: "
+            f"secondary_tiers: {model} has a {found}; set media_is_hashed to true if vLLM names images by content: "
             "with mm_processor_cache_gb above 0, or with prefix caching"
         )
+
+
+def _media_key(config: Mapping[str, Any]) -> str | None:
+    """Return the first key, at any depth, that configures images or audio; None without one."""
+    for key, value in config.items():
+        if _MEDIA_WORDS & set(key.split("_")):
+            return key
+        if isinstance(value, Mapping) and (found := _media_key(value)):
+            return found
+    return None

@@ -143,7 +143,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register(engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        identity = model_identity(self._vllm_config)
+        identity = model_identity(self._vllm_config, stored=True)
         return self.worker.rank_cache(
             ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
         )

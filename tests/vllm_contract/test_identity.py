@@ -90,6 +90,37 @@ def test_a_read_only_cache_folder_costs_time_only(model: Path, cache_root: Path)
     assert digest_weights(model) == before
 
 
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    """All such folders would be one model."""
+    shutil.copy(MODEL_DIR / "config.json", tmp_path)
+    with pytest.raises(ConfigurationError, match="has no weight files"):
+        digest_weights(tmp_path)
+    assert model_identity(config(tmp_path, load_format="dummy", skip_tokenizer_init=True))
+
+
+def test_weights_in_object_storage_are_named_by_their_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then keeps a folder of configuration files as the model."""
+    made = config(MODEL_DIR)
+    local = model_identity(made).model
+    found = set()
+    for address in ("s3://bucket/one", "s3://bucket/other"):
+        monkeypatch.setattr(made.model_config, "model_weights", address)
+        found.add(model_identity(made).model)
+    assert len(found | {local}) == 3
+    with pytest.raises(ConfigurationError, match="s3://bucket/other may change without notice"):
+        model_identity(made, stored=True)
+
+
+def test_stored_kv_needs_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would outlive a change of the branch."""
+    made = config(MODEL_DIR)
+    monkeypatch.setattr(made.model_config, "model", "somebody/model")
+    monkeypatch.setattr(made.model_config, "revision", "main")
+    assert model_identity(made)
+    with pytest.raises(ConfigurationError, match="revision main of somebody/model may change"):
+        model_identity(made, stored=True)
+
+
 def test_a_model_of_the_hub_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """``main`` on two hosts may be two commits, and a branch and its commit are one model."""
     made = config(MODEL_DIR)

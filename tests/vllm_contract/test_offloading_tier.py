@@ -169,12 +169,28 @@ def test_another_layout_of_pages_is_another_namespace(host: Host, monkeypatch: p
     assert found(host.start()) == 0
 
 
-def test_models_with_images_need_hashed_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_model_of_the_hub_needs_its_commit(host: Host, revision: str | None) -> None:
+    """vLLM does not report its ``--revision``: the tier would load KV of another one."""
+    with pytest.raises(ConfigurationError, match="revision must be the commit of /nowhere/model"):
+        host.start(PATIENT | {"revision": revision})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"model_type": "llava", "vision_config": {}}, "vision_config"),
+        ({"model_type": "qwen2_5_omni", "thinker_config": {"audio_config": {}}}, "audio_config"),
+        ({"model_type": "phi4mm", "img_processor": {}}, "img_processor"),
+    ],
+)
+def test_models_with_images_need_hashed_images(tmp_path: Path, config: dict[str, object], key: str) -> None:
     """vLLM may name images by counters, which begin anew with each process."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
-    with pytest.raises(ConfigurationError, match="has a vision_config; set media_is_hashed"):
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=f"has a {key}; set media_is_hashed"):
         TieredEngine(tmp_path / "disk", model=str(model))
     TieredEngine(tmp_path / "disk", model=str(model), limits=PATIENT | {"media_is_hashed": True}).close()
 

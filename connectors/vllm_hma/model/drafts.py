@@ -65,7 +65,7 @@ def draft_identity(config: VllmConfig) -> str:
     speculative = drafting(config)
     if speculative is None:
         return ""
-    weights = weights_identity(speculative.draft_model_config)
+    weights = weights_identity(speculative.draft_model_config, config.load_config.load_format)
     return hashlib.blake2b(f"{speculative.method}:{weights}".encode(), digest_size=16).hexdigest()
 
 

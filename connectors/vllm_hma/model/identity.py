@@ -14,6 +14,7 @@ import vllm
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
 
+from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.vllm_hma.model.weights import digest_weights
 
@@ -24,14 +25,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def model_identity(config: VllmConfig, draft: str = "") -> ModelIdentity:
-    """Return the model's identity. ``draft`` is the draft model's identity (``drafts.py``).
+def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) -> ModelIdentity:
+    """Return the model's identity.
 
-    Reads all weights of a local model once per host (``weights.py``).
+    ``draft``   identity of the draft model (``drafts.py``)
+    ``stored``  whether KV with this identity outlives the engine, in a KV store
+
+    Reads all weights of a local model once per host (``weights.py``). Raises ConfigurationError if
+    ``stored`` and the weights cannot be told from others.
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{weights_identity(model)}:".encode())
+    digest.update(f"{weights_identity(model, config.load_config.load_format, stored)}:".encode())
     # The configuration as loaded, which includes hf_overrides.
     effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
     effective["tandem"] = [
@@ -74,24 +79,45 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
     return name
 
 
-def weights_identity(model: ModelConfig) -> str:
-    """Return the digest of a local model's weights, or the commit of a Hugging Face Hub model."""
-    return named_weights(model.model, model.revision)
+def weights_identity(model: ModelConfig, load_format: str, stored: bool = False) -> str:
+    """Return the digest of a local model's weights, or the commit of a Hugging Face Hub model.
+
+    For weights in object storage, return their address. For other arguments and errors see
+    ``model_identity``.
+    """
+    if load_format == "dummy":  # vLLM makes the weights from a fixed seed
+        return "dummy"
+    if model.model_weights:  # `model` is then a local folder without them (vllm/config/model.py)
+        return _unverified(f"the weights in {model.model_weights}", "use a local copy", model.model_weights, stored)
+    return named_weights(model.model, model.revision, stored)
 
 
-def named_weights(name: str, revision: str | None) -> str:
-    """Return the digest of the weights at a path, or the commit of a Hugging Face Hub model."""
+def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
+    """Return the digest of the weights at a path, or the commit of a Hugging Face Hub model.
+
+    Raises ConfigurationError if ``stored`` and the revision cannot be resolved to a commit.
+    """
     path = Path(name)
     if path.exists():
         return digest_weights(path)
     commit = _commit(name, revision)
     if commit is None:
-        logger.warning(
-            "Tandem: revision %s of %s cannot be resolved to a commit; set `revision` to a commit on all engines",
-            revision,
-            name,
-        )
-    return f"{name}@{commit or revision}"
+        remedy = "set `revision` to a commit on all engines"
+        return _unverified(f"revision {revision} of {name}", remedy, f"{name}@{revision}", stored)
+    return f"{name}@{commit}"
+
+
+def _unverified(what: str, remedy: str, identity: str, stored: bool) -> str:
+    """Return ``identity`` and log a warning; raise ConfigurationError if ``stored``."""
+    if stored:
+        raise ConfigurationError(f"KV store: {what} may change without notice, and KV in the store with it; {remedy}")
+    logger.warning("Tandem: %s may differ between engines without notice; %s", what, remedy)
+    return identity
+
+
+def is_commit(revision: str | None) -> bool:
+    """Return whether a revision is a full commit hash."""
+    return revision is not None and len(revision) == 40 and all(each in "0123456789abcdef" for each in revision)
 
 
 def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:
@@ -99,7 +125,7 @@ def _commit(repository: str, revision: str | None, file: str = "config.json") ->
     # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
     # "main".
     resolved = getattr(revision, "resolved", None) or revision
-    if resolved and len(resolved) == 40 and all(character in "0123456789abcdef" for character in resolved):
+    if is_commit(resolved):
         return str(resolved)
     try:
         cached = huggingface_hub.try_to_load_from_cache(repository, file, revision=revision)

@@ -34,9 +34,15 @@ _ATTEMPTS = 3
 def digest_weights(path: Path) -> str:
     """Return the digest of names and content of a folder's weight files, or of one file.
 
-    Raises ConfigurationError if a file keeps changing while it is read.
+    Raises ConfigurationError if there are no weight files, or if one keeps changing while it is
+    read.
     """
     files = [path] if path.is_file() else _weight_files(path)
+    if not files:
+        raise ConfigurationError(
+            f"{path} has no weight files ({', '.join(kinds[0] for kinds in _KINDS)}), so its weights cannot be told "
+            "from others; use a folder with the weights, or a model of the Hugging Face Hub"
+        )
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(_cached_digest, files))
     names = [""] if path.is_file() else [file.name for file in files]

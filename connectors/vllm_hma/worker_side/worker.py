@@ -65,7 +65,7 @@ class WorkerConnector:
         transport.register(layout.regions)
         agent_metadata = AgentMetadata(
             self._incarnation,
-            model_identity(self._vllm_config, draft_identity(self._vllm_config)),
+            model_identity(self._vllm_config, draft_identity(self._vllm_config), stored=self._config.store is not None),
             layout,
             transport.kind,
             transport.metadata(),

@@ -75,6 +75,10 @@ def chunk_bytes(key: OffloadKey, model: str) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, BLOCK_BYTES, np.uint8)
 
 
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+"""Commit of the models, which are not on this host."""
+
+
 @dataclass
 class TieredEngine:
     """vLLM's CPU tier and manager over a TandemStoreTier, driven as its scheduler does."""
@@ -95,6 +99,7 @@ class TieredEngine:
             "path": str(self.path),
             "disk_gib": DISK_BUDGET / (1 << 30),
             "enable_kv_events": self.events,
+            "revision": REVISION,
             **(self.limits or LIMITS),
         }
         view = self.primary.get_kv_memoryview()
