@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.plugin import register
+from connectors.vllm_hma.store_connector import TandemStoreConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,15 +61,16 @@ class TandemMultiConnector(MultiConnector):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the best child's result, or None tokens to defer the request to the next step.
 
-        It is deferred if no child has answered, or if none has tokens and a TandemConnector waits
-        for a transfer: to compute the prompt would end the transfer.
+        It is deferred if no child has answered, or if none has tokens and a TandemConnector or
+        TandemStoreConnector has not answered: to compute the prompt would end a transfer, or a
+        lookup whose first answer comes a step later. Both limit their own waits.
         """
         best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)
         for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):
             tokens, load_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if tokens is None:
-                waits = waits or isinstance(child, TandemConnector)
+                waits = waits or isinstance(child, (TandemConnector, TandemStoreConnector))
                 continue
             answered = True
             if tokens * weight > best:

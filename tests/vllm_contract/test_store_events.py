@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from connectors.errors import ConfigurationError
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.kv_store.orders import StoreReport
@@ -81,6 +84,34 @@ def test_a_removed_chunk(scheduler: StoreScheduler, tmp_path: Path) -> None:
     until(lambda: scheduler.matched_tokens(request, 0) is not None)
     assert scheduler.take_events() == [BlockRemoved(block_hashes=event.block_hashes, medium="STORAGE")]
     scheduler.finished(request)
+
+
+@pytest.mark.parametrize(("name", "stored_objects"), [("img-1", 0), ("a" * 64, 1), ("adapter:" + "b" * 128, 1)])
+def test_images_named_by_clients_are_neither_stored_nor_loaded(
+    scheduler: StoreScheduler, tmp_path: Path, name: str, stored_objects: int
+) -> None:
+    """Another image may have the same name on another day."""
+    image = MultiModalFeatureSpec(None, "image", name, PlaceholderRange(2, 4))
+    request = Request("r", PROMPT, SamplingParams(max_tokens=1), None, mm_features=[image])
+    scheduler.new_request(request)
+    assert len(scheduler._requests) == stored_objects  # noqa: SLF001
+    assert (scheduler.matched_tokens(request, 0) == 0) == (stored_objects == 0), "or the lookup has begun"
+    scheduler.finished(request)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"staging_mib": 0}, "store.staging_mib: the objects of one chunk have [0-9,]+ bytes.* at least 1"),
+        ({"disk_gib": 1e-8}, "the objects of one chunk have [0-9,]+ bytes, more than each tier; increase disk_gib"),
+    ],
+)
+def test_a_chunk_that_never_fits(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    """Every object would be dropped without a word."""
+    settings = StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1)
+    made = StoreScheduler(replace(settings, **changed), 4096)
+    with pytest.raises(ConfigurationError, match=message):
+        made.publish([CACHE])
 
 
 def test_without_kv_events_nothing_is_kept(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metad
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import EncodedAgentMetadata
+from connectors.vllm_hma.store_connector import TandemStoreConnector
+from tests.store.test_service import until
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
+from tests.vllm_contract.test_prefix_beside_transfer import CACHE
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
 TANDEM = {
@@ -193,6 +196,27 @@ def test_tandem_beside_a_store(make: Make) -> None:
         snapshot = tandem.scheduler.snapshot()
         assert snapshot.consumptions == frozenset()
         assert snapshot.receptions == (frozenset() if chosen else {"r"})
+
+
+def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_path: Path) -> None:
+    """A store's lookups answer in a later step, while a child without tokens answers at once."""
+    store = {
+        "kv_connector": "TandemStoreConnector",
+        "kv_connector_module_path": "connectors.vllm_hma.store_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "store": {"path": str(tmp_path / "store"), "chunk_tokens": 16, "lookup_s": 5.0},
+        },
+    }
+    connector = make(TandemMultiConnector, scripted(0, 0, 32), store)
+    child = connector.sub_connectors[1]
+    assert isinstance(child, TandemStoreConnector)
+    child.scheduler.publish([CACHE])
+    asked = request()
+    connector.on_new_request(asked)
+    assert ask(connector, asked) == (None, None)
+    until(lambda: ask(connector, asked)[0] is not None)
 
 
 def test_a_deferred_transfer_is_waited_for(make: Make) -> None:

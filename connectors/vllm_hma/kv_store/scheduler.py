@@ -14,13 +14,13 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from connectors.errors import PlanError
+from connectors.errors import ConfigurationError, PlanError
 from connectors.planning.layout import GroupKind
 from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
 from connectors.store.mixing import MixCosts
@@ -37,6 +37,7 @@ from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.identity import Adapters
+from connectors.vllm_hma.model.media import named_by_content
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -137,6 +138,7 @@ class StoreScheduler:
         tiers = [
             FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
         ]
+        _check_sizes(sizes.values(), settings)
         limits = StoreLimits(settings.lookup_s, settings.load_s, settings.store_s)
         self._ranks = len(rank_caches)
         self._store = KVStore(plan, space, sizes, tiers, Staging(settings.staging_mib << 20), limits)
@@ -160,6 +162,9 @@ class StoreScheduler:
         if request.resumable:
             # Sessions of streamed input replace computed tokens (vllm/v1/core/sched/scheduler.py,
             # ``_update_request_as_session``).
+            return
+        if not named_by_content(request):
+            # Another image may have the same name later.
             return
         adapter = "" if request.lora_request is None else self._adapters.identity(request.lora_request)
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
@@ -501,3 +506,21 @@ def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
         *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
         *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
     ]
+
+
+def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
+    """Raise ConfigurationError if staging or the tiers can never hold one chunk.
+
+    ``sizes``  bytes of one object of each group
+    """
+    chunk_bytes = sum(sizes)
+    if chunk_bytes > settings.staging_mib << 20:
+        raise ConfigurationError(
+            f"store.staging_mib: the objects of one chunk have {chunk_bytes:,} bytes, more than staging; set it to at "
+            f"least {-(-chunk_bytes >> 20)}, or reduce chunk_tokens"
+        )
+    if all(chunk_bytes > budget for _, _, budget in settings.tiers):
+        raise ConfigurationError(
+            f"store: the objects of one chunk have {chunk_bytes:,} bytes, more than each tier; increase disk_gib or "
+            "memory_gib, or reduce chunk_tokens"
+        )

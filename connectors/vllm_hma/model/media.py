@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from connectors.errors import ConfigurationError
@@ -9,6 +10,9 @@ from connectors.errors import ConfigurationError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+_DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+"""Digests of BLAKE3 or SHA-256, and of SHA-512 (VLLM_MM_HASHER_ALGORITHM)."""
 
 
 def check_media(config: VllmConfig) -> None:
@@ -23,6 +27,17 @@ def check_media(config: VllmConfig) -> None:
         "mm_processor_cache_gb: with 0 and without prefix caching, vLLM does not hash images, so KV of different "
         "images cannot be told apart; set mm_processor_cache_gb above 0, or enable_prefix_caching"
     )
+
+
+def named_by_content(request: Request) -> bool:
+    """Return whether all images of a request have names that look like vLLM's digests.
+
+    A client of a vLLM server may name an image itself (``uuid`` of a content part), and vLLM takes
+    that name as it is (vllm/multimodal/processing/inputs.py). With ``mm_processor_kwargs`` vLLM
+    hashes the client's name, which cannot be told from a digest of content.
+    """
+    # The name of an adapter may stand in front (vllm/v1/engine/input_processor.py).
+    return all(_DIGEST.fullmatch(each.identifier.rpartition(":")[2]) for each in request.mm_features)
 
 
 def reads_whole_images(config: VllmConfig) -> bool:
