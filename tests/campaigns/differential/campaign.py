@@ -49,7 +49,7 @@ AT_ONCE = 4
 TIMEOUT_S = 120.0
 
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
-"""uvicorn closes connections that are idle for 5 s. A request on one that is closing gets no answer."""
+"""uvicorn closes connections that are idle for 5 s; a request on a closing one gets no answer."""
 
 
 @dataclass(frozen=True)
