@@ -28,7 +28,7 @@ class Asked:
 
     ``whole``           reason why decode must serve all of the request, or None
     ``session``         id of the request's session, or None. The session's decode replica ranks
-                        before all others that have not just failed
+                        first, unless it has just failed
     ``prefill_known``   whether the running prefill replicas are known
     ``prefill_failed``  whether a prefill replica has already failed this request
     """
@@ -144,7 +144,8 @@ def _failing(load: EngineLoad | None, now: float) -> bool:
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
     """Return the sort key of the policy.
 
-    Replicas that have just failed rank last, then the session's decode replica ranks first.
+    Replicas that have just failed rank last. Among the others, the session's decode replica ranks
+    first.
     """
 
     def affinity(decode: str) -> float:
