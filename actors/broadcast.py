@@ -12,7 +12,10 @@ from actors.upstream.ray_private import replica_results
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
-"""Minimum interval between log lines of one role and method: calls fail while replicas start."""
+"""Minimum interval between the log lines of `ask_all` about one role and method, in seconds.
+
+Calls fail while replicas start.
+"""
 
 _logged_at: dict[tuple[str, str], float] = {}
 """Time of the last log line by role and method."""
@@ -26,14 +29,17 @@ class Role(Protocol):
 
 
 async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
-    """Return the results of `method` on all replicas, without those that fail or time out."""
+    """Return the results of `method` on all replicas, without those that fail or time out.
+
+    Returns an empty list if Serve cannot call the replicas.
+    """
     try:
         return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)
     except Exception as error:  # the caller continues without these replicas
         now = time.monotonic()
         if now - _logged_at.get((role, method), -LOG_EVERY_S) >= LOG_EVERY_S:
             _logged_at[role, method] = now
-            logger.warning("%s: cannot call %s replicas: %r", method, role, error)
+            logger.warning("%s: cannot call %s replicas, so their results are missing: %r", method, role, error)
         return []
 
 

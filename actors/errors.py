@@ -4,11 +4,11 @@ from connectors.errors import TandemError
 
 
 class OverloadedError(TandemError):
-    """The number of ongoing or waiting requests has reached a limit of the settings."""
+    """A limit of ongoing sequences, waiting requests or requests of one API key is reached."""
 
 
 class UnavailableError(TandemError):
-    """No replica of a role can answer: none is running, or the replica has died."""
+    """The engines that a request needs cannot answer: none runs, or one has died or is silent."""
 
 
 class UnknownModelError(TandemError):
@@ -16,13 +16,14 @@ class UnknownModelError(TandemError):
 
 
 class NoModelNamedError(TandemError):
-    """A request without `model` to a service with several models."""
+    """A request without `model` to a service with the setting `models`."""
 
 
 class HandoverError(UnavailableError):
-    """Decode did not take over after prefill's first token, although its engine may run.
+    """Decode did not continue an answer after prefill's first token.
 
-    Another attempt may use the same decode replica.
+    It refused the request, the prefill leg failed, or it sampled another token. Its engine may run,
+    so another attempt may use the same decode replica.
     """
 
 
@@ -35,11 +36,11 @@ class DeadlineError(TandemError):
 
 
 class EngineDownError(TandemError):
-    """The engine of an actor has died; Serve replaces the replica."""
+    """An engine has died or is stopping, or the connection to it cannot be opened or was lost."""
 
 
 class EngineError(TandemError):
-    """A call failed in an engine's process for a reason other than the client's request."""
+    """A call or a method failed in an engine's process, but not because of the client's request."""
 
 
 class CannotResumeError(TandemError):

@@ -23,7 +23,7 @@ def loads(raw: bytes) -> Any:
 
 
 async def off_loop(body_bytes: int, decode: Callable[[], Decoded]) -> Decoded:
-    """Return the result of `decode`, which runs in a thread if the body is large."""
+    """Return the result of `decode`, which runs in a thread above OFF_LOOP_BYTES."""
     return decode() if body_bytes <= OFF_LOOP_BYTES else await asyncio.to_thread(decode)
 
 

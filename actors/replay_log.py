@@ -1,8 +1,8 @@
 """Records a streamed answer as a replay log, from which another engine can resume it.
 
 A *group* is the token ids of one output of the engine core to vLLM's serving layer. The engine
-sends each group to the router with the bytes that the serving layer generated from it. On resume,
-another engine first emits the groups of the replay log, then continues.
+sends each group to the router no later than the bytes that the serving layer generated from it. On
+resume, another engine first emits the groups of the replay log, then continues.
 """
 
 from array import array
@@ -50,7 +50,7 @@ class RecordedGroups:
 
 @dataclass
 class ServedCall:
-    """A running call in its engine: the groups to repeat and the groups to send to the router.
+    """A running call in its engine's actor: its replay log, new groups, timings and error.
 
     `data_parallel_rank` is the engine core that computes the call.
     """
@@ -62,11 +62,14 @@ class ServedCall:
     """Callback after the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
     prompt_tokens: int | None = None
-    """Number of tokens of the prompt, for the first token of a prefill engine; else None."""
+    """Number of tokens of the prompt, for the next chunk.
+
+    Set with the first token that a prefill engine samples for the client; None before and after.
+    """
     split_first: bool = False
-    """Whether the next request of this call sends its first token as a group of its own."""
+    """Whether the outputs of this call's next engine request pass through a `ReplayCollector`."""
     unfinished: bool = False
-    """Whether another engine continues after the first token of this call's next request."""
+    """Whether another engine continues the answer, unless the first token ends it."""
     _sampled: bool = False
     """Whether the engine has sampled a token since the last chunk."""
     _new: deque[TokenGroup] = field(default_factory=deque)
@@ -87,7 +90,10 @@ class ServedCall:
         self._sampled = True
 
     def chunk(self, body: bytes) -> bytes | StreamChunk:
-        """Return `body`, with the groups recorded since the last chunk if it has tokens."""
+        """Return `body`, as a StreamChunk if tokens or timings are new since the last chunk.
+
+        The StreamChunk has the groups recorded since then.
+        """
         timings = self.timestamps.take_timings()
         if not self._sampled and not self._new and timings is None:
             return body
@@ -121,4 +127,4 @@ class ServedCall:
 
 
 SERVED_CALL: ContextVar[ServedCall | None] = ContextVar("served", default=None)
-"""The call of the current task."""
+"""The call of the current context; None outside of a call."""

@@ -38,16 +38,19 @@ TokenGroup = tuple[int, ...]
 ReplayLog = tuple[TokenGroup, ...]
 
 TRANSFER_FIELD = "kv_transfer_params"
-"""Field of a request body that only the router may set."""
+"""Field of a request body with the parameters of a transfer; clients may not set it."""
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""SSE comment of a stream without data, as in `vllm/entrypoints/serve/utils/sse_keep_alive.py`."""
+"""SSE comment that the router sends in a stream without a token.
+
+The text is vLLM's (`vllm/entrypoints/serve/utils/sse_keep_alive.py`).
+"""
 
 
 @dataclass(frozen=True)
 class ProducerAddress:
-    """Identity and side channel of a prefill engine, from its connector."""
+    """Identity and side channel of a prefill engine, as its connector reports them."""
 
     remote_engine_id: str
     remote_host: str
@@ -61,7 +64,10 @@ class ProducerAddress:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "ProducerAddress":
-        """Return the address in a connector's reply. Raises KeyError, TypeError or ValueError."""
+        """Return the address in a connector's reply or in a replica's metadata.
+
+        Raises KeyError, TypeError or ValueError if a value is missing or invalid.
+        """
         return cls(
             remote_engine_id=str(params["remote_engine_id"]),
             remote_host=str(params["remote_host"]),
@@ -73,7 +79,7 @@ class ProducerAddress:
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request to an engine, with the replay log of an interrupted answer."""
+    """An HTTP request to an engine; `replay_log` is that of an interrupted answer, else empty."""
 
     method: str
     path: str
@@ -82,7 +88,7 @@ class Call:
     body: bytes = field(default=b"", repr=False)
     replay_log: ReplayLog = field(default=(), repr=False)
     sequences: int = 1
-    """Number of sequences that the engine computes."""
+    """Number of sequences that the engine computes for the call."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -107,12 +113,12 @@ class EngineTimings:
     ``queued_s``       the request is sent to the engine's scheduler
     ``scheduled_s``    the first step with the request begins
     ``first_token_s``  the last step of the prompt ends
-    ``answered_s``     the first bytes of a stream, or all bytes of another answer, are sent
+    ``answered_s``     a stream's chunk with the first token, or another answer as a whole, is sent
     ``kv_asked_s``     blocks are allocated and KV is requested; None if no KV was requested
     ``kv_ended_s``     all KV has arrived, or the transfer has failed
     ``kv_failed``      whether the transfer failed
     ``store_asked_s``  the lookup in the KV store begins; None without one
-    ``store_ended_s``  all KV from the store is read and verified
+    ``store_ended_s``  all KV from the store is read and verified, or the fetch is given up
     """
 
     queued_s: float
@@ -127,12 +133,15 @@ class EngineTimings:
 
 
 class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Status and headers of a response, its first item after `Accepted`."""
+    """Status and headers of a response; precedes the items of its body."""
 
     status: int
     headers: Headers
     timings: EngineTimings | None = None
-    """Timings of an answer that is not a stream, complete at its start; else None."""
+    """Timings of an answer that is not a stream, complete at its start.
+
+    None for a stream, and if vLLM has no statistics of the call.
+    """
 
     @property
     def streams(self) -> bool:
@@ -143,12 +152,19 @@ class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Part of a response body, with the token groups generated since the previous chunk."""
+    """Part of a response body that comes with new tokens or with timings.
+
+    ``groups``  token groups recorded since the previous chunk; empty for an answer without record,
+                which another engine cannot resume
+    """
 
     body: bytes
     groups: ReplayLog
     timings: EngineTimings | None = None
-    """Timings of the stream, in the chunk of its first token; else None."""
+    """Timings of the stream, in the chunk of its first token.
+
+    None in other chunks, and if vLLM has no statistics of the call.
+    """
 
 
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):

@@ -60,8 +60,9 @@ class TlsFiles:
         if self.ca_certs is not None:
             _certificates(f"{self.prefix}ca_certs", self.ca_certs)
             context.load_verify_locations(self.ca_certs)
-            # An invalid certificate fails the handshake. A missing one does not, because probes
-            # have none; the HTTP server refuses other requests without a certificate.
+            # CERT_OPTIONAL is for clients of the router's port: an invalid certificate fails the
+            # handshake, a missing one does not, because probes have none. The HTTP server refuses
+            # other requests without a certificate.
             context.verify_mode = ssl.CERT_REQUIRED if client or self.mutual else ssl.CERT_OPTIONAL
         return context
 
@@ -167,10 +168,10 @@ def rpc_files(settings: ServiceSettings) -> TlsFiles | None:
 
 
 def unverified_context() -> ssl.SSLContext:
-    """Return a client context without verification, for requests to this machine's own routers.
+    """Return a client context without verification, for requests to routers at a local address.
 
-    Their certificate is for the service's public address, but these requests use a local one. They
-    contain no secret.
+    A router's certificate is for the service's public address, so verification would fail. These
+    requests contain no secret.
     """
     context = ssl.create_default_context()
     context.check_hostname = False

@@ -54,7 +54,7 @@ class LoadMeter:
         self._busy_s.add(busy_s, self._busy_clock_s)
 
     def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
-        """Count one token of each of `count` sequences, each `gap_s` after the previous one."""
+        """Count one token of each of `count` sequences, `gap_s` after its sequence's last token."""
         self._token_gaps_s.add(gap_s * count, now_s)
         self._tokens.add(count, now_s)
 

@@ -41,7 +41,10 @@ LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
 class ScaleTogether:
-    """Scales the Prefill and Decode deployments of one application; ignores other deployments."""
+    """Scales the deployments `Prefill` and `Decode` of one application; ignores others.
+
+    With the setting `models`, the deployments have other names.
+    """
 
     def __init__(self, **policy_kwargs: Any) -> None:
         """Parse the settings. Raises SettingsError with one line per invalid key."""
@@ -51,8 +54,8 @@ class ScaleTogether:
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """Return the number of replicas by deployment id, and no state. Called by Serve.
 
-        Missing metrics leave the numbers unchanged, because an exception would stop Serve's
-        controller for all applications.
+        Missing metrics leave the numbers unchanged. An exception would end the update of all
+        applications in Serve's controller (`ApplicationStateManager.update`), each time.
         """
         by_name = {context.deployment_name: (key, context) for key, context in contexts.items()}
         if "Prefill" not in by_name or "Decode" not in by_name:
@@ -76,7 +79,7 @@ class ScaleTogether:
 
 
 class ScaleByOngoing:
-    """Scales one deployment to `target_ongoing_requests` per replica.
+    """Scales one deployment to `target_ongoing_requests` sequences per replica.
 
     Serve's default policy uses its own count of requests, which is zero here: requests bypass
     Serve.

@@ -40,7 +40,7 @@ class DecodeLoad:
 
     ``kv_use``    fraction of the KV cache in use
     ``running``   running requests
-    ``waiting``   requests without blocks in the KV cache
+    ``waiting``   waiting requests that vLLM's scheduler has not deferred (`num_waiting_reqs`)
     ``tpot_s``    mean time between two tokens of a sequence; 0 until measured
     ``decoding``  mean number of decoding sequences; below 1 if it was idle for part of the time
     """
@@ -114,10 +114,11 @@ def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int
 def together(
     prefill_wanted: int, decode_wanted: int, prefill: Bounds, decode: Bounds, settings: ScalingSettings
 ) -> tuple[int, int]:
-    """Return the numbers of prefill and decode engines with their ratio within its limits.
+    """Return the numbers of prefill and decode engines, with their ratio within its limits.
 
     Adds engines to the role that has too few. If the bounds of this role prevent that, removes
-    engines of the other role, because they would be idle.
+    engines of the other role, because they would be idle. The bounds of a role take precedence over
+    the ratio.
     """
     fewest, most = settings.fewest_prefill_per_decode, settings.most_prefill_per_decode
     p = max(prefill_wanted, prefill.clip(ceil(decode_wanted * fewest - _TINY)))

@@ -47,10 +47,11 @@ class Slot:
 
 
 class EngineCall:
-    """A running call: an asynchronous iterator of its items. Read it to the end or cancel it.
+    """A running call. `anext` returns its items; read them to the end or cancel the call.
 
-    Raises EngineDownError if the connection is lost or the engine has died, RefusedError if the
-    engine refuses the call, CannotResumeError or EngineError if the engine reports such an error.
+    `anext` raises EngineDownError if the connection is lost or the engine has died, RefusedError if
+    the engine refuses the call, CannotResumeError or EngineError if the engine reports such an
+    error.
     """
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
@@ -243,7 +244,7 @@ class EnginePool:
         return [reply for reply in replies.values() if not isinstance(reply, Exception)]
 
     async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
-        """Return the result or the exception of a method of each replica, by replica id.
+        """Return the result or the exception of a method of each replica, by id of its first rank.
 
         Calls the first data-parallel rank of each replica, which answers for all ranks.
         """

@@ -19,8 +19,10 @@ from actors.errors import OverloadedError
 logger = logging.getLogger(__name__)
 
 REFUSED_S = 0.05
-"""Initial back-off after an engine refused a call because all its slots were taken. Doubles with
-each refusal."""
+"""Initial back-off in seconds after an engine refused a call because all its slots were taken.
+
+Doubles with each refused probe, up to MOST_REFUSED_S.
+"""
 
 MOST_REFUSED_S = 1.0
 
@@ -133,8 +135,9 @@ class SlotPool:
     ) -> str:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
-        Waits without a deadline. Raises OverloadedError if the queue is full. `part` marks a later
-        prompt of a list: it does not count in the queue, so a list counts as one request.
+        Prefers the first free replica of `prefer`, else the least busy one. Waits without a
+        deadline. Raises OverloadedError if the queue is full. `part` marks a later prompt of a
+        list: it does not count in the queue, so a list counts as one request.
         """
         waiting = SlotWaiter(avoid, prefer, sequences, part)
         if not self._waiting and self._grant(waiting, self._usable()):
@@ -211,7 +214,10 @@ class SlotPool:
             usable.full[name] = ongoing
 
     def _grant(self, waiting: SlotWaiter, usable: UsableReplicas) -> bool:
-        """Grant a slot on the best replica of `usable`, and update `usable`."""
+        """Grant slots on the best replica of `usable`, and update `usable`.
+
+        Return False if `usable` has no replica outside `waiting.avoid`.
+        """
         for replicas in (usable.free, usable.full):
             if ranked := rank(replicas, self._turn + 1, waiting.avoid, waiting.prefer):
                 break

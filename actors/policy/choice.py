@@ -27,7 +27,8 @@ class Asked:
     """Constraints of the choice.
 
     ``whole``           reason why decode must serve all of the request, or None
-    ``session``         id of the request's session, whose decode replica ranks first; or None
+    ``session``         id of the request's session, or None. The session's decode replica ranks
+                        first, unless it has just failed
     ``prefill_known``   whether the running prefill replicas are known
     ``prefill_failed``  whether a prefill replica has already failed this request
     """
@@ -39,7 +40,7 @@ class Asked:
 
 
 def score(settings: RoutingSettings, estimate: Estimate) -> float:
-    """Return the total cost of an option in seconds of time to first token."""
+    """Return the weighted cost of an option, in seconds of time to first token."""
     return (
         estimate.ttft_s
         + settings.decode_weight * estimate.decoding_s
@@ -141,7 +142,11 @@ def _failing(load: EngineLoad | None, now: float) -> bool:
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
-    """Return the sort key of the policy. The session's decode replica ranks first."""
+    """Return the sort key of the policy.
+
+    Replicas that have just failed rank last. Among the others, the session's decode replica ranks
+    first.
+    """
 
     def affinity(decode: str) -> float:
         return _affinity(session, decode) if session is not None else 0.0

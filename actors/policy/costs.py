@@ -30,7 +30,7 @@ ENGINE_FADES_SHARE = 0.1
 
 
 class _Cost:
-    """Costs of a role, and a factor for each of its engines."""
+    """One cost of a role, and a factor for each engine of the role."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self.role = Regression(parts, fades_s)
@@ -54,7 +54,10 @@ class _Cost:
 
 
 class Costs:
-    """Cost estimates for each engine and pair, in seconds. Token counts exclude cached tokens."""
+    """Cost estimates for each engine and pair, in seconds.
+
+    All token counts but `held_tokens` exclude cached tokens.
+    """
 
     def __init__(self, settings: RoutingSettings) -> None:
         self.settings = settings
@@ -65,7 +68,7 @@ class Costs:
         self._step = _Cost(3, settings.fades_s)
 
     def prefill_parts(self, new_tokens: int, held_tokens: int) -> Components:
-        """Return the cost parts of prefilling `new_tokens` after `held_tokens` cached tokens."""
+        """Return the assumed cost parts of `new_tokens` after `held_tokens` cached tokens."""
         token_s = 1 / self.settings.assumed_prefill_tokens_per_s
         context_tokens = held_tokens + new_tokens / 2
         return (
@@ -91,8 +94,8 @@ class Costs:
     def step_parts(self, streams: float, prefilled_tokens: float, now: float) -> Components:
         """Return the cost parts of a decode step.
 
-        ``streams``           running streams
-        ``prefilled_tokens``  prompt tokens that the step computes
+        ``streams``           mean number of running streams
+        ``prefilled_tokens``  mean number of prompt tokens that a step computes
         """
         step_s = self.settings.assumed_step_s
         # Fast path: each decision calls this twice per decode engine, without prefilled tokens.
@@ -137,7 +140,7 @@ class Costs:
         self._step.observe(engine, parts, measured_s, now)
 
     def keep_only(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
-        """Remove the measurements of engines that no longer run."""
+        """Remove the factors of all engines but these, and of pairs with other engines."""
         prefill, decode = set(prefill), set(decode)
         self._prefill.keep_only(set(prefill))
         self._local.keep_only(set(decode))

@@ -6,25 +6,32 @@ import json
 from dataclasses import dataclass
 
 CHEAPER = "cheaper"
-"""This option has the lowest cost."""
+"""The best option of this route ranks before that of the other one, mostly by its lower cost."""
 
 SHORT = "short_uncached"
-"""The prompt has fewer uncached tokens than `local_below_tokens`."""
+"""The best option of decode alone has fewer uncached tokens than `local_below_tokens`."""
 
 NO_PREFILL = "no_prefill"
-"""No prefill replica is running, or none accepted the request in time."""
+"""No prefill replica accepts calls, or none had a slot within `prefill_wait_s`."""
 
 PREFILL_FAILED = "prefill_failed"
-"""Prefill legs of this request failed before decode's first byte, and no replica is left to try."""
+"""Prefill rejected this request, or its prefill legs failed and no attempt or replica is left."""
 
 SEVERAL_CHOICES = "n"
-"""The prefix cache of decode cannot share a received prompt among several choices."""
+"""A request for several choices, and a prefill engine without `first_token_multiple`.
+
+Its model has states or drafts, which decode's prefix cache could not share among the choices, or it
+may not sample first tokens for another reason (docs/decisions/0056).
+"""
 
 POLICY = "policy"
 """The policy does not compare local with remote."""
 
 UNSEEN = "unseen"
-"""The running replicas are not known yet, so the least busy ones of each role serve the request."""
+"""The prefill replicas are not known yet, or no decode replica is usable: no option is estimated.
+
+The least busy replicas of each role serve the request, once there are any.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,13 @@ class Estimate:
 
     ``decode``           decode replica
     ``prefill``          prefill replica; None if decode computes the prompt
-    ``uncached_tokens``  tokens to compute, on either engine
+    ``uncached_tokens``  prompt tokens to compute, on prefill or, without it, on decode
     ``moved_tokens``     tokens whose KV is transferred
     ``queue_s``          wait for other prompts
     ``compute_s``        computation of the prompt
-    ``handover_s``       from the computed prompt to the first token
-    ``decoding_s``       answer after its first token
-    ``interference_s``   delay of other streams, summed
+    ``handover_s``       from the computed prompt to the first token; 0 without prefill
+    ``decoding_s``       time of the answer after its first token
+    ``interference_s``   delay of other streams on the decode replica, summed
     """
 
     decode: str
@@ -65,8 +72,8 @@ class Decision:
     ``reason``         one of the constants of this module, or why decode serves the whole request
     ``policy``         configured policy
     ``prompt_tokens``  estimated prompt tokens
-    ``chosen``         estimate of the chosen option, if estimated
-    ``other``          best estimate of the other route
+    ``chosen``         estimate of the chosen option; None if no option is estimated
+    ``other``          best estimate of the other route; None if it has none
     """
 
     route: str

@@ -42,7 +42,7 @@ Components = tuple[float, ...]
 
 
 class Level:
-    """Factor on an assumed cost: geometric mean of the measured ratios, fading over `fades_s`."""
+    """Factor on an expected cost: geometric mean of the measured ratios, fading over `fades_s`."""
 
     def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
@@ -76,7 +76,7 @@ class Level:
 
     @property
     def state(self) -> tuple[float, float, float]:
-        """Mean of the logarithm, count, and time of the last measurement."""
+        """Mean logarithm of the ratios, their faded count, and time of the last measurement."""
         return self._mean, self._count, self._at
 
     def _share(self, now: float) -> float:
@@ -153,7 +153,7 @@ class Regression:
         """Measurements to fit: (weight of earlier ones, shares of the parts, measured ratio)."""
         self._fitted_at = -math.inf
         self._common = 1.0
-        """Common factor at the last measurement; all sums are relative to it."""
+        """Common factor at the last measurement, towards which a fit pulls the parts' factors."""
         # Cached: one decision needs the same factors many times.
         self._cached_at: float | None = None
         self._cached: tuple[float, ...] = ()

@@ -11,13 +11,16 @@ from actors.policy.prompts import Prompt
 class InflightRequest:
     """A request's legs on a decode replica and, on the remote route, a prefill replica.
 
-    ``held_tokens``         tokens cached on the engine that computes the prompt
-    ``decode_held_tokens``  tokens cached on the decode engine
-    ``streams``             other streams on decode when the request was sent
-    ``began_at``            time of dispatch, in seconds
-    ``added``               prefix pieces that each engine holds only if the request succeeds
-    ``prefilled_at``        time of the prefill engine's answer; None before
-    ``opened_at``           time of the first token; None before
+    ``held_tokens``             prompt tokens cached on the engine that computes the prompt
+    ``decode_held_tokens``      prompt tokens cached on the decode engine
+    ``streams``                 this router's streams on the decode engine at `began_at`
+    ``began_at``                time of `Planner.begin`, in seconds
+    ``added``                   prefix pieces that each engine holds only if the request succeeds
+    ``prefilled_at``            time at which prefill's answer began; None before
+    ``opened_at``               time of the first token of a stream; None before
+    ``opened_stream_seconds``   `EngineLoad.stream_seconds` of the decode engine at `opened_at`
+    ``opened_computed_tokens``  `EngineLoad.computed_tokens` of the decode engine at `opened_at`
+    ``over``                    whether the legs have ended
     """
 
     key: int

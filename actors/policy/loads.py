@@ -13,7 +13,8 @@ OVERRUN_SHARE = 0.1
 TOGETHER_SHARE = 0.2
 """Fraction of a prompt's expected time.
 
-A prompt that ends sooner than this after the previous prompt counts as computed together with it.
+A prompt that ends sooner than this after the previous one is measured together with the next one,
+if one is queued.
 """
 
 
@@ -38,14 +39,14 @@ class PromptQueue:
         return len(self._waiting)
 
     def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
-        """Add work that takes `seconds` once it is first; `parts` are its cost parts."""
+        """Add work with the cost parts `parts`; expect it to take `seconds` once it is first."""
         if not self._waiting:
             self._busy_since = now
             self._unmeasured, self._unmeasured_s = (), 0.0
         self._waiting[key] = _Work(parts, seconds)
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until all queued work is done."""
+        """Return the expected seconds until all queued work is done."""
         if not self._waiting:
             return 0.0
         age_s = max(now - self._busy_since, 0.0)
@@ -54,10 +55,13 @@ class PromptQueue:
         return max(first_s - age_s, age_s * OVERRUN_SHARE) + rest_s
 
     def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
-        """Remove finished work; return its cost parts and measured seconds.
+        """Remove finished work; return the cost parts and the seconds of a measurement.
 
-        Return None for an unknown key, and for work that was computed together with other work: its
-        parts count in the measurement of the next work that ends.
+        ``parts``  cost parts known only now; None: those given to `add`
+
+        Return None for an unknown key, or if no time has passed. While other work is queued, return
+        None for work that ended out of order or too soon (TOGETHER_SHARE): the engine computed it
+        together with other work, so its parts are added to the next measurement.
         """
         work = self._waiting.get(key)
         if work is None:
@@ -78,7 +82,7 @@ class PromptQueue:
         return total, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
-        """Remove work that this engine will not do."""
+        """Remove work without a measurement; ignore an unknown key."""
         if key in self._waiting:
             if next(iter(self._waiting)) == key:
                 self._busy_since = now
@@ -89,9 +93,10 @@ class PromptQueue:
 class EngineLoad:
     """Work that this router has sent to one engine.
 
+    ``prompts``          prompts sent to the engine and not known to be computed
     ``calls``            keys of all open calls
-    ``streams``          keys of the calls that generate
-    ``computed_tokens``  prompt tokens that this decode engine has computed so far
+    ``streams``          keys of the calls whose stream has started
+    ``computed_tokens``  prompt tokens that a decode engine has computed so far for local streams
     ``failed_at``        time of the last failed call, in seconds
     """
 
@@ -105,7 +110,7 @@ class EngineLoad:
         self._at = 0.0
 
     def stream_seconds(self, now: float) -> float:
-        """Return the running time of all streams, summed, in seconds."""
+        """Return the running time of all streams so far, summed, in seconds."""
         self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
         self._at = max(now, self._at)
         return self._stream_seconds

@@ -1,8 +1,8 @@
 """Routes each request, and updates cost estimates from its outcome.
 
 The caller passes the time of any monotonic clock in seconds (`now`) and reports events: `begin`
-when the legs are sent, `prefilled`, `opened` with the first bytes of a stream, and always `ended`.
-Costs are learnt only from stages that a request reached.
+when replicas for the legs are chosen, `prefilled`, `opened` with the first bytes of a stream, and
+always `ended`. Costs are learnt only from stages that a request reached.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class Planner:
         self._decisions = 0
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """Apply new settings. Discard all measurements if the assumed costs have changed."""
+        """Apply new settings.
+
+        Discard all measurements if an assumption (`assumed_*`) or `fades_s` has changed; keep
+        running work and cached prefixes.
+        """
         if _assumptions(settings) == _assumptions(self.settings):
             self.settings = settings
             self._costs.settings = settings
@@ -89,11 +93,11 @@ class Planner:
     ) -> Decision:
         """Decide where to send `prompt`.
 
-        ``prefill``, ``decode``  ongoing requests of each role's running replicas; None: not known
-                                 yet
+        ``prefill``, ``decode``  ongoing sequences of each role's replicas that accept calls; None:
+                                 not known yet
         ``whole``                reason why decode must serve all of the request, or None
         ``session``              session of the request, or None
-        ``avoid``                replicas that must not be chosen
+        ``avoid``                replicas of either role that must not be chosen
         ``prefill_failed``       whether a prefill replica has failed this request
         """
         self._decisions += 1
@@ -115,7 +119,7 @@ class Planner:
         return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
 
     def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> InflightRequest:
-        """Record that the legs are sent; return the state of the request.
+        """Record the replicas chosen for the legs; return the state of the request.
 
         ``prefill``  prefill replica; None if decode computes the prompt
         """
@@ -139,7 +143,10 @@ class Planner:
         return inflight
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
-        """Record the prefill engine's answer, with its token count."""
+        """Record that prefill has computed the prompt.
+
+        ``prompt_tokens``  token count in the prefill engine's answer, if it has one
+        """
         if inflight.prefill is None or inflight.prefilled_at is not None or inflight.over:
             return
         inflight.prefilled_at = now
@@ -170,8 +177,8 @@ class Planner:
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
         """Record the end of the legs.
 
-        ``answer_tokens``  tokens streamed to the client
-        ``broken``         whether decode failed to answer
+        ``answer_tokens``  recorded tokens in the decode engine's stream
+        ``broken``         whether decode's prefixes lose the prompt, unless its stream was `opened`
         """
         if inflight.over:
             return
@@ -211,7 +218,10 @@ class Planner:
         return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
 
     def answer_tokens(self, prompt: Prompt) -> int:
-        """Return the expected number of answer tokens: the recent mean, or the client's limit."""
+        """Return the expected number of tokens of all answers, at least 1.
+
+        Each answer is expected to have the recent mean, or the client's limit if that is less.
+        """
         most = prompt.most_answer_tokens
         each = self._answer_tokens if most is None else min(self._answer_tokens, most)
         return max(round(each * prompt.answers), 1)
@@ -255,7 +265,7 @@ class Planner:
         inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
 
     def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
-        """Remove engines that no longer run and have no open request."""
+        """Remove engines that no longer run and have no open call."""
         if self._prefill.keys() <= prefill and self._decode.keys() <= decode:
             return
         for loads, running in ((self._prefill, prefill), (self._decode, decode)):

@@ -91,7 +91,7 @@ class Prefixes:
         self._trees: dict[str, _Tree] = {}
 
     def held(self, engine: str, passage: Passage) -> Held:
-        """Return the longest prefix of `passage` that `engine` is known to have cached."""
+        """Return the longest prefix of `passage` that `engine` is assumed to have cached."""
         tree = self._trees.get(engine)
         return tree.held(passage) if tree else Held()
 
@@ -104,18 +104,18 @@ class Prefixes:
         return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
 
     def drop(self, engine: str, pieces: Iterable[int]) -> None:
-        """Remove pieces that `engine` did not receive, for all requests."""
+        """Remove pieces that `engine` did not compute or receive, for all prompts with them."""
         if engine in self._trees:
             for piece in pieces:
                 self._trees[engine].pieces.pop(piece, None)
 
     def add_answer(self, engine: str, passage: Passage, tokens: int) -> None:
-        """Record that `engine` has generated `tokens` after `passage`."""
+        """Record that `engine` has generated an answer of `tokens` tokens after `passage`."""
         if engine in self._trees:
             self._trees[engine].add_end(passage, tokens)
 
     def keep_only(self, engines: set[str]) -> None:
-        """Remove engines that no longer run."""
+        """Remove all engines that are not in `engines`."""
         for engine in self._trees.keys() - engines:
             del self._trees[engine]
 

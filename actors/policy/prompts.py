@@ -2,7 +2,8 @@
 
 The router does not tokenize. Text is measured in bytes, with a measured number of bytes per token;
 a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of a
-conversation extends it. An image is ``MEDIA_BYTES`` made from the hash of its data or URL.
+conversation extends it. An image or a recording is ``MEDIA_BYTES``, made from the hash of its data
+or URL.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Passage:
 
     ``data``    bytes of its text or token ids
     ``ids``     whether the data are token ids
-    ``seed``    hash of the other inputs that select a cache
+    ``seed``    hash of the other fields that separate caches (`_seed`)
     ``pieces``  pieces[i] is the hash of the seed and the first i + 1 pieces
     """
 
@@ -66,7 +67,7 @@ class Prompt:
 
 
 def read_prompt(body: Mapping[str, Any]) -> Prompt:
-    """Return the prompts of a request's body; no passages for a body that engines reject."""
+    """Return the prompts of a request's body; no passages for a body without a readable prompt."""
     seed = _seed(body)
     limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((limit for limit in limits if limit is not None), None)
@@ -109,7 +110,10 @@ def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
 
 
 def _messages_of_response(body: Mapping[str, Any]) -> list[Any] | None:
-    """Return the messages of a body of `/v1/responses`; None for other bodies."""
+    """Return the `input` of a body as messages, as in `/v1/responses`.
+
+    None if it is empty, or neither text nor a list of objects.
+    """
     given = body.get("input")
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]

@@ -14,7 +14,7 @@ from actors.rpc.protocol import RouterProtocol
 from actors.tls import ClientTls
 
 CONNECT_S = 5.0
-"""Timeout of a TCP connect, which normally takes less than a millisecond."""
+"""Timeout of a TCP connect with its TLS handshake; a connect normally takes less than 1 ms."""
 
 IDLE_CONNECTION_S = 60.0
 """Time after which the router closes a connection without calls."""
@@ -46,7 +46,11 @@ class _Answer:
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         if not self.value.done():
-            error = EngineDownError(lost) if lost else EngineError(failure.message if failure else "no answer")
+            error = (
+                EngineDownError(lost)
+                if lost
+                else EngineError(failure.message if failure else "the engine sent an End without a result or reason")
+            )
             self.value.set_exception(error)
 
 
@@ -69,7 +73,7 @@ class Channel(asyncio.Protocol):
 
     @property
     def streams(self) -> int:
-        """Number of calls whose end the engine has not sent."""
+        """Number of calls and methods without an end from the engine, cancelled ones included."""
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:
@@ -174,7 +178,7 @@ class Channel(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChannelsSnapshot:
-    """Number of connections to the engines of one role: all of them, and those without calls."""
+    """Number of connections to the engines of one role: all of them, and those without streams."""
 
     open: int
     idle: int

@@ -21,11 +21,13 @@ LENGTH = struct.Struct(">I")
 class RpcRequest:
     """One call, and the state of the router that sends it.
 
-    ``router``       id of the router, new at each start
-    ``queued``       number of requests in the router waiting for a slot of this role
+    ``router``       id of the router's engine pool, new at each start of the router
+    ``queued``       number of requests and of later prompts of lists that wait in the router for a
+                     slot of this role
     ``transfer_id``  transfer of a prefill leg; None for other calls
-    ``hold_s``       time for which a prefill leg stays ongoing after its answer
-    ``maybe_full``   whether the router expects a refusal and waits for the reply
+    ``hold_s``       longest time for which a prefill leg stays ongoing after its answer
+    ``maybe_full``   whether the router believes the engine full, so that `Accepted` must not be
+                     delayed
     """
 
     call: Call
@@ -60,7 +62,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Last message of an engine before it closes the connection."""
+    """Last message of an engine that closes a connection because of an error, with the reason."""
 
     reason: str
 
@@ -131,7 +133,7 @@ def encode(messages: Iterable[Message]) -> bytes:
 
 
 class FrameReader:
-    """Decodes frames from a stream of bytes; `most_bytes` limits the size of one frame."""
+    """Decodes frames from a stream of bytes; `most_bytes` limits one frame, None: no limit."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes = most_bytes

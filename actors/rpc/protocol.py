@@ -154,7 +154,9 @@ class _Endpoint:
         try:
             following, wanted = self._table[state, type(message)]
         except KeyError:
-            raise RpcProtocolError(f"unexpected {type(message).__name__} for a stream that is {state.value}") from None
+            raise RpcProtocolError(
+                f"unexpected {type(message).__name__} for stream {stream}, which is {state.value}"
+            ) from None
         if following is not state:
             if state is StreamState.NEW:
                 self._last = stream
@@ -223,7 +225,7 @@ class EngineProtocol(_Endpoint):
 
     def _greet(self, hello: Hello) -> None:
         if not hmac.compare_digest(hello.key.encode(), self._key):
-            raise RpcProtocolError("wrong key")
+            raise RpcProtocolError("the router sent a wrong key; it must send the one in the metadata of this engine")
         self.version = common_version(hello.version)
         if self.version is None:
             raise RpcProtocolError(
@@ -235,7 +237,7 @@ class EngineProtocol(_Endpoint):
 
     def _grant(self, credit: Credit) -> None:
         if not 0 < credit.size <= WINDOW_BYTES:
-            raise RpcProtocolError(f"credit of {credit.size} bytes")
+            raise RpcProtocolError(f"Credit of {credit.size} bytes; it must be 1 to {WINDOW_BYTES} bytes")
         self._credit[credit.stream] = min(self._credit.get(credit.stream, 0) + credit.size, WINDOW_BYTES)
 
 
@@ -275,7 +277,10 @@ class RouterProtocol(_Endpoint):
             self._outgoing.append(Cancel(stream))
 
     def grant(self, stream: int, size: int) -> None:
-        """Queue Credit for `size` consumed bytes (at least GRANT_BYTES); ignore ended streams."""
+        """Queue Credit for `size` consumed bytes; ignore ended streams.
+
+        The caller waits until GRANT_BYTES are consumed, to send few messages.
+        """
         if stream in self._unread:
             self._unread[stream] -= size
             self._outgoing.append(Credit(stream, size))
@@ -292,7 +297,10 @@ class RouterProtocol(_Endpoint):
                     yield message
             elif isinstance(message, Welcome) and self.version is None:
                 if common_version(message.version) != message.version:
-                    raise RpcProtocolError(f"the engine chose protocol version {message.version}; update the router")
+                    raise RpcProtocolError(
+                        f"the engine chose protocol version {message.version}: this router supports {OLDEST_VERSION} to"
+                        f" {NEWEST_VERSION}; update the older of the two"
+                    )
                 self.version = message.version
             elif isinstance(message, Refused):
                 raise RpcProtocolError(f"the engine closed the connection: {message.reason}")
@@ -314,7 +322,7 @@ class RouterProtocol(_Endpoint):
     def _charge(self, message: StreamItem) -> None:
         unread = self._unread[message.stream] = self._unread[message.stream] + item_bytes(message.item)
         if unread > WINDOW_BYTES:
-            raise RpcProtocolError(f"a stream exceeds its credit by {unread - WINDOW_BYTES} bytes")
+            raise RpcProtocolError(f"stream {message.stream} exceeds its credit by {unread - WINDOW_BYTES} bytes")
 
     def _forget(self, stream: int) -> None:
         self._unread.pop(stream, None)

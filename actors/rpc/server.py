@@ -1,4 +1,4 @@
-"""An engine's RPC server: accepts calls from routers without Serve's proxy.
+"""An engine's RPC server: accepts calls from routers, without Ray Serve in between.
 
 Each router has one connection for all its calls (`protocol.py`). A closed connection cancels its
 calls, so a router that dies leaves no calls behind. Each engine generates a key; Serve's controller
@@ -26,8 +26,11 @@ from actors.rpc.server_connection import ServedStream, ServerConnection
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 120.0
-"""Timeout for a router that acknowledges no data. Longer than `UNREAD_S` of `http_server.py`, so
-that a slow client does not look like a dead engine."""
+"""Timeout for a router that acknowledges no data; the server then cancels the router's calls.
+
+A slow client has no effect on it: the router reads its connections at any time, and credit limits
+what an engine sends.
+"""
 
 HANDSHAKE_S = 10.0
 """Timeout of a TLS handshake."""
@@ -66,7 +69,7 @@ class RpcServer:
         """Create the server.
 
         ``serve``    answers a request with items
-        ``slots``    number of running sequences at which the server refuses requests
+        ``slots``    number of ongoing sequences at which the server refuses requests
         ``methods``  methods available to routers, by name
         """
         self._serve = serve
@@ -161,7 +164,7 @@ class RpcServer:
         if self._leaving:
             return RpcFailure("leaving", "this engine is stopping")
         if self.ongoing >= self._slots:
-            return RpcFailure("full", f"this engine is serving {self.ongoing} sequences, which is its limit")
+            return RpcFailure("full", f"this engine is serving {self.ongoing} sequences; its limit is {self._slots}")
         return None
 
     async def _serve_call(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
@@ -174,11 +177,15 @@ class RpcServer:
         except CannotResumeError as error:
             return RpcFailure("cannot_resume", str(error))
         except Exception as error:
-            logger.exception("a call failed")
+            logger.exception("%s %s failed", request.call.method, request.call.path)
             return RpcFailure("error", repr(error))
         return None
 
 
 def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, Any]:
-    """Return a replica's metadata for routers: RPC address, queue limit per router, and `more`."""
+    """Return the metadata of a replica, or of one of its data-parallel ranks, for routers.
+
+    ``queue``  number of requests that may wait in one router for engines of the role
+    ``more``   further entries
+    """
     return {"rpc": asdict(address), "queue": queue, **more}

@@ -19,14 +19,17 @@ LINGER_S = 0.002
 wakes the router's process."""
 
 Serve = Callable[[RpcRequest, "ServedStream"], Coroutine[Any, Any, RpcFailure | None]]
-"""Sends the items of an answer on the stream. Cancelled if the router cancels the call."""
+"""Sends the items of an answer on the stream; returns the failure of an incomplete one, or None.
+
+Cancelled if the router cancels the call or the connection ends.
+"""
 
 Answer = Callable[[str, tuple[Any, ...]], Coroutine[Any, Any, Any]]
 """Returns the result of a method, by name and arguments."""
 
 
 class ServedStream:
-    """The stream of a running call."""
+    """The stream of a running call or method."""
 
     def __init__(self, connection: "ServerConnection", number: int, expects_refusal: bool) -> None:
         self.task: asyncio.Task[Any] | None = None
@@ -36,9 +39,10 @@ class ServedStream:
         self._credit: asyncio.Future[None] | None = None
 
     async def send(self, item: Item) -> None:
-        """Send the next item of the answer. Waits while the stream has no credit.
+        """Send the next item of the answer. Waits for credit and for room in the socket's buffer.
 
-        Delays `Accepted` and `ResponseStart` by up to LINGER_S, unless the router waits for them.
+        Delays `Accepted` and `ResponseStart` by up to LINGER_S, unless the router believes this
+        engine full.
         """
         lazy = isinstance(item, Accepted | ResponseStart) and not self._expects_refusal
         for piece in pieces(item):
@@ -53,7 +57,10 @@ class ServedStream:
 
 
 class ServerConnection(asyncio.Protocol):
-    """One accepted connection; closes itself after a wrong key or an invalid message."""
+    """One accepted connection.
+
+    Closes itself after a wrong key, an invalid message, or HELLO_S without a key.
+    """
 
     def __init__(self, key: str, serve: Serve, answer: Answer, connections: set["ServerConnection"]) -> None:
         """Create the handler; it adds itself to `connections` while it is connected."""
@@ -72,7 +79,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
         self._authentication_timer = asyncio.get_running_loop().call_later(
-            HELLO_S, self._reject, "it did not authenticate in time"
+            HELLO_S, self._reject, f"it did not authenticate within {HELLO_S:g} s"
         )
 
     def data_received(self, data: bytes) -> None:
@@ -118,7 +125,10 @@ class ServerConnection(asyncio.Protocol):
             stream.credited()
 
     def sent(self, number: int, item: Item, lazy: bool) -> bool:
-        """Send an item; return False if the stream has too little credit or the socket is full."""
+        """Queue an item; return False if the stream lacks credit or the socket's buffer is full.
+
+        ``lazy``  whether the item may wait LINGER_S for the next one
+        """
         size = item_bytes(item)
         if not self._can_write or not self._protocol.send(number, item, size):
             return False
@@ -130,7 +140,10 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     async def close(self, within_s: float) -> None:
-        """Cancel the running calls, send an End for each, and close the connection."""
+        """Cancel the running calls, send an End for each, and close the connection.
+
+        ``within_s``  timeout for the end of the calls, and again for the router to read the Ends
+        """
         tasks = {stream.task for stream in self._streams.values() if stream.task is not None}
         for number in list(self._streams):
             self._cancel(number)
@@ -167,7 +180,7 @@ class ServerConnection(asyncio.Protocol):
         if task.cancelled():  # by a stopping engine, or by the router, which ignores the End
             failure = RpcFailure("engine_down", "the engine is stopping")
         elif (error := task.exception()) is not None:
-            logger.error("a call failed", exc_info=error)
+            logger.error("answering stream %d of a router failed", number, exc_info=error)
             failure = RpcFailure("error", repr(error))
         elif reply:
             self._protocol.reply(number, task.result())
@@ -179,7 +192,10 @@ class ServerConnection(asyncio.Protocol):
         self._flush_soon(lazy=False)
 
     def _flush_soon(self, lazy: bool) -> None:
-        """Schedule `_flush`, so that one frame has the items of all streams of an engine step."""
+        """Schedule `_flush`, so that one frame has the items of all streams of an engine step.
+
+        ``lazy``  whether the frame may wait LINGER_S for another item
+        """
         loop = asyncio.get_running_loop()
         if self._flushing is not None:
             if lazy or not self._lingering:
@@ -198,7 +214,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.write(frame)
 
     def _reject(self, why: str) -> None:
-        logger.warning("closing a router's connection: %s", why)
+        logger.warning("closing a connection to the RPC server: %s", why)
         self._protocol.refuse(why)
         self._flush()
         self._transport.close()

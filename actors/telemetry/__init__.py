@@ -1,1 +1,1 @@
-"""Telemetry of routers and engines: metrics, latency breakdown, recent requests."""
+"""Telemetry of routers and engines: metrics, latency breakdown, recent requests, access log."""

@@ -1,6 +1,7 @@
-"""Access log of a router: one JSON line per request, without prompts, answers or keys.
+"""Access log of a router: one JSON line per request, without answers or keys.
 
-With `router.request_log`, a line also has the parameters of the request, or its whole body.
+With `router.request_log`, a line also has the parameters of the request, or its whole body, prompt
+included.
 """
 
 import json
@@ -34,7 +35,7 @@ ENTRY = "tandem.access"
 RequestLog = Literal["off", "parameters", "text"]
 
 SHOWN_TEXTS = frozenset({"model", "type", "tool_choice", "reasoning_effort", "service_tier", "encoding_format"})
-"""Fields whose strings are logged. Other strings are replaced by their lengths."""
+"""Fields whose strings `parameters_of` keeps. It replaces other strings by their lengths."""
 
 _USAGE = (b'"usage":{', b'"usage": {')
 _TOKENS = {
@@ -48,12 +49,18 @@ _USAGE_BYTES = 400
 
 @dataclass
 class AccessEntry:
-    """Log entry of one request. The HTTP layer sets `key` and `request_id`, calls `answered`."""
+    """Log entry of one request.
+
+    The HTTP layer sets `key` and `request_id`, and calls `received` and `answered`.
+    """
 
     request_id: str | None
     request_log: RequestLog = "off"
     request: Any = None
-    """Body or parameters of the request, according to `request_log`; None if it is `off`."""
+    """Body or parameters of the request, according to `request_log`.
+
+    None if it is `off`, and without a valid body.
+    """
     key: str | None = None
     """First 8 hexadecimal digits of the digest of the API key."""
     answer: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +96,7 @@ class AccessEntry:
 
 
 class AccessLog:
-    """ASGI middleware that writes a line when a request has ended, however it ends."""
+    """ASGI middleware that writes a line when a request has ended, also with an exception."""
 
     def __init__(self, app: ASGIApp, write: Callable[[str], None], request_log: RequestLog = "off") -> None:
         self._app = app
@@ -139,7 +146,7 @@ def line_of(scope: Mapping[str, Any], path: str, entry: AccessEntry, began_at: f
 
 
 def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's body with the lengths of texts and lists instead of their contents."""
+    """Return a request's body with lengths instead of texts and lists, except for SHOWN_TEXTS."""
     return {
         str(name)[:MAX_PATH_CHARACTERS]: parameters_of(value) if isinstance(value, Mapping) else _shown(name, value)
         for name, value in body.items()

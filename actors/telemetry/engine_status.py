@@ -25,16 +25,18 @@ NAMES = (
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Current numbers of one engine. vLLM updates its own numbers at each step only.
+    """Current numbers of one engine. vLLM and the connector update them at steps only.
 
     ``running``      requests in the scheduler's batch
-    ``waiting``      requests that wait for the batch or for KV
+    ``waiting``      requests that wait for the batch, for blocks or for KV
     ``cache_usage``  fraction of the KV cache in use
     ``transfers``    transfers in progress, by stage; stages without any are omitted
     ``quarantined``  requests with blocks in quarantine
     ``sent_bytes``   KV bytes sent since the engine started
-    ``recomputed``   requests whose transfer failed since the engine started
-    ``pairs``        (bytes sent, seconds with writes in flight) since the start, by peer engine
+    ``recomputed``   requests since the start whose transfer failed, so that this engine computed
+                     the prompt
+    ``pairs``        (bytes sent, seconds in flight summed over writes) since the start, by peer
+                     engine
     ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit``, ``miss``;
                         empty without a store
     ``store_problems``  late, failed or dropped lookups, loads and stores since the start

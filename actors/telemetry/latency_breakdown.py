@@ -54,7 +54,7 @@ Part = Literal[
     first_step      decode's first step
     recompute       decode's first step after a failed transfer: computes the prompt
     generation      the rest of an answer that is not streamed
-    unexplained     an engine did not report its timings in time
+    unexplained     an engine reported no timings, or not in time
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -79,10 +79,12 @@ class RequestTimestamps:
     ``tried_at``    start of the first attempt
     ``retried_at``  start of the attempt that answered
     ``slots_at``    time at which all legs have slots
-    ``decode``      decode leg; its `answered_at` is the first byte of the answer
-    ``prefill``     prefill leg; None for a local request, without timings if it had not answered
+    ``decode``      leg that produced the first byte of the answer, at its `answered_at`
+    ``prefill``     leg that computed the prompt for it, without timings if it had not answered;
+                    None if one engine did both
     ``streams``     whether the answer is streamed
-    ``by_prefill``  whether `decode` is the leg of a prefill engine that sampled the first token
+    ``by_prefill``  whether `decode` is the prefill leg of a split request: prefill sampled the
+                    first token
     """
 
     arrived_at: float

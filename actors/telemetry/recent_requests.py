@@ -49,7 +49,7 @@ class RequestRecord:
 
 
 class RecentRequests:
-    """The newest `KEPT` records."""
+    """The newest records of one router replica, at most `kept`."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=kept)
@@ -68,5 +68,5 @@ def now_unix(monotonic_at: float) -> float:
 
 
 def newest_of(lists: Iterable[Iterable[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Return the records of several routers as one list, newest first."""
+    """Return at most `most` records of several routers as one list, newest first."""
     return sorted((one for some in lists for one in some), key=lambda one: -one["began_at"])[:most]

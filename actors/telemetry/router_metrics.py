@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons of local requests that would have been remote without a failure."""
+"""Reasons of local requests for which no prefill engine was available or succeeded."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -37,8 +37,9 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
-            "Requests by route (remote: prefill on another engine, local: decode alone, refused, left: the "
-            "client disconnected before its answer started), reason of a local one, and HTTP status (499 for left).",
+            "Requests by route (remote: sent to a prefill engine, local: decode alone, refused: answered with an "
+            "error, left: the client disconnected before its answer started), reason of a local one, and HTTP status "
+            "(499 for left).",
             ["route", "reason", "status"],
             registry=self.registry,
         )
@@ -50,8 +51,8 @@ class RouterMetrics:
         )
         self.prefill_legs = Counter(
             "tandem_prefill_legs",
-            "Prefill legs by outcome: done, refused (the engine accepts no more calls), rejected (invalid "
-            "request), failed, late, or cancelled.",
+            "Prefill legs by outcome: done, refused (the engine has no free slot or is stopping), rejected (answered "
+            "with a 4xx status or without the first token), failed, late, or cancelled.",
             ["outcome"],
             registry=self.registry,
         )
@@ -74,8 +75,8 @@ class RouterMetrics:
         )
         self.resumed_streams = Counter(
             "tandem_resumed_streams",
-            "Streams whose decode engine died: resumed on another, failed (no engine in time), or refused (no "
-            "exact continuation); the latter two ended with an error event.",
+            "Streams whose engine failed: resumed (another attempt continued the stream), failed (no engine in time), "
+            "or refused (no exact continuation); the latter two ended with an error.",
             ["outcome"],
             registry=self.registry,
         )
@@ -99,7 +100,7 @@ class RouterMetrics:
         self.ongoing = Gauge("tandem_ongoing_requests", "Requests in the router.", registry=self.registry)
         self.first_byte = Histogram(
             "tandem_first_byte_seconds",
-            "Time from a request's arrival in the router to the first byte of its answer's body.",
+            "Time from a request's arrival in the router to the first byte of the body of a streamed answer.",
             ["route"],
             buckets=SECONDS,
             registry=self.registry,
@@ -128,7 +129,7 @@ class RouterMetrics:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def counts(self) -> dict[str, int]:
-        """Return counts since this router started: requests by route and reason, and failures."""
+        """Return counts since this router started: requests by route, fallbacks, and failures."""
         counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
         for sample in next(iter(self.requests.collect())).samples:
             if sample.name.endswith("_total"):

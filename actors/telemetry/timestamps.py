@@ -63,7 +63,7 @@ class CallTimestamps:
             self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, times)
 
     def take_timings(self) -> EngineTimings | None:
-        """Return the timings once, with the first token; else None."""
+        """Return the timings at the first call after the first token; else None."""
         first = self._first
         if first is None or self._taken:
             return None

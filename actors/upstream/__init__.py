@@ -1,4 +1,5 @@
-"""All code that depends on private parts of vLLM, Ray or uvicorn, one file per workaround.
+"""Code of routers and actors that depends on private parts of vLLM, Ray, uvicorn or Python.
 
-`tests/actors/upstream/test_guards.py` fails if the source of one of these private symbols changes.
+Each workaround has a file. `tests/actors/upstream/test_guards.py` lists their private symbols and
+fails if the source of one changes.
 """

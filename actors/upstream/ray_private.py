@@ -1,4 +1,4 @@
-"""Ray's control store, log directory, replica results and timeouts: Ray 2.60 has no public API.
+"""Ray's control store, log directory, replica results and timeouts, without public API in 2.60.
 
 Source: https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/experimental/internal_kv.py
 """
@@ -16,8 +16,11 @@ NAMESPACE = b"tandem"
 """Namespace of Tandem's keys in the control store."""
 
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Time for which a raylet tries to reconnect to the Ray head. KubeRay sets it to 600 in worker pods
-of a cluster with fault tolerance (ray-operator/controllers/ray/common/pod.go)."""
+"""Environment variable with the time for which a raylet tries to reconnect to the Ray head, in s.
+
+KubeRay sets it to 600 in worker pods of a cluster with fault tolerance
+(ray-operator/controllers/ray/common/pod.go).
+"""
 
 DEFAULT_RECONNECT_S = 60.0
 """Value of `gcs_rpc_server_reconnect_timeout_s` in src/ray/common/ray_config_def.h."""
@@ -60,10 +63,10 @@ def log_directory() -> Path:
 
 
 def cut_off_node_s() -> float:
-    """Return the longest time for which a node without contact to the Ray head runs, in seconds.
+    """Return the longest time for which actors run on a node without contact to the Ray head.
 
-    Its raylet finds the connection broken after the keepalive timeout, then tries to reconnect, and
-    ends its actors when it gives up.
+    The node's raylet finds the connection broken after the keepalive timeout, then tries to
+    reconnect, and ends its actors when it gives up. The time is in seconds.
     """
     keepalive_s = ray._config.grpc_client_keepalive_timeout_ms() / 1000  # noqa: SLF001
     return float(keepalive_s + float(os.environ.get(RECONNECT_VARIABLE) or DEFAULT_RECONNECT_S))

@@ -15,7 +15,7 @@ import uvicorn
 logger = logging.getLogger(__name__)
 
 FIRST_BYTES_S = 1.0
-"""Timeout for requests to start on connections accepted during the shutdown."""
+"""Timeout at the shutdown for the first request on connections that have had none, in seconds."""
 
 LOOKS = 50
 """Number of checks during FIRST_BYTES_S."""
@@ -32,8 +32,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept queued connections before closing the listener; the kernel would reset them.
 
-        Then wait up to FIRST_BYTES_S for requests on connections without one. Uvicorn would close
-        both kinds of connections at once.
+        Then wait up to FIRST_BYTES_S for requests on connections without one, which uvicorn would
+        close at once.
         """
         taken = [connection for listener in sockets or () for connection in _waiting(listener)]
         for server in self.servers:

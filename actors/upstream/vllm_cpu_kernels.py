@@ -1,4 +1,4 @@
-"""Detects what vLLM's CPU kernels cannot run before the engine starts: models, caches, adapters.
+"""Detects, before an engine starts, which models, caches and adapters vLLM's CPU build cannot run.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
@@ -49,7 +49,7 @@ def cpu_features() -> CpuFeatures:
 
 @dataclass(frozen=True)
 class KernelProblem:
-    """Reason why vLLM cannot run a model on this CPU, and the setting to change."""
+    """Reason why vLLM cannot run an engine's settings on this CPU, and the setting to change."""
 
     reason: str
     remedy: str
@@ -62,7 +62,7 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
     """Return the reason why vLLM cannot run these layers, or None.
 
     `dtype` is torch's name of the resolved dtype, not `auto`; `backend` is vLLM's name of an
-    explicit backend.
+    explicit backend, or None.
     """
     if dtype == BFLOAT16:
         return None
@@ -125,10 +125,10 @@ def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> 
 def experts_problem(model: "ModelConfig", parallel: Any) -> KernelProblem | None:
     """Return why vLLM's CPU build cannot run the model's experts on several ranks, or None.
 
-    `parallel` has attributes named as in vLLM's ParallelConfig. Over data-parallel ranks, vLLM's
-    `CpuCommunicator` has no `all_gatherv` and the engine dies in its first step. With expert
-    parallelism, the kernel ignores which experts its rank has (`CPUUnquantizedExperts.apply` in
-    vllm/model_executor/layers/fused_moe/experts/cpu_moe.py) and reads beyond their weights.
+    `parallel` has attributes named as in vLLM's ParallelConfig. Over data-parallel ranks, the
+    engine dies in its first step: vLLM's `CpuCommunicator` does not implement `all_gatherv`. With
+    expert parallelism, the kernel ignores which experts its rank has (`CPUUnquantizedExperts.apply`
+    in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py) and reads beyond their weights.
     """
     if not model.is_moe:
         return None

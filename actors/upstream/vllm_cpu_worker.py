@@ -5,8 +5,8 @@ request it then rewinds the generator by an offset (`GPUModelRunner._bookkeeping
 PyTorch's CPU generators do not support: they raise, and the engine dies. This worker saves a
 generator's state before a discarded sample and restores it after it.
 
-Engines without a GPU use this worker (`engine/arguments.py`) through vLLM's own argument
-`worker_cls`. Source:
+By default, engines without a GPU use this worker (`engine/arguments.py`) through vLLM's own
+argument `worker_cls`. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/worker/gpu_model_runner.py
 """
 
@@ -47,7 +47,7 @@ class CpuWorker(cpu_worker.CPUWorker):
     """vLLM's CPU worker with `RewindingModelRunner`."""
 
     def init_device(self) -> None:
-        # vLLM looks up the runner's class by this name. The worker has its own process, so the
-        # change affects no other engine.
+        # vLLM looks up the class of its V1 model runner by this name. The worker has its own
+        # process, so the change affects no other engine.
         cpu_worker.CPUModelRunner = RewindingModelRunner
         super().init_device()

@@ -1,6 +1,7 @@
 """Imports of the fork server of an engine without a GPU (`vllm_fork_server.py`).
 
-Imports only: a thread or a CUDA context started here would not survive the fork.
+Imports modules and patches vLLM, but starts no thread and no CUDA context: neither would survive
+the fork.
 """
 
 from vllm.utils.system_utils import set_process_title

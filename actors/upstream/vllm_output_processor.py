@@ -34,7 +34,7 @@ class SharedRequestOutputs(OutputProcessor):
     block_tokens: int | None
     """Block size of the prefix cache in tokens; None without a prefix cache."""
     unfinished: set[str]
-    """Ids of requests that another engine continues."""
+    """Ids of requests whose answer another engine continues, unless the first token ends it."""
     arrivals: KvArrivals | None = None
     """Receives the ids of requests whose transfer times are needed."""
 

@@ -70,7 +70,7 @@ class ReplayCollector:
             self._collector.put(output)
             return
         if output.outputs[0].finish_reason == ABORTED:
-            # The engine core stops, so the replay log cannot end.
+            # The engine core is stopping: it repeats no more of the replay log.
             self._waiting.clear()
             self._collector.put(output)
             return
@@ -112,7 +112,7 @@ class ReplayCollector:
 
 
 class KvArrivalsLogger(StatLoggerBase):
-    """Passes connector statistics of each step to `arrivals`, before vLLM handles its outputs."""
+    """Passes the connector statistics of each step to `arrivals`."""
 
     def __init__(self, arrivals: KvArrivals) -> None:
         self._arrivals = arrivals
@@ -200,7 +200,9 @@ class ReplayingLLM(AsyncLLM):
                 raise served.fail("only a single streamed answer can be resumed")
             served = None
         if served is not None and served.replay and self.adapters_change and options.get("lora_request"):
-            raise served.fail("its adapter may have changed since it began (`allow_runtime_lora_updating`)")
+            raise served.fail(
+                "the request's adapter may have changed since the answer began (`allow_runtime_lora_updating`)"
+            )
         params = self._forced(sampling_params, served)
         samples = samples_first_token(params)
         if served is not None:

@@ -80,7 +80,7 @@ async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.M
     monkeypatch.setattr(server_connection, "HELLO_S", 0.2)
     async with Stranger(world) as router, Stranger(world) as silent:
         router.say(Hello(1, world.address.key))
-        assert await silent.heard() == Refused("it did not authenticate in time")
+        assert await silent.heard() == Refused("it did not authenticate within 0.2 s")
         assert await silent.heard() is None
         router.say(opened(1))
         assert joined(await router.answer(1)) == joined(ITEMS)
