@@ -173,7 +173,7 @@ def test_another_layout_of_pages_is_another_namespace(host: Host, monkeypatch: p
 def test_a_model_of_the_hub_needs_its_commit(host: Host, revision: str | None) -> None:
     """vLLM does not report its ``--revision``: the tier would load KV of another one."""
     with pytest.raises(ConfigurationError, match="revision must be the commit of /nowhere/model"):
-        host.start(PATIENT | {"revision": revision})  # type: ignore[dict-item]
+        host.start(PATIENT | {"revision": revision})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
