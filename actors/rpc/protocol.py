@@ -12,6 +12,8 @@ import hmac
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 
+import msgspec
+
 from actors.request import Item, StreamChunk
 from actors.rpc.messages import (
     Ask,
@@ -117,7 +119,7 @@ def pieces(item: Item) -> Iterator[Item]:
         yield item
         return
     first = body[:PIECE_BYTES]
-    yield StreamChunk(first, item.groups, item.timings) if isinstance(item, StreamChunk) else first
+    yield msgspec.structs.replace(item, body=first) if isinstance(item, StreamChunk) else first
     for at in range(PIECE_BYTES, len(body), PIECE_BYTES):
         yield body[at : at + PIECE_BYTES]
 

@@ -25,11 +25,13 @@ NAMES = (
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Current numbers of one engine. vLLM and the connector update them at steps only.
+    """Current numbers of one engine, over all its data-parallel ranks.
+
+    vLLM and the connector update them at steps only.
 
     ``running``      requests in the scheduler's batch
     ``waiting``      requests that wait for the batch, for blocks or for KV
-    ``cache_usage``  fraction of the KV cache in use
+    ``cache_usage``  fraction of the KV cache in use, the mean over ranks
     ``transfers``    transfers in progress, by stage; stages without any are omitted
     ``quarantined``  requests with blocks in quarantine
     ``sent_bytes``   KV bytes sent since the engine started
@@ -60,12 +62,15 @@ def read_status(registry: CollectorRegistry) -> EngineStatus:
     transfers: dict[str, int] = {}
     sent: dict[str, list[float]] = {}
     store_tokens: dict[str, int] = {}
+    ranks = 0
     recomputed = 0.0
     for family in registry.restricted_registry(NAMES).collect():
         for sample in family.samples:
             numbers[sample.name] = numbers.get(sample.name, 0.0) + sample.value
+            ranks += sample.name == "vllm:kv_cache_usage_perc"
             if sample.name == STAGES and sample.value:
-                transfers[sample.labels["stage"]] = int(sample.value)
+                stage = sample.labels["stage"]
+                transfers[stage] = transfers.get(stage, 0) + int(sample.value)
             elif sample.name == "vllm:tandem_kv_requests_total" and sample.labels["outcome"] == "recomputed":
                 recomputed += sample.value
             elif sample.name == STORE_TOKENS:
@@ -78,7 +83,7 @@ def read_status(registry: CollectorRegistry) -> EngineStatus:
     return EngineStatus(
         running=int(numbers.get("vllm:num_requests_running", 0)),
         waiting=int(numbers.get("vllm:num_requests_waiting", 0)),
-        cache_usage=round(numbers.get("vllm:kv_cache_usage_perc", 0.0), 4),
+        cache_usage=round(numbers.get("vllm:kv_cache_usage_perc", 0.0) / max(ranks, 1), 4),
         transfers=transfers,
         quarantined=int(numbers.get("vllm:tandem_kv_quarantined", 0)),
         sent_bytes=int(numbers.get("vllm:tandem_kv_sent_bytes_total", 0)),

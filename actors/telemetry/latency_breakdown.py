@@ -83,8 +83,7 @@ class RequestTimestamps:
     ``prefill``     leg that computed the prompt for it, without timings if it had not answered;
                     None if one engine did both
     ``streams``     whether the answer is streamed
-    ``by_prefill``  whether `decode` is the prefill leg of a split request: prefill sampled the
-                    first token
+    ``by_prefill``  whether `decode` is a leg on a prefill engine, which sampled the first token
     """
 
     arrived_at: float

@@ -135,7 +135,7 @@ class Dispatcher:
         """Return the request's timestamps up to the answer of `attempt`."""
         assert self._began_at is not None, "call `open` first"
         prefill = None if attempt.prefill is None else attempt.prefill.timestamps
-        by_prefill = attempt.sampled_by == "prefill" and prefill is not None
+        by_prefill = attempt.sampled_by == "prefill"
         return RequestTimestamps(
             arrived_at=self.request.arrived_at,
             read_at=self.request.read_at,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.request import Accepted, Call, Heartbeat, StreamChunk
+from actors.request import Accepted, Call, FirstTokenChunk, Heartbeat, StreamChunk
 from actors.rpc.messages import (
     Ask,
     Cancel,
@@ -160,12 +160,13 @@ def test_a_call_that_is_cancelled_before_it_is_sent() -> None:
 def test_pieces_of_an_item(size: int) -> None:
     """Each fits, all together are the item, and tokens do not follow their bytes."""
     body = random.Random(size).randbytes(size)
-    for item in (body, StreamChunk(body, ((1, 2),))):
+    for item in (body, StreamChunk(body, ((1, 2),)), FirstTokenChunk(body, ((1,),), None, 7)):
         parts: list[Any] = list(pieces(item))
         bodies = [part.body if isinstance(part, StreamChunk) else part for part in parts]
         assert b"".join(bodies) == body
         assert max(map(len, bodies)) <= PIECE_BYTES
         assert type(parts[0]) is type(item)
+        assert not isinstance(item, FirstTokenChunk) or parts[0].prompt_tokens == 7
         assert all(isinstance(part, bytes) for part in parts[1:])
 
 

@@ -60,13 +60,16 @@ def test_several_routers_requests_are_one_list() -> None:
 
 
 def test_an_engines_load_is_read_out_of_its_metrics() -> None:
-    """The sum over ranks or engine cores; a missing metric counts zero."""
+    """The sum over data-parallel ranks, the mean of cache usage; a missing metric counts zero."""
     registry = CollectorRegistry()
     for name, value in (("num_requests_running", 3), ("num_requests_waiting", 2), ("kv_cache_usage_perc", 0.25)):
-        Gauge(f"vllm:{name}", name, ["engine"], registry=registry).labels("0").set(value)
-    stages = Gauge("vllm:tandem_kv_transfers", "t", ["stage"], registry=registry)
-    stages.labels("offered").set(2)
-    stages.labels("ending").set(0)
+        gauge = Gauge(f"vllm:{name}", name, ["engine"], registry=registry)
+        gauge.labels("0").set(value)
+        gauge.labels("1").set(3 * value)
+    stages = Gauge("vllm:tandem_kv_transfers", "t", ["engine", "stage"], registry=registry)
+    stages.labels("0", "offered").set(2)
+    stages.labels("1", "offered").set(1)
+    stages.labels("0", "ending").set(0)
     ends = Counter("vllm:tandem_kv_requests", "r", ["outcome"], registry=registry)
     ends.labels("received").inc(9)
     ends.labels("recomputed").inc(1)
@@ -79,10 +82,10 @@ def test_an_engines_load_is_read_out_of_its_metrics() -> None:
     for kind in ("late_load", "dropped_store"):
         problems.labels(kind).inc()
     assert read_status(registry) == EngineStatus(
-        running=3,
-        waiting=2,
-        cache_usage=0.25,
-        transfers={"offered": 2},
+        running=12,
+        waiting=8,
+        cache_usage=0.5,
+        transfers={"offered": 3},
         quarantined=0,
         sent_bytes=0,
         recomputed=1,
