@@ -138,6 +138,11 @@ class Server:
     def has_ended(self) -> bool:
         return self._api is None or not _runs(self._api)
 
+    @property
+    def found_port_taken(self) -> bool:
+        """True if the port of this start was taken."""
+        return "Address already in use" in self.log.read_text(errors="replace")
+
     def wait_end(self, timeout_s: float) -> None:
         """Wait until the API server has ended, for at most ``timeout_s``; then return anyway."""
         assert self._api is not None

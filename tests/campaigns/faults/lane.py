@@ -92,7 +92,13 @@ class Lane:
 
     async def _up(self, server: Server) -> None:
         give_up_at = time.monotonic() + START_S
-        while time.monotonic() < give_up_at and not server.has_ended:
+        while time.monotonic() < give_up_at:
+            if server.has_ended:
+                if not server.found_port_taken:
+                    break
+                # The kernel has not yet released the socket of the server that this one replaces.
+                await asyncio.sleep(1.0)
+                server.start()
             with contextlib.suppress(httpx.HTTPError):
                 if (await self.client.get(f"{server.url}/health", timeout=5)).status_code == 200:
                     server.find_members()
