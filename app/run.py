@@ -266,12 +266,16 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
-    """Raise SettingsError if `policy` is ScaleTogether and cannot scale this service.
+    """Raise SettingsError for an unknown key, and if ScaleTogether cannot scale this service.
 
     Serve would start the service, and its controller would at most log an error.
     """
+    from ray.serve.config import AutoscalingPolicy
+
     from actors.autoscaling.policy import POLICY
 
+    if unknown := _unknown_keys(policy, AutoscalingPolicy, "autoscaling_policy."):
+        raise SettingsError("\n".join(unknown))
     # Serve also accepts a dot instead of the colon.
     if str(policy.get("policy_function")).replace(":", ".") != POLICY.replace(":", "."):
         return

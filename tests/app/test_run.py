@@ -195,6 +195,11 @@ def test_an_autoscaling_policy_for_both_roles(tmp_path: Path) -> None:
         (POLICY | {"policy_function": "actors.autoscaling.policy.ScaleTogether"}, 2, r"^decode\.replicas: must be an"),
         (POLICY | {"policy_kwargs": {"tpot": 1}}, SCALED, r"^autoscaling_policy\.policy_kwargs\.tpot: no such setting"),
         (
+            {"policy_function": POLICY["policy_function"], "policy_kwarg": {"tpot_s": 0.05}},
+            SCALED,
+            r"^autoscaling_policy\.policy_kwarg: Ray Serve has no such key",
+        ),
+        (
             POLICY,
             {"max_replica": 2},
             r"^decode\.replicas\.max_replica: Ray Serve has no such argument; did you mean max",
