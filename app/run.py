@@ -22,10 +22,11 @@ import urllib.request
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 import psutil
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from actors.tls import unverified_context
 from app.start_screen import (
@@ -221,7 +222,6 @@ def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     """Return the Serve config in `path` and Tandem's settings in it. Raises SettingsError."""
-    from pydantic import ValidationError
     from ray.serve.schema import ServeDeploySchema
 
     from actors.engine.arguments import check_arguments
@@ -237,7 +237,7 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise SettingsError("\n".join(lines)) from None
-    problems = _unknown_keys(config)
+    problems = _unknown_keys(config, ServeDeploySchema)
     if problems:
         raise SettingsError("\n".join(problems))
     ours = [one for one in config["applications"] if one["import_path"] == IMPORT_PATH]
@@ -266,13 +266,18 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
 
 
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
-    """Raise SettingsError if `policy` is ScaleTogether and cannot scale this service.
+    """Raise SettingsError for an unknown key, and if ScaleTogether cannot scale this service.
 
     Serve would start the service, and its controller would at most log an error.
     """
+    from ray.serve.config import AutoscalingPolicy
+
     from actors.autoscaling.policy import POLICY
 
-    if policy.get("policy_function") != POLICY:
+    if unknown := _unknown_keys(policy, AutoscalingPolicy, "autoscaling_policy."):
+        raise SettingsError("\n".join(unknown))
+    # Serve also accepts a dot instead of the colon.
+    if str(policy.get("policy_function")).replace(":", ".") != POLICY.replace(":", "."):
         return
     roles: tuple[RoleName, ...] = ("prefill", "decode")
     fixed = [name for name in roles if not settings.role(name).scaled]
@@ -288,22 +293,28 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
         raise SettingsError("\n".join(lines)) from None
 
 
-def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Return an error for each unknown key of the file, `http_options` and `applications`.
+def _unknown_keys(given: dict[str, Any], schema: type[BaseModel], where: str = "") -> list[str]:
+    """Return an error for each key in `given` and below that Serve's schema does not have.
 
     Serve would ignore these keys.
-    """
-    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-    levels: list[tuple[str, Any, Any]] = [("", config, ServeDeploySchema)]
-    levels.append(("http_options.", config.get("http_options") or {}, HTTPOptionsSchema))
-    levels += [(f"applications.{i}.", one, ServeApplicationSchema) for i, one in enumerate(config["applications"])]
-    return [
-        f"{where}{key}: Ray Serve has no such key"
-        for where, mapping, schema in levels
-        for key in mapping
-        if key not in schema.model_fields
-    ]
+    ``where``  path of `given` in the file, with a dot at its end
+    """
+    problems = [f"{where}{key}: Ray Serve has no such key" for key in given if key not in schema.model_fields]
+    for key, field in schema.model_fields.items():
+        value, inner = given.get(key), _model_in(field.annotation)
+        below = [(f"{key}.{i}", one) for i, one in enumerate(value)] if isinstance(value, list) else [(key, value)]
+        for path, one in below:
+            if inner is not None and isinstance(one, dict):
+                problems += _unknown_keys(one, inner, f"{where}{path}.")
+    return problems
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model in a field's type, such as `list[Model]` or `Model | None`; else None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
 def check_model(settings: ServiceSettings) -> None:
@@ -360,7 +371,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     logs = log_directory()
     if not verbose:
         screen.quiet(logs / "launcher.log")
-    watcher = Watcher(url_of(config, settings), settings, logs, screen)
+    watcher = Watcher(config, settings, logs, screen)
     stop_routers_soon(config)
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -436,12 +447,15 @@ def interrupt_on_signals() -> None:
 class Watcher:
     """Thread that prints the stages of the start, then an example request; stops a failed start."""
 
-    def __init__(self, address: str, settings: ServiceSettings, logs: Path, screen: Screen) -> None:
+    def __init__(self, config: dict[str, Any], settings: ServiceSettings, logs: Path, screen: Screen) -> None:
+        from ray.serve.schema import ServeApplicationSchema
+
         from actors.engine.startup.start_progress import StartWatch
 
         self.failure: StartFailure | None = None
         self.is_ready = False
-        self._address = address
+        self._address = url_of(config, settings)
+        self._name = ServeApplicationSchema.model_validate(_ours(config)).name
         self._model = next(iter(settings.each_model().values())).model_name
         self._header = KEY_HEADER if settings.auth.operators_keys() else ""
         self._logs = logs
@@ -500,10 +514,10 @@ class Watcher:
         self._screen.say(f"logs: {self._logs}")
 
     def _application(self) -> Any:
-        """Return the status of Serve's first application; None before the deployment."""
+        """Return the status of Tandem's application; None before the deployment."""
         from ray import serve
 
-        return next(iter(serve.status().applications.values()), None)
+        return serve.status().applications.get(self._name)
 
     def _healthy(self) -> bool:
         """Return whether `/health` reports running engines of both roles for each model."""

@@ -113,7 +113,8 @@ args:
 - The deployments are named after the first name of each model, `Prefill-qwen3` and `Decode-qwen3`;
   characters other than letters, digits and `._-` become `-`. Use these names under `deployments`.
 - Each role is scaled by itself, with an autoscaling_config as `replicas`. `ScaleTogether` scales
-  the roles of one model only; `make run` refuses it with `models`.
+  the roles of one model only; `make run` and `make doctor` refuse it with `models`. Ray's own
+  commands cannot: such a service starts, and its roles keep their numbers of replicas.
 - The limits of `router` hold for all models together.
 - A change of `args`, such as another model in the list, restarts all replicas. A second application
   with its own port does not.

@@ -48,8 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
     """Yield the findings of all checks that are not in `skip`.
 
-    If the configuration is invalid, the other checks use the default one. With several models, only
-    `model`, `kernels` and `gpus` check all of them; the other checks use the first one's roles.
+    If the configuration is invalid, the other checks use the default one.
     """
     left_out = set(skip)
     if "python" not in left_out:
@@ -58,12 +57,11 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
     if "config" not in left_out:
         yield from found
     models = list(settings.each_model().values())
-    settings = models[0]
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "model": lambda: chain.from_iterable(map(check_readable, models)),
         "kernels": lambda: chain.from_iterable(map(check_kernels, models)),
         "libraries": lambda: check_libraries(settings),
-        "gpus": lambda: chain.from_iterable(map(check_gpus, models)),
+        "gpus": lambda: check_gpus(settings),
         "shared-memory": lambda: check_shared_memory(settings),
         "temporary": check_temporary_directory,
         "ports": lambda: check_ports(config, settings),

@@ -65,7 +65,7 @@ def check_python() -> Iterator[Finding]:
 
 def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
     """Check that libnuma is installed. vLLM's CPU kernels load it; engines with GPUs do not."""
-    if settings.prefill.num_gpus and settings.decode.num_gpus:
+    if all(role.num_gpus for _, role in settings.roles()):
         return
     try:
         ctypes.CDLL(NUMA)
@@ -76,15 +76,18 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that this machine has the GPUs of the larger engine, if a role requests any."""
-    wanted = max(settings.prefill.num_gpus, settings.decode.num_gpus)
+    """Check that this machine has the GPUs that any engine needs on one node.
+
+    The ranks of executor `ray` may be on several nodes, with one GPU each.
+    """
+    wanted = max(1 if role.executor == "ray" else role.num_gpus for _, role in settings.roles())
     if not wanted:
         return
     import torch
 
     found = torch.cuda.device_count()
     remedy = "" if found >= wanted else "install vLLM's CUDA build and an NVIDIA driver, or lower num_gpus"
-    yield Finding("gpus", f"{found} GPUs found, {wanted:g} requested by the larger engine", remedy)
+    yield Finding("gpus", f"{found} GPUs found, an engine needs {wanted:g} on one node", remedy)
 
 
 def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> Iterator[Finding]:
@@ -139,10 +142,9 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
     }
     for host, port, setting in sorted(engine_ports):
         yield _port(host, port, setting)
-    for role in ("prefill", "decode"):
-        text = ucx_environment(settings.role(role).environment).get("UCX_TCP_PORT_RANGE", "")
-        if text:
-            yield _port_range(text)
+    ranges = {ucx_environment(role.environment).get("UCX_TCP_PORT_RANGE", "") for _, role in settings.roles()}
+    for text in sorted(ranges - {""}):
+        yield _port_range(text)
 
 
 def check_tls(settings: ServiceSettings) -> Iterator[Finding]:
@@ -189,18 +191,17 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
     if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
         remedy = "remove the limit: ulimit -l unlimited; on Kubernetes, LimitMEMLOCK=infinity for the container runtime"
         yield Finding("ucx", f"only {limit / 2**20:,.0f} MiB of memory may be pinned (RLIMIT_MEMLOCK)", remedy)
-    for role in ("prefill", "decode"):
-        environment = ucx_environment(settings.role(role).environment)
+    for name, role in settings.roles():
+        environment = ucx_environment(role.environment)
         named = settings.transfer.devices or environment.get("UCX_NET_DEVICES", "all").split(",")
         setting = "transfer.devices" if settings.transfer.devices else "UCX_NET_DEVICES"
         for device in filter(None, named):
-            name = device.partition(":")[0]
-            if name not in ("all", *devices, *interfaces):
-                present = ", ".join([*(f"{device}:1" for device in devices), *interfaces])
+            if device.partition(":")[0] not in ("all", *devices, *interfaces):
+                present = ", ".join([*(f"{one}:1" for one in devices), *interfaces])
                 remedy = f"set {setting} to devices of this machine ({present}), or remove it: UCX then chooses"
                 yield Finding(
                     "ucx",
-                    f"{role}: UCX is configured to use {device}, which this machine does not have",
+                    f"{name}: UCX is configured to use {device}, which this machine does not have",
                     remedy,
                 )
         transports = environment.get("UCX_TLS", "").split(",")
@@ -209,7 +210,7 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
             remedy = (
                 "give the machine an RDMA device (a pod requests the device plugin's resource), or add tcp to UCX_TLS"
             )
-            yield Finding("ucx", f"{role}: UCX_TLS contains {asked[0]}, but there is no RDMA device", remedy)
+            yield Finding("ucx", f"{name}: UCX_TLS contains {asked[0]}, but there is no RDMA device", remedy)
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:

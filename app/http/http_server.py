@@ -29,6 +29,7 @@ from actors.upstream.uvicorn_protocol import CLIENT_CERTIFICATE, BoundedHttpProt
 from actors.upstream.uvicorn_server import Server
 from app.http.auth import OPEN_PATHS
 from app.http.errors import error_body
+from app.http.parsing import OWN_PORT
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class HttpServer:
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
+            scope[OWN_PORT] = True
             allowed = scope["type"] != "http" or self._allows(scope)
             await (self._app if allowed else certificate_required())(scope, receive, self._last(send))
             return

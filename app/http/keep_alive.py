@@ -12,17 +12,20 @@ from starlette.types import Message, Send
 from actors.errors import DeadlineError
 from actors.request import KEEP_ALIVE, Endpoint
 from actors.router.client_request import ClientRequest
+from app.http.parsing import FORM_ENDPOINTS
 from configs.settings.router import RouterLimits
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 """Headers known before the engine answers; vLLM's streams have the same content type."""
 
 
-STREAMING: frozenset[Endpoint] = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-"""Endpoints whose streams get comments: those whose body is JSON with the field `stream`.
-
-Streams of transcriptions and translations, whose requests are forms, get none.
-"""
+STREAMING: frozenset[Endpoint] = FORM_ENDPOINTS | {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+}
+"""Endpoints whose streams get comments: those whose body or form has the field `stream`."""
 
 
 class KeepAlive:
@@ -102,6 +105,7 @@ class KeepAlive:
 def _is_stream(request: ClientRequest) -> bool:
     """Return whether an engine that accepts `request` answers with a stream that gets comments.
 
-    Only `true` counts: vLLM converts other values of `stream`, such as `"false"`.
+    In JSON only `true` counts: vLLM converts other values of `stream`, such as `"false"`.
+    `parse_form` has converted that of a form.
     """
     return request.body.get("stream") is True and request.endpoint in STREAMING

@@ -23,8 +23,14 @@ from app.http.errors import BadRequestError, MalformedError
 MAX_DEPTH = 64
 """Maximum nesting depth of a body; JSON schemas of tools have a depth of about twelve."""
 
-DRAWN_ID = re.compile(rb"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")
-"""Form of a request id that this router or Serve's proxy has generated: a UUID."""
+OWN_PORT = "tandem.own_port"
+"""Key in the scope of a request that arrived at the router's port, not through Serve's proxy."""
+
+PROXY_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+"""Form of the request id, a UUID, that Serve's proxy gives a request without one.
+
+See `generate_request_id` in ray/serve/_private/utils.py.
+"""
 
 FORWARDED_HEADERS = frozenset(
     {
@@ -61,7 +67,10 @@ async def read_request(
     else:
         body = await off_loop(len(raw), partial(parse_body, raw))
     check_prompts(body, max_prompts)
-    headers = _named(forwarded_headers(request, client_priority), body)
+    headers = forwarded_headers(request, client_priority)
+    if isinstance(body.get("request_id"), str) and not _sends_id(request):
+        # vLLM would prefer the generated header to the body's id.
+        headers = tuple(header for header in headers if header[0] != b"x-request-id")
     return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
 
 
@@ -79,14 +88,13 @@ def forwarded_headers(request: Request, client_priority: bool = False) -> Header
     return tuple(given.items())
 
 
-def _named(headers: Headers, body: Mapping[str, Any]) -> Headers:
-    """Return `headers`, without an X-Request-Id that is a UUID if the body has a `request_id`.
+def _sends_id(request: Request) -> bool:
+    """Return whether the client itself has sent an X-Request-Id.
 
-    Such a header is probably generated, and vLLM prefers the header to the body.
+    A UUID of a request that came through Serve's proxy is probably the proxy's.
     """
-    if not isinstance(body.get("request_id"), str):
-        return headers
-    return tuple((name, value) for name, value in headers if name != b"x-request-id" or not DRAWN_ID.fullmatch(value))
+    given = request.headers.get("x-request-id")
+    return given is not None and (OWN_PORT in request.scope or not PROXY_ID.fullmatch(given))
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -171,19 +179,18 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
 
     The decode engine reports other errors in these fields.
     """
+    prompts = {field: _several(body.get(field)) for field in ("prompt", "prompt_embeds", "items")}
     chats = body.get("messages")
-    several = isinstance(chats, list) and bool(chats) and isinstance(chats[0], list)
-    prompts = max(
-        *(_several(body.get(field)) for field in ("prompt", "prompt_embeds", "items")),
-        len(chats or ()) if several else 1,
-    )
+    if isinstance(chats, list) and chats and isinstance(chats[0], list):
+        prompts["messages"] = len(chats)
+    field = max(prompts, key=lambda name: prompts[name])
     copies = body.get("n")
     copies = copies if type(copies) is int and copies > 1 else 1
-    if prompts * copies > most:
+    if prompts[field] * copies > most:
         each = f", {copies} answers each" if copies > 1 else ""
         raise BadRequestError(
-            f"{prompts} prompts{each}: one request may ask for at most {most} answers; send several requests",
-            param="n" if copies > 1 else "messages" if several else "prompt",
+            f"{prompts[field]} prompts{each}: one request may ask for at most {most} answers; send several requests",
+            param="n" if copies > 1 else field,
         )
 
 

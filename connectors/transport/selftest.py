@@ -10,6 +10,7 @@ objects) add to it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,9 @@ from typing import IO, Any
 
 START_S = 120.0
 """Limit in seconds for a process to import NIXL, which imports torch, and to start its agent."""
+
+END_S = 10.0
+"""Limit in seconds for a process to end after it has closed its output."""
 
 TRANSFER_BYTES = 16 * 2**20
 RUN_BYTES = 2**16
@@ -62,11 +66,14 @@ def run(
 ) -> dict[str, Any]:
     """Run both child processes and return the result.
 
-    The result has `error` instead of an exception if the transfer fails or a backend is missing.
+    The result has `error` instead of an exception if the transfer fails, a backend is missing, or a
+    process ends or exceeds its limit.
     """
-    ends = {name: _start(name, backends, devices, timeout_s, own, show) for name, own in environments.items()}
-    receiver, sender = ends["receiver"], ends["sender"]
+    ends: dict[str, subprocess.Popen[bytes]] = {}
     try:
+        for name, own in environments.items():
+            ends[name] = _start(name, backends, devices, timeout_s, own, show)
+        receiver, sender = ends["receiver"], ends["sender"]
         ready = _answer("receiver", receiver, START_S)
         if "error" in ready:
             return ready
@@ -112,8 +119,10 @@ def _start(
 
 
 def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
+    """Send a JSON line to a process. If it has ended, `_answer` reports that."""
     assert process.stdin is not None
-    process.stdin.write(json.dumps(what).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(what).encode() + b"\n")
 
 
 def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
@@ -126,7 +135,11 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
         return answer
     if not ready:
         return {"error": f"the {end} did not finish within {timeout_s:g} s"}
-    stderr_lines = (process.communicate()[1] or b"").decode(errors="replace").strip().splitlines()
+    try:
+        stderr = process.communicate(timeout=END_S)[1] or b""
+    except subprocess.TimeoutExpired:
+        return {"error": f"the {end} closed its output, but did not end within {END_S:g} s"}
+    stderr_lines = stderr.decode(errors="replace").strip().splitlines()
     return {"error": f"the {end} ended with status {process.returncode}: {stderr_lines[-1] if stderr_lines else '?'}"}
 
 

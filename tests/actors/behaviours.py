@@ -103,8 +103,8 @@ def fed(serve: Any, prefill: Handle) -> Any:
     """Return a decode engine that waits for its KV if the call names a producer."""
 
     async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        transfer = json.loads(call.body).get(TRANSFER_FIELD)
-        if transfer:
+        if TRANSFER_FIELD.encode() in call.body:  # a form has none
+            transfer = json.loads(call.body)[TRANSFER_FIELD]
             await prefill.delivered[transfer["transfer_id"]].wait()
         async for item in serve(call, turn):
             yield item

@@ -15,10 +15,13 @@ import yaml
 
 from actors.upstream.vllm_cpu_kernels import CpuFeatures
 from app.doctor import configuration, machine, store
-from app.doctor.__main__ import main
+from app.doctor.__main__ import CHECKS, examine, main
 from app.doctor.configuration import check_readable
+from app.doctor.transfer import check_transfer
+from app.run import read
 from configs.settings.parsing import parse_settings
 from configs.settings.service import DEMO_MODEL_DIR, ServiceSettings
+from connectors.transport import selftest
 from testing.models import deepseek_v2
 
 LOCAL = Path(__file__).resolve().parents[2] / "configs" / "local.yaml"
@@ -41,6 +44,23 @@ def config_file(tmp_path: Path, free_port: int) -> Callable[..., str]:
             own = config["applications"][0]["args"]
             own[key] = {**own[key], **value} if isinstance(value, dict) else value
         path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def two_models(tmp_path: Path, free_port: int) -> Callable[..., str]:
+    """Write two-models.yaml with changed roles of its second model."""
+
+    def write(**roles: Any) -> str:
+        config = yaml.safe_load(LOCAL.with_name("two-models.yaml").read_text())
+        args = config["applications"][0]["args"]
+        args["router"]["http_port"] = free_port
+        for role, changes in roles.items():
+            args["models"][1][role] = args["models"][1].get(role, {}) | changes
+        path = tmp_path / "two-models.yaml"
         path.write_text(yaml.safe_dump(config))
         return str(path)
 
@@ -97,6 +117,16 @@ def test_a_transfer_that_cannot_work(
     assert f"-> {remedy}" in output
 
 
+def test_a_transfer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before NIXL starts; each of the test's own waits has a limit."""
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3600)")
+    monkeypatch.setattr(selftest, "START_S", 0.1)
+    settings = parse_settings({"decode": {"environment": {"PYTHONPATH": str(tmp_path)}}})
+    (finding,) = check_transfer(settings)
+    assert finding.what == "the receiver did not finish within 0.1 s"
+    assert finding.remedy.startswith("check the UCX_ variables")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -134,6 +164,69 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
     assert {int(line.split(":")[1]) for line in failures(output)} == {http, side, rank}
     for setting in ("router.http_port", "transfer.side_channel_port", "decode.rpc_port"):
         assert f"or change {setting}" in output
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"decode": {"environment": {"UCX_NET_DEVICES": "mlx5_77:1"}}}, r"ucx .* models\.1\.decode: .* mlx5_77:1"),
+        ({"prefill": {"environment": {"UCX_TCP_PORT_RANGE": "2000"}}}, "ports .* '2000' is not a range"),
+        ({"decode": {"environment": {"UCX_TLS": "posix,self"}}}, r"transfer .* {second}: the receiver"),
+    ],
+    ids=["devices", "port range", "transfer"],
+)
+def test_the_second_of_two_models(
+    two_models: Callable[..., str], capsys: pytest.CaptureFixture[str], roles: dict[str, Any], message: str
+) -> None:
+    """Its roles are checked like the first one's."""
+    path = two_models(**roles)
+    second = list(read(Path(path))[1].each_model().values())[1].model_name
+    skipped = ["python", "kernels", *([] if message.startswith("transfer") else ["transfer"])]
+    assert main(["--config", path, "--skip", *skipped]) == 1
+    (line,) = failures(capsys.readouterr().out)
+    assert re.search(message.format(second=second), line), line
+
+
+def test_a_port_of_the_second_of_two_models(two_models: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        path = two_models(decode={"rpc_host": "127.0.0.1", "rpc_port": port})
+        assert main(["--config", path, "--skip", "python", "kernels", "transfer"]) == 1
+    output = capsys.readouterr().out
+    (line,) = failures(output)
+    assert f"127.0.0.1:{port}" in line
+    assert "or change models.1.decode.rpc_port" in output
+
+
+def test_a_library_that_only_the_second_of_two_models_needs(
+    two_models: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model without GPUs behind one with them."""
+    monkeypatch.setattr(machine, "NUMA", "libnuma-not.so.1")
+    path = Path(two_models())
+    config = yaml.safe_load(path.read_text())
+    first = config["applications"][0]["args"]["models"][0]
+    for role in ("prefill", "decode"):
+        first[role] = first[role] | {"num_gpus": 1}
+    path.write_text(yaml.safe_dump(config))
+    (finding,) = examine(path, set(CHECKS) - {"libraries"})
+    assert not finding.ok
+
+
+@pytest.mark.parametrize(
+    ("decode", "enough"),
+    [
+        ({"executor": "ray", "num_gpus": 8, "tensor_parallel_size": 8}, True),
+        ({"executor": "mp", "num_gpus": 8, "tensor_parallel_size": 8}, False),
+        ({"executor": "mp", "num_gpus": 4, "tensor_parallel_size": 4}, True),
+    ],
+    ids=["ranks on several nodes", "one node", "fits"],
+)
+def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch, decode: dict[str, Any], enough: bool) -> None:
+    """Each rank of executor `ray` needs one; an engine of executor `mp` needs all on one node."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    (finding,) = machine.check_gpus(parse_settings({"prefill": {"num_gpus": 1}, "decode": decode}))
+    assert finding.ok == enough
 
 
 @pytest.fixture

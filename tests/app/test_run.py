@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 import yaml
+from ray import serve
 from ray.serve import Application
+from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from app.main import build
-from app.run import ROUTER_DRAIN_POLL_S, Screen, address_of, load, main, port_taken, start_ray, stop_routers_soon
+from app.run import (
+    ROUTER_DRAIN_POLL_S,
+    Screen,
+    Watcher,
+    address_of,
+    load,
+    main,
+    port_taken,
+    start_ray,
+    stop_routers_soon,
+)
 from configs.settings.base import SettingsError
 from configs.settings.parsing import parse_settings
 from testing.serve_objects import deployment_config_of, deployment_of
@@ -75,6 +87,22 @@ def test_keys_that_serve_would_ignore(tmp_path: Path, rename: tuple[str, str], m
     text = LOCAL.read_text().replace(*rename, 1)
     with pytest.raises(SettingsError, match=message):
         load(write(tmp_path, yaml.safe_load(text)), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"user_confg": {"attempts": 2}}, "user_confg"),
+        ({"ray_actor_options": {"num_cpu": 1}}, "ray_actor_options.num_cpu"),
+        ({"autoscaling_config": {"min_replica": 2}}, "autoscaling_config.min_replica"),
+    ],
+)
+def test_keys_of_a_deployment_that_serve_would_ignore(tmp_path: Path, options: dict[str, Any], key: str) -> None:
+    """Serve keeps the options that the builder has set."""
+    config = yaml.safe_load(LOCAL.read_text())
+    config["applications"][0]["deployments"] = [{"name": "Router", **options}]
+    with pytest.raises(SettingsError, match=rf"^applications\.0\.deployments\.0\.{key}: Ray Serve has no such key"):
+        load(write(tmp_path, config), None)
 
 
 def test_a_user_config_that_the_router_would_refuse(tmp_path: Path) -> None:
@@ -164,7 +192,13 @@ def test_an_autoscaling_policy_for_both_roles(tmp_path: Path) -> None:
     ("policy", "decode", "message"),
     [
         (POLICY, 2, r"^decode\.replicas: must be an autoscaling_config"),
+        (POLICY | {"policy_function": "actors.autoscaling.policy.ScaleTogether"}, 2, r"^decode\.replicas: must be an"),
         (POLICY | {"policy_kwargs": {"tpot": 1}}, SCALED, r"^autoscaling_policy\.policy_kwargs\.tpot: no such setting"),
+        (
+            {"policy_function": POLICY["policy_function"], "policy_kwarg": {"tpot_s": 0.05}},
+            SCALED,
+            r"^autoscaling_policy\.policy_kwarg: Ray Serve has no such key",
+        ),
         (
             POLICY,
             {"max_replica": 2},
@@ -177,6 +211,21 @@ def test_a_policy_that_could_not_work(tmp_path: Path, policy: dict[str, object],
     """Serve would report it in its controller's log, or not at all."""
     with pytest.raises(SettingsError, match=message):
         load(scaled(tmp_path, policy, prefill=SCALED, decode=decode), None)
+
+
+@pytest.mark.parametrize(("own", "name"), [({"name": "chat"}, "chat"), ({}, "default")], ids=["named", "unnamed"])
+def test_the_application_that_the_launcher_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, str], name: str
+) -> None:
+    """Tandem's, also if the file lists another one before it."""
+    other = {"name": "other", "route_prefix": "/other", "import_path": "other:app"}
+    config = {"applications": [other, {"import_path": "app.main:build", **own}]}
+    watcher = Watcher(*load(write(tmp_path, config), None), tmp_path, Screen())
+    states = {one: ApplicationStatusOverview("RUNNING", "", 0.0, {}) for one in ("other", name)}
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications=states))
+    assert watcher._application() is states[name]  # noqa: SLF001 - its thread needs a cluster
+    del states[name]
+    assert watcher._application() is None  # noqa: SLF001
 
 
 class SlowRay:

@@ -288,7 +288,8 @@ def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
     [
         ({"prompt": ["a"] * 5}, "prompt"),
         ({"prompt": [[1, 2]] * 5}, "prompt"),
-        ({"prompt_embeds": ["x"] * 5}, "prompt"),
+        ({"prompt_embeds": ["x"] * 5}, "prompt_embeds"),
+        ({"prompt": ["a"] * 2, "prompt_embeds": ["x"] * 5}, "prompt_embeds"),
         ({"prompt": "a", "n": 5}, "n"),
         ({"prompt": ["a", "b"], "n": 3}, "n"),
         ({"messages": [], "n": 10**30}, "n"),

@@ -19,7 +19,7 @@ from actors.router.router import Router
 from app.http.auth import Authenticated, digest
 from app.http.routes import build_http
 from testing.prometheus import value_of
-from tests.actors.behaviours import LIMITS, fleet, request, transfers
+from tests.actors.behaviours import JSON, LIMITS, fleet, request, transfers
 from tests.actors.fleet import Handle, at_rest
 from tests.actors.router.test_cancellation import STORIES
 
@@ -81,7 +81,7 @@ class Client:
             "type": "http",
             "method": "POST",
             "path": wanted.endpoint,
-            "headers": [(b"authorization", b"Bearer " + KEY.encode()), (b"content-type", b"application/json")],
+            "headers": [(b"authorization", b"Bearer " + KEY.encode()), *(wanted.headers or JSON)],
             "query_string": b"",
         }
 

@@ -14,12 +14,13 @@ import psutil
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.upstream import uvicorn_protocol
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
+from app.http.parsing import read_request
 from connectors.errors import ConfigurationError
 from testing.ports import free_port
 
@@ -482,3 +483,24 @@ async def test_a_body_that_cannot_be_read() -> None:
         head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
         said, _ = await said_until_closed(port, [head + b"not a length\r\n"])
         assert said.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("given", ["0af76519-16cd-43dd-8448-eb211c80319c", "trace-1", None])
+async def test_a_client_that_sends_an_id_in_the_header_and_in_the_body(given: str | None) -> None:
+    """The header precedes the body, as in vLLM's `_base_request_id`, also if it is a UUID."""
+
+    async def named(asked: Request) -> Response:
+        read = await read_request(asked, "/v1/completions", max_body_bytes=100)
+        return JSONResponse(dict(read.headers).get(b"x-request-id", b"").decode())
+
+    port = free_port()
+    app = Starlette(routes=[Route("/", named, methods=["POST"])])
+    server = HttpServer(app, HOST, port, LEAVE_S, "ours")
+    await server.open()
+    try:
+        async with httpx.AsyncClient() as client:
+            headers = {"x-request-id": given} if given else {}
+            reply = await client.post(f"http://{HOST}:{port}/", json={"request_id": "mine"}, headers=headers)
+    finally:
+        await server.close()
+    assert reply.json() == (given or "")

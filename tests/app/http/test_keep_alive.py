@@ -12,6 +12,7 @@ import pytest
 
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
+from app.http.parsing import FORM_ENDPOINTS
 from app.http.routes import build_http
 from testing.sse import said
 from tests.actors.behaviours import (
@@ -174,6 +175,26 @@ async def test_an_error_of_the_messages_api() -> None:
     kind, data = client.body.replace(COMMENT, b"").decode().split("\n", 1)
     assert kind == "event: error"
     assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}
+
+
+def recording(endpoint: Any, **fields: str) -> ClientRequest:
+    """A form with these fields."""
+    parts = [f'--b\r\nContent-Disposition: form-data; name="{key}"\r\n\r\n{fields[key]}\r\n' for key in fields]
+    return ClientRequest(
+        endpoint, ((b"content-type", b"multipart/form-data; boundary=b"),), ("".join(parts) + "--b--\r\n").encode(), {}
+    )
+
+
+@pytest.mark.parametrize("endpoint", sorted(FORM_ENDPOINTS))
+async def test_streams_of_recordings(endpoint: Any) -> None:
+    """Requests whose `stream` is in a form; their errors have the form of vLLM's streams."""
+    client, _ = await served([], [late(engine(1, [2]))], recording(endpoint, stream="true"))
+    assert client.pieces[0] == COMMENT
+    assert said(client.body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    client, _ = await served([], [late(answers(400, WRONG))], recording(endpoint, stream="true"))
+    assert (client.status, error_of(client.body)) == (200, WRONG["error"])
+    client, _ = await served([], [late(answers(400, WRONG))], recording(endpoint, stream="false"))
+    assert client.status == 400
 
 
 async def test_an_endpoint_without_streams() -> None:

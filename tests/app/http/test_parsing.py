@@ -52,8 +52,9 @@ def test_lists_count_against_the_limit_of_prompts(field):
     """`items` is the list of /generative_scoring."""
     body = {"query": "q", field: ["a"] * 5}
     check_prompts(body, 5)
-    with pytest.raises(BadRequestError, match="5 prompts: one request may ask for at most 4 answers"):
+    with pytest.raises(BadRequestError, match="5 prompts: one request may ask for at most 4 answers") as raised:
         check_prompts(body, 4)
+    assert raised.value.param == field
     assert ClientRequest("/generative_scoring", (), b"", body).sequences == 5
 
 

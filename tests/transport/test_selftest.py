@@ -1,0 +1,52 @@
+"""The transfer between two processes reports each failure as `error`, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from connectors.transport import selftest
+
+
+def started_with(folder: Path, code: str) -> dict[str, str]:
+    """Return the environment of a Python process that runs `code` first."""
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(folder)}
+
+
+def running() -> list[list[str]]:
+    """Return the commands of the selftest's processes that this process has started."""
+    mine = [one.info for one in psutil.process_iter(["ppid", "cmdline"]) if one.info["ppid"] == os.getpid()]
+    return [one["cmdline"] for one in mine if selftest.__name__ in (one["cmdline"] or ())]
+
+
+def test_a_sender_that_dies_before_the_receiver_is_ready() -> None:
+    """The parent writes to it before it reads its end."""
+    environments = {"sender": {"PYTHONHOME": "/nowhere"}, "receiver": {}}
+    report = selftest.run(["UCX"], [], 30.0, environments, show=False)
+    assert report["error"].startswith("the sender ended with status 1: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "error"),
+    [
+        ("import time; time.sleep(3600)", "START_S", "the receiver did not finish within 0.1 s"),
+        (
+            "import os, time; os.close(1); time.sleep(3600)",
+            "END_S",
+            "the receiver closed its output, but did not end within 0.1 s",
+        ),
+    ],
+    ids=["at its start", "at its end"],
+)
+def test_a_process_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit: str, error: str
+) -> None:
+    """As in a call of NIXL; the parent kills it."""
+    monkeypatch.setattr(selftest, limit, 0.1)
+    environments = {"sender": {}, "receiver": started_with(tmp_path, code)}
+    assert selftest.run(["UCX"], [], 30.0, environments, show=False) == {"error": error}
+    assert running() == []
