@@ -11,6 +11,10 @@ class UnavailableError(TandemError):
     """No replica of a role can answer: none is running, or the replica has died."""
 
 
+class SilentError(UnavailableError):
+    """An engine with an open request has sent nothing for `silence_timeout_s`."""
+
+
 class UnknownModelError(TandemError):
     """No model or adapter of the service has the name in a request."""
 

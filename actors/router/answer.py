@@ -214,7 +214,7 @@ class Answer:
             if isinstance(error, HandoverError):
                 logger.warning("a stream continues on another attempt: %s", error)
             elif (alone := self._attempt.on_prefill) is not None:
-                self._attempts.prefill_failed(alone)
+                self._attempts.prefill_failed(alone, error)
             else:
                 self._attempts.decode_failed(error)
             await self._attempt.close()

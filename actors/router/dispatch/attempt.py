@@ -99,8 +99,11 @@ class Attempt:
                 self.prefill.delivered()
             self._answered = True
             self._report_prefilled()
-            if self.start.streams and self._inflight is not None:
-                self._planner.opened(self._inflight, _now())
+            if self._inflight is not None:
+                if any(isinstance(item, StreamChunk) for item in self.items):
+                    self._planner.computed(self._inflight)
+                if self.start.streams:
+                    self._planner.opened(self._inflight, _now())
         return self
 
     @property

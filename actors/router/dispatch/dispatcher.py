@@ -18,6 +18,7 @@ from actors.errors import (
     EngineDownError,
     HandoverError,
     RefusedError,
+    SilentError,
     UnavailableError,
 )
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, SEVERAL_CHOICES, Decision
@@ -155,7 +156,7 @@ class Dispatcher:
         # All data-parallel ranks of a replica end together.
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
-        self._fleet.feedback.failed(self._decode_replica)
+        self._fleet.feedback.failed(self._decode_replica, isinstance(error, SilentError))
         self._decode_replica = None
         self._decode_tries += 1
         self._last_error = error
@@ -164,10 +165,10 @@ class Dispatcher:
         logger.warning("trying a request on another decode replica: %s", error)
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
-    def prefill_failed(self, replica: str) -> None:
+    def prefill_failed(self, replica: str, error: UnavailableError) -> None:
         """Exclude a replica that failed as the only engine of an attempt."""
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
-        self._fleet.feedback.failed(replica)
+        self._fleet.feedback.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
         """Reset the count of failed decode attempts after new bytes for the client."""
@@ -228,7 +229,7 @@ class Dispatcher:
                     "prefill replica %s did not serve a one-token request; trying decode: %s", replica, error
                 )
                 if slot is not None and isinstance(error, UnavailableError):
-                    self.prefill_failed(slot.replica_id)
+                    self.prefill_failed(slot.replica_id, error)
                 return None
             start, items = response
             if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
@@ -277,7 +278,7 @@ class Dispatcher:
                     self._fleet.prefill.dispatch(prefill_slot, prefill_call, transfer_id, self.timing.left_s),
                 ),
                 transfer_id,
-                self.limits.prefill_timeout_s,
+                self.limits,
                 self._fleet.metrics,
                 partial(self._fleet.discard, prefill_slot, transfer_id),
                 attempt.prefilled,
@@ -310,6 +311,7 @@ class Dispatcher:
             self._failed_prefill.add(pair.prefill)
             assert pair.decode is not None
             self._suspect_decode.add(pair.decode)
+            self._fleet.feedback.failed(pair.decode, silent=True)
             return "silent"
         if not opening.done():
             broken = prefill.broken.result()
@@ -318,7 +320,7 @@ class Dispatcher:
             elif broken != "refused":
                 self._failed_prefill.add(pair.prefill)
             if broken not in ("refused", "rejected"):
-                self._fleet.feedback.failed(pair.prefill)
+                self._fleet.feedback.failed(pair.prefill, prefill.silent)
             return broken
         attempt.opened(await opening)
         return None

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import DeadlineError, EngineDownError, UnavailableError
+from actors.errors import DeadlineError, EngineDownError, SilentError, UnavailableError
 from actors.request import EngineTimings, Heartbeat, ResponseStart, StreamChunk
 from actors.telemetry.latency_breakdown import LegTimestamps
 from connectors.errors import TandemError
@@ -116,8 +116,8 @@ class Leg:
     async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
         """Return the next item except heartbeats, or None at the end of the call.
 
-        Raises UnavailableError if the engine sends nothing for `silence_s`, DeadlineError at time
-        `until` of the event loop's clock.
+        Raises UnavailableError if the engine has died, SilentError if it sends nothing for
+        `silence_s`, DeadlineError at time `until` of the event loop's clock.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -146,10 +146,7 @@ class Leg:
                 raise DeadlineError(
                     f"the {self.role} engine sent nothing for this request before its deadline"
                 ) from None
-            raise self._silent(silence_s) from None
-
-    def _silent(self, silence_s: float | None) -> UnavailableError:
-        return UnavailableError(f"the {self.role} engine sent nothing for {silence_s:g} s")
+            raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s") from None
 
     async def accepted(self) -> bool:
         """Return whether a replica accepts the call within ACCEPT_S.
