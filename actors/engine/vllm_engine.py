@@ -178,11 +178,18 @@ class VllmEngine:
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
-        served = ServedCall(replay=call.replay_log, data_parallel_rank=rank)
+        first_token: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        served = ServedCall(replay=call.replay_log, data_parallel_rank=rank, first_token=first_token)
         streams = False
         try:
             async with aclosing(
-                call_asgi(self._app, call, context=served.context(), heartbeats=self._heartbeats[rank])
+                call_asgi(
+                    self._app,
+                    call,
+                    context=served.context(),
+                    heartbeats=self._heartbeats[rank],
+                    first_token=first_token,
+                )
             ) as answer:
                 async for item in answer:
                     self._check_alive()

@@ -150,6 +150,11 @@ class Planner:
         if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
             self._later(partial(self._costs.observe_prefill, inflight.prefill, *measured, now))
 
+    def handed_over(self, inflight: InflightRequest) -> None:
+        """Record that the prefill leg has ended although decode still answers."""
+        if inflight.prefill is not None:
+            self._prefill[inflight.prefill].calls.discard(inflight.key)
+
     def opened(self, inflight: InflightRequest, now: float) -> None:
         """Record the first token of a stream."""
         if inflight.opened_at is not None or inflight.over:

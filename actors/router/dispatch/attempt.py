@@ -133,6 +133,17 @@ class Attempt:
         self._report_prefilled()
         return self
 
+    def handed_over(self) -> None:
+        """End the prefill leg after decode's first token of an answer that is not streamed.
+
+        The answer's timings are still unknown, so a prefill answer may arrive later.
+        """
+        assert self.prefill is not None
+        self.prefill.delivered()
+        self.prefill.release(answers_soon=True)
+        if self._inflight is not None:
+            self._planner.handed_over(self._inflight)
+
     def passed_on(self, item: object) -> None:
         """Count the tokens that decode generated in an item for the client."""
         if isinstance(item, StreamChunk) and self.pair.decode is not None:
@@ -147,6 +158,8 @@ class Attempt:
             timings = self.decode.timestamps.timings
             had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
             self.prefill.release(answers_soon=had_kv)
+            if self._inflight is not None:
+                self._planner.handed_over(self._inflight)
 
     async def close(self) -> None:
         """Cancel the running calls."""

@@ -291,7 +291,7 @@ class Dispatcher:
             opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             attempt.opening = opening
             legs.push_async_callback(_end, opening)
-            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
+            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered, attempt.decode.sampled}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if samples and prefill.answered.done() and not opening.done():
                 return attempt.opened_by_prefill(), None
@@ -299,13 +299,22 @@ class Dispatcher:
             return (attempt if broken is None else None), broken
 
     async def _until_decode_opens(self, attempt: Attempt) -> str | None:
-        """Wait until decode answers. Return None, or the outcome of the failed prefill leg."""
-        prefill, opening, pair = attempt.prefill, attempt.opening, attempt.pair
+        """Wait until decode answers. Return None, or the outcome of the failed prefill leg.
+
+        After decode's first token the outcome of the prefill leg does not matter. Raises
+        SilentError if decode then sends nothing for too long.
+        """
+        prefill, opening, sampled, pair = attempt.prefill, attempt.opening, attempt.decode.sampled, attempt.pair
         assert prefill is not None
         assert opening is not None
         assert pair.prefill is not None
         # The decode engine can now fetch the KV, so its silence shows a failure.
-        if not await self._decode_is_alive(attempt.decode, {opening, prefill.broken}):
+        alive = await self._decode_is_alive(attempt.decode, {opening, sampled, prefill.broken})
+        if sampled.done() and not opening.done():
+            attempt.handed_over()
+            if not await self._decode_is_alive(attempt.decode, {opening}):
+                raise SilentError(f"the decode engine sent nothing for {self.limits.silence_timeout_s:g} s")
+        if not alive:
             silence_s = self.limits.silence_timeout_s
             logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
             self._failed_prefill.add(pair.prefill)

@@ -54,6 +54,8 @@ class Leg:
         self.role = role
         self.heard_at = asyncio.get_running_loop().time()
         """Time at which the engine's last item was read, on the event loop's clock."""
+        self.sampled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the engine has sampled the first token of an answer that is not streamed."""
         self._response = response
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
@@ -131,6 +133,8 @@ class Leg:
             self.heard_at = loop.time()
             if not isinstance(item, Heartbeat):
                 return item
+            if item.tokens and not self.sampled.done():
+                self.sampled.set_result(None)
 
     async def _within(self, silence_s: float | None, until: float | None) -> Any:
         """Return the next item, or raise when a timeout expires."""

@@ -15,6 +15,7 @@ from actors.engine.asgi_call import call_asgi
 from actors.engine.heartbeat import HeartbeatMonitor
 from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.errors import EngineDownError
+from actors.replay_log import SERVED_CALL
 from actors.request import Call, Heartbeat, ResponseStart
 
 
@@ -122,3 +123,29 @@ async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
     assert b"".join(body) == (b"somemore" if begun else b"more")
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_the_first_token_of_an_answer_is_reported_at_once() -> None:
+    """Once, before the answer, without a question to the core."""
+    go = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served = SERVED_CALL.get()
+        assert served is not None
+        served.sampled_first()
+        served.sampled_first()
+        await go.wait()
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def ping(_: int) -> None:
+        await asyncio.sleep(60)
+
+    llm: Any = SimpleNamespace(errored=False, ping_rank=ping)
+    engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, None, "")
+    items: list[Any] = []
+    async with asyncio.timeout(30), aclosing(engine.serve(Call("GET", "/"))) as call:
+        async for item in call:
+            items.append(item)
+            go.set()
+    assert items == [Heartbeat(tokens=True), ResponseStart(200, ()), b"{}"]

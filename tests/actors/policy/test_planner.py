@@ -156,6 +156,16 @@ def test_a_replica_whose_call_broke_off_comes_last():
     assert planner.decide(ids(100), both, TWO, 6.0).decode == ("e", "d")
 
 
+def test_prefill_is_idle_after_the_handover():
+    """Its calls have ended although decode still answers."""
+    planner = Planner(RoutingSettings(policy="least_load"))
+    calls = [planner.begin(ids(100 + n), "d", "p", 0.0) for n in range(2)]
+    assert planner.decide(ids(1), {"p": 0, "q": 1}, TWO, 1.0).prefill == ("q", "p")
+    for call in calls:
+        planner.handed_over(call)
+    assert planner.decide(ids(1), {"p": 0, "q": 1}, TWO, 1.0).prefill == ("p", "q")
+
+
 def test_a_silent_replica_comes_last_until_it_answers():
     """For longer than after another failure: it accepts calls, so each would wait for nothing."""
     planner = Planner(RoutingSettings(policy="always_remote"))

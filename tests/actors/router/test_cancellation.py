@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.request import TRANSFER_FIELD, Call, ResponseStart
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from tests.actors.behaviours import (
@@ -89,8 +89,16 @@ async def slow_to_answer(call: Call, _: int) -> AsyncGenerator[Any, None]:
     yield b"{}"
 
 
+async def slow_after_its_first_token(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """A decode engine that reports the first token of an answer."""
+    yield Heartbeat(tokens=True)
+    async for item in slow_to_answer(call, turn):
+        yield item
+
+
 STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
     "an answer": ([well], [slow_to_answer], {"stream": False}),
+    "an answer whose first token is reported": ([well], [slow_after_its_first_token], {"stream": False}),
     "a stream": ([well], [short], {}),
     "decode alone": ([], [short], {}),
     "n of 2": ([well], [short], {"n": 2}),

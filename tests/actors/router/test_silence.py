@@ -21,6 +21,7 @@ from tests.actors.behaviours import (
     WHOLE,
     answers,
     ask,
+    counted,
     engine,
     fleet,
     hangs,
@@ -177,4 +178,22 @@ async def test_a_long_prompt_is_not_taken_for_a_silent_engine():
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 2.0})
     answer, _ = await ask(router, request(False))
     assert (answer.route, len(p.calls), len(d.calls)) == ("remote", 1, 1)
+    await at_rest(p, d)
+
+
+async def test_an_engine_that_is_silent_after_its_first_token():
+    """Decode has the KV, so only decode has failed."""
+
+    async def stops(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield Heartbeat(tokens=True)
+        await asyncio.sleep(60)
+
+    router, p, d = fleet([well], [stops, OK])
+    d.in_order = True
+    d.replicas.reverse()
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.3})
+    answer, body = await ask(router, request(False))
+    assert (answer.route, json.loads(body)) == ("remote", WHOLE)
+    assert [len(replica.calls) for replica in (*d.replicas, *p.replicas)] == [1, 1, 2]
+    assert counted(router, "tandem_retries_total", leg="decode", reason="unavailable") == 1
     await at_rest(p, d)
