@@ -81,7 +81,7 @@ class ModelRouter:
         Each prompt of a list is served on its own pair of engines, if a pair can serve it. Raises
         OverloadedError, UnavailableError or DeadlineError when decode does not answer.
         """
-        prompts = split(request)
+        prompts = split(request, self.limits.max_body_bytes)
         if not prompts:
             async with self._answer(request) as one:
                 yield one

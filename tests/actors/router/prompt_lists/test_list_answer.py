@@ -15,7 +15,7 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.router import Router
 from app.http.routes import build_http
-from tests.actors.behaviours import EVENTS, JSON, LIMITS, ask, fleet, hangs, request, well
+from tests.actors.behaviours import EVENTS, JSON, LIMITS, OK, ask, fleet, hangs, request, well
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 PROMPTS = ["a", "bb", "ccc", "dddd"]
@@ -259,4 +259,16 @@ async def test_a_list_whose_first_prompt_waits_has_the_route_of_one_that_runs() 
         merged = b"".join([some async for some in answer.body()])
     found, _, ended = texts(merged.decode())
     assert (found, ended) == (dict(enumerate(prompts)), True)
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("most", [1000, 10_000])
+async def test_a_list_with_a_large_field_is_served_by_one_engine(most: int) -> None:
+    """The limit of a body is that of all copies of the field."""
+    router, p, d = fleet([well], [completes()] if most == 10_000 else [OK])
+    router.limits = LIMITS.model_copy(update={"max_body_bytes": most})
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS, "user": "u" * 500})
+    assert (reply.status_code, len(d.calls)) == (200, 4 if most == 10_000 else 1)
+    assert reply.headers.get("x-tandem-local-reason") == (None if most == 10_000 else "several_prompts")
     await at_rest(p, d)
