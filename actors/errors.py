@@ -11,6 +11,10 @@ class UnavailableError(TandemError):
     """No replica of a role can answer: none is running, or the replica has died."""
 
 
+class BusyError(UnavailableError):
+    """No replica that could answer has had a free slot in time."""
+
+
 class SilentError(UnavailableError):
     """An engine with an open request has sent nothing for `silence_timeout_s`."""
 

@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from functools import partial
 from http import HTTPStatus
@@ -338,9 +339,14 @@ class Dispatcher:
         """Send the unchanged request to one decode replica.
 
         If the replica lacks the stored response of `previous_response_id`, try the next replica.
+        Raises the error of a failed replica, which may have it, if no other one has it.
         """
         while self._response_is_elsewhere(attempt := await self._serve_once(replay_log, decision)):
             await attempt.close()
+            if not self._others():
+                self._decode_replica = None
+                assert self._last_error is not None, "a replica has failed"
+                raise self._last_error
             decision = self._decide()
         return attempt
 
@@ -350,7 +356,11 @@ class Dispatcher:
             return False
         assert attempt.pair.decode is not None
         self._without_response.add(attempt.pair.decode)
-        return bool((self._fleet.decode.ongoing() or {}).keys() - self._avoided())
+        return bool(self._others() or self._last_error)
+
+    def _others(self) -> AbstractSet[str]:
+        """Return the decode replicas that this request may still try."""
+        return (self._fleet.decode.ongoing() or {}).keys() - self._avoided()
 
     async def _serve_once(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         async with self._begin(decision) as attempt:
