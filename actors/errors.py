@@ -11,6 +11,14 @@ class UnavailableError(TandemError):
     """The engines that a request needs cannot answer: none runs, or one has died or is silent."""
 
 
+class BusyError(UnavailableError):
+    """No replica that could answer has had a free slot in time."""
+
+
+class SilentError(UnavailableError):
+    """An engine with an open request has sent nothing for `silence_timeout_s`."""
+
+
 class UnknownModelError(TandemError):
     """No model or adapter of the service has the name in a request."""
 

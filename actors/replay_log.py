@@ -5,6 +5,7 @@ sends each group to the router no later than the bytes that the serving layer ge
 resume, another engine first emits the groups of the replay log, then continues.
 """
 
+import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -61,6 +62,8 @@ class ServedCall:
     taken: Callable[[], None] = lambda: None
     """Callback after the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
+    first_token: asyncio.Future[None] | None = None
+    """Done when the engine has sampled the first token of an answer that is not streamed."""
     prompt_tokens: int | None = None
     """Number of tokens of the prompt, for the next chunk.
 
@@ -88,6 +91,11 @@ class ServedCall:
     def sampled(self) -> None:
         """Mark the next chunk as one with tokens, also if their group is not recorded."""
         self._sampled = True
+
+    def sampled_first(self) -> None:
+        """Report the first token of an answer that is not streamed."""
+        if self.first_token is not None and not self.first_token.done():
+            self.first_token.set_result(None)
 
     def chunk(self, body: bytes) -> bytes | StreamChunk:
         """Return `body`, as a StreamChunk if tokens or timings are new since the last chunk.

@@ -105,6 +105,9 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The engine core has answered a liveness check since the previous item."""
 
+    tokens: bool = False
+    """True once, when the engine has sampled the first token of an answer that is not streamed."""
+
 
 @dataclass(frozen=True)
 class EngineTimings:

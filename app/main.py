@@ -31,7 +31,7 @@ from app.http.auth import digests
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
 from app.http.traces import Traces
-from configs.settings.auth import AuthSettings
+from configs.settings.auth import environment_keys
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
@@ -90,12 +90,14 @@ class HttpRouter(RouterReplica):
         settings: RouterSettings,
         models: Sequence[DeployedModel],
         key_digests: tuple[bytes, ...] = (),
+        build_key_digests: tuple[bytes, ...] = (),
         rpc_tls: TlsFiles | None = None,
     ) -> None:
         """Start the router, and its HTTP server if `settings.http_port` is set.
 
-        ``key_digests``  digests of the API keys in the settings and the environment of the build
-        ``rpc_tls``      certificate files of the connections to engines; None: no TLS
+        ``key_digests``        digests of the API keys in `args`
+        ``build_key_digests``  digests of the API keys in the environment of the build
+        ``rpc_tls``            certificate files of the connections to engines; None: no TLS
 
         Raises ConfigurationError if the port or a certificate cannot be used, SettingsError for an
         invalid API key in this process's environment.
@@ -114,10 +116,11 @@ class HttpRouter(RouterReplica):
                 for one in models
             ),
         )
+        # Serve may build the application on a node whose environment has no keys, or before the
+        # keys changed. So the keys of this process's environment take precedence.
+        own = digests(environment_keys())
+        keys = tuple(sorted({*key_digests, *(own or build_key_digests)}))
         traces = Traces(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-        # Serve may build the application on a node whose environment has no API keys, so this
-        # router also reads those in its own environment.
-        keys = (*key_digests, *digests(AuthSettings().operators_keys()))
         log = open_access_log(log_directory(), own_replica_id()) if settings.access_log else None
         self._surface = build_http(self, keys, traces, log, settings)
         if settings.http_port is not None:
@@ -161,8 +164,13 @@ def build(args: ServiceSettings) -> serve.Application:
         )
         for suffix, one in args.each_model().items()
     ]
-    keys = digests(args.auth.operators_keys())
-    return router_deployment(args.router).bind(args.router, models, keys, rpc_files(args))
+    return router_deployment(args.router).bind(
+        args.router,
+        models,
+        key_digests=digests(args.auth.api_keys),
+        build_key_digests=digests(environment_keys()),
+        rpc_tls=rpc_files(args),
+    )
 
 
 def router_deployment(settings: RouterSettings) -> serve.Deployment:

@@ -28,9 +28,11 @@ async def call_asgi(
     disconnect_s: float = 10.0,
     context: Context | None = None,
     heartbeats: HeartbeatMonitor | None = None,
+    first_token: asyncio.Future[None] | None = None,
 ) -> AsyncGenerator[ResponseStart | bytes | Heartbeat, None]:
     """Yield the start of the response, its body, and `Heartbeat` items from `heartbeats`.
 
+    A Heartbeat with `tokens` follows as soon as `first_token` is done, unless the response starts.
     Joins the bytes between two reads; the application's `send` waits while READY_BYTES are unread.
     The application runs in `context`, by default a copy of the caller's context. If the generator
     is closed early, the application receives `http.disconnect` and is cancelled after
@@ -39,7 +41,7 @@ async def call_asgi(
     start: ResponseStart | None = None
     body: list[bytes] = []
     body_bytes = 0
-    beats = False
+    beats = tokens = False
     news, room = asyncio.Event(), asyncio.Event()
     room.set()
     disconnected = asyncio.Event()
@@ -71,8 +73,15 @@ async def call_asgi(
         beats = True
         news.set()
 
+    def report(_: asyncio.Future[None]) -> None:
+        nonlocal tokens
+        tokens = True
+        news.set()
+
     run = asyncio.create_task(serve(), context=context)
     run.add_done_callback(lambda _: news.set())
+    if first_token is not None:
+        first_token.add_done_callback(report)
     stack = ExitStack()
     if heartbeats is not None:
         stack.enter_context(heartbeats.subscribed(beat))
@@ -86,9 +95,9 @@ async def call_asgi(
                 body.clear()
                 room.set()
                 yield ready
-            elif beats:
-                beats = False
-                yield Heartbeat()
+            elif beats or tokens:
+                beat_now, beats, tokens = Heartbeat(tokens), False, False
+                yield beat_now
             elif run.done():
                 break
             else:

@@ -164,17 +164,17 @@ class EngineActor:
         }
 
     async def ping(self) -> str:
-        """Return the replica id. Raises EngineDownError if the engine has died."""
+        """Return the replica id. Raises EngineDownError if the engine has died or hangs."""
         await self.engine.check_health()
         return self.replica
 
     async def engine_names(self) -> list[str]:
-        """Return the engine ids of the ranks. Raises EngineDownError if the engine has died."""
+        """Return the engine ids of the ranks. Raises EngineDownError if it has died or hangs."""
         await self.engine.check_health()
         return self.engines
 
     async def check_health(self) -> None:
-        """Raise EngineDownError if the engine has died; Serve then replaces the replica."""
+        """Raise EngineDownError if the engine has died or hangs; Serve then replaces it."""
         await self.engine.check_health()
 
     async def _drain(self) -> None:

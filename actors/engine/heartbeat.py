@@ -3,17 +3,26 @@
 A request may wait for minutes in the queue of a busy engine, or be preempted. While calls are open,
 the actor sends a no-op request to the engine core every `BEAT_S`. The core answers between two
 steps; after each answer the actor sends a heartbeat on every open call. A core that hangs, or whose
-workers hang, does not answer.
+workers hang, does not answer. Routers leave such an engine after `silence_timeout_s`. The request
+to its core stays open, and after `transfer.step_s` and a margin the health check fails.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from configs.settings.router import BEAT_S
 
 logger = logging.getLogger(__name__)
+
+HUNG_MARGIN_S = 30.0
+"""Time over `transfer.step_s` after which an engine core without an answer counts as hung.
+
+vLLM's own limit for a step, `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`, then ends the engine first and
+logs the cause.
+"""
 
 
 class HeartbeatMonitor:
@@ -24,29 +33,48 @@ class HeartbeatMonitor:
         self._every_s = every_s
         self._listeners: set[Callable[[], None]] = set()
         self._asking: asyncio.Task[None] | None = None
+        self._asked_at: float | None = None
+        """Monotonic time at which `ask` was called; None while no answer is awaited."""
+
+    @property
+    def unanswered_s(self) -> float:
+        """Time for which the engine core has not answered; 0 while no answer is awaited."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     @contextmanager
     def subscribed(self, beat: Callable[[], None]) -> Iterator[None]:
-        """Call `beat` after each answer of the engine core, until the block ends."""
+        """Call `beat` after each answer of the engine core, until the block ends.
+
+        `ask` continues after the last block: only its answer shows that the core does not hang.
+        """
         self._listeners.add(beat)
         if self._asking is None:
-            self._asking = asyncio.create_task(self._ask_forever(), name="heartbeats")
+            self._asking = asyncio.create_task(self._ask_while_open(), name="heartbeats")
         try:
             yield
         finally:
             self._listeners.discard(beat)
-            if not self._listeners and self._asking is not None:
-                self._asking.cancel()
-                self._asking = None
+            if not self._listeners and self._asked_at is None:
+                self.close()
 
-    async def _ask_forever(self) -> None:
-        while True:
+    def close(self) -> None:
+        """Stop asking."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+
+    async def _ask_while_open(self) -> None:
+        while self._listeners:
             await asyncio.sleep(self._every_s)
+            self._asked_at = time.monotonic()
             try:
                 await self._ask()
             except Exception as error:
                 # No further handling: the open calls report the failure of the engine.
                 logger.warning("the engine core did not answer, so no heartbeat is sent: %r", error)
                 continue
+            finally:
+                self._asked_at = None
             for beat in tuple(self._listeners):
                 beat()
+        self._asking = None

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from actors.engine.adapters import EngineAdapters
 from actors.engine.arguments import engine_arguments
 from actors.engine.asgi_call import AsgiApp, call_asgi
-from actors.engine.heartbeat import HeartbeatMonitor
+from actors.engine.heartbeat import HUNG_MARGIN_S, HeartbeatMonitor
 from actors.engine.node_failures import new_engine_id
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
@@ -74,7 +75,12 @@ class VllmEngine:
         supervisor: str,
         ranks: int = 1,
         adapters: EngineAdapters | None = None,
+        hung_s: float = math.inf,
     ) -> None:
+        """Take over a started engine.
+
+        ``hung_s``  time without an answer of an engine core after which it counts as hung
+        """
         self._llm = llm
         self._load = load
         self._app = app
@@ -86,6 +92,7 @@ class VllmEngine:
         self._heartbeats = [HeartbeatMonitor(partial(llm.ping_rank, rank)) for rank in self.ranks]
         self._supervisor = supervisor
         self._adapters = adapters
+        self._hung_s = hung_s
 
     @property
     def adapters(self) -> EngineAdapters:
@@ -157,7 +164,8 @@ class VllmEngine:
         on_cpu = config.lora_config is not None and not settings.role(role).num_gpus
         cpu_slots = config.lora_config.max_loras if on_cpu else None
         adapters = EngineAdapters(app.state.openai_serving_models, llm, cpu_slots)
-        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, adapters)
+        hung_s = settings.transfer.step_s + HUNG_MARGIN_S
+        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, adapters, hung_s)
 
     async def serve(
         self, call: Call, rank: int = 0
@@ -170,14 +178,21 @@ class VllmEngine:
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
-        served = ServedCall(replay=call.replay_log, data_parallel_rank=rank)
+        first_token: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        served = ServedCall(replay=call.replay_log, data_parallel_rank=rank, first_token=first_token)
         streams = False
         try:
             async with aclosing(
-                call_asgi(self._app, call, context=served.context(), heartbeats=self._heartbeats[rank])
+                call_asgi(
+                    self._app,
+                    call,
+                    context=served.context(),
+                    heartbeats=self._heartbeats[rank],
+                    first_token=first_token,
+                )
             ) as answer:
                 async for item in answer:
-                    await self.check_health()
+                    self._check_alive()
                     served.check()
                     match item:
                         case bytes():
@@ -291,13 +306,24 @@ class VllmEngine:
         return self._stop_flag.should_exit or self._llm.errored
 
     async def check_health(self) -> None:
-        """Raise EngineDownError if the engine has died or is closed."""
+        """Raise EngineDownError if the engine has died, is closed, or hangs."""
+        self._check_alive()
+        unanswered_s = max(heartbeats.unanswered_s for heartbeats in self._heartbeats)
+        if unanswered_s > self._hung_s:
+            raise EngineDownError(
+                f"the vLLM engine of this actor has not answered for {unanswered_s:.0f} s, so it hangs; "
+                "if a step may take longer, raise `transfer.step_s`"
+            )
+
+    def _check_alive(self) -> None:
         if self.dead:
             raise EngineDownError("the vLLM engine of this actor has died; see its log for the cause")
 
     async def close(self) -> None:
         """End the engine's processes; requests in flight fail with EngineDownError."""
         self._stop_flag.should_exit = True
+        for heartbeats in self._heartbeats:
+            heartbeats.close()
         await self._stack.aclose()
 
 

@@ -19,6 +19,13 @@ FAILING_S = 5.0
 Without calls, such a replica would seem idle until Serve detects its failure.
 """
 
+SILENT_S = 300.0
+"""Time for which a replica ranks last after it was silent, unless it computes something earlier.
+
+A hung engine accepts calls, and each would wait for `silence_timeout_s`. Serve replaces the engine
+within this time (`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`).
+"""
+
 Key = Callable[[Estimate], tuple[float, ...]]
 
 
@@ -138,7 +145,10 @@ def _affinity(session: str, decode: str) -> float:
 
 
 def _failing(load: EngineLoad | None, now: float) -> bool:
-    return load is not None and load.failed_at is not None and now - load.failed_at < FAILING_S
+    if load is None:
+        return False
+    failed = load.failed_at is not None and now - load.failed_at < FAILING_S
+    return failed or (load.silent_at is not None and now - load.silent_at < SILENT_S)
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:

@@ -98,6 +98,8 @@ class EngineLoad:
     ``streams``          keys of the calls whose stream has started
     ``computed_tokens``  prompt tokens that a decode engine has computed so far for local streams
     ``failed_at``        time of the last failed call, in seconds
+    ``silent_at``        time at which a call ended because the engine sent nothing; None once the
+                         engine has computed something
     """
 
     def __init__(self) -> None:
@@ -106,6 +108,7 @@ class EngineLoad:
         self.streams: set[int] = set()
         self.computed_tokens = 0
         self.failed_at: float | None = None
+        self.silent_at: float | None = None
         self._stream_seconds = 0.0
         self._at = 0.0
 

@@ -150,11 +150,17 @@ class Planner:
         if inflight.prefill is None or inflight.prefilled_at is not None or inflight.over:
             return
         inflight.prefilled_at = now
+        self._prefill[inflight.prefill].silent_at = None
         if prompt_tokens is not None:
             self._count_tokens(inflight, prompt_tokens)
         parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens)
         if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
             self._later(partial(self._costs.observe_prefill, inflight.prefill, *measured, now))
+
+    def handed_over(self, inflight: InflightRequest) -> None:
+        """Record that the prefill leg has ended although decode still answers."""
+        if inflight.prefill is not None:
+            self._prefill[inflight.prefill].calls.discard(inflight.key)
 
     def opened(self, inflight: InflightRequest, now: float) -> None:
         """Record the first token of a stream."""
@@ -203,11 +209,20 @@ class Planner:
             self._prefill[inflight.prefill].calls.discard(inflight.key)
         inflight.over = True
 
-    def failed(self, engine: str, now: float) -> None:
-        """Record that a call to `engine` failed for another reason than the client's disconnect."""
+    def failed(self, engine: str, now: float, silent: bool = False) -> None:
+        """Record that a call to `engine` failed for another reason than the client's disconnect.
+
+        ``silent``  whether the engine sent nothing; it may hang
+        """
         for loads in (self._prefill, self._decode):
             if engine in loads:
                 loads[engine].failed_at = now
+                if silent:
+                    loads[engine].silent_at = now
+
+    def computed(self, inflight: InflightRequest) -> None:
+        """Record that decode has sent tokens: it does not hang."""
+        self._decode[inflight.decode].silent_at = None
 
     def engines(self) -> dict[str, int]:
         """Return the number of known engines of each role, and of prefix pieces."""

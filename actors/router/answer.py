@@ -179,6 +179,7 @@ class Answer:
                     self._first_group = item.groups[0]
                 if events := stream.feed(_bytes_of(item)):
                     self._has_tokens = True
+                    self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
                     yield events
                 if stream.done:
                     return
@@ -214,7 +215,7 @@ class Answer:
             if isinstance(error, HandoverError):
                 logger.warning("a stream continues on another attempt: %s", error)
             elif (alone := self._attempt.on_prefill) is not None:
-                self._attempts.prefill_failed(alone)
+                self._attempts.prefill_failed(alone, error)
             else:
                 self._attempts.decode_failed(error)
             await self._attempt.close()

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from actors.errors import NoModelNamedError, OverloadedError, UnavailableError, UnknownModelError
+from actors.errors import DeadlineError, NoModelNamedError, OverloadedError, UnavailableError, UnknownModelError
 from actors.request import Call, ResponseStart
 from actors.router.client_request import ClientRequest
 from actors.router.models.adapters import AdapterNames
@@ -17,6 +17,7 @@ from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.parsing import changed_limits
 from configs.settings.router import MIN_ONGOING_SEQUENCES, RouterLimits
+from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -157,13 +158,13 @@ class Router:
         """
         # Waiting for a model without engines would delay the calls to the others.
         left = [model for model in self.models if model.ready] or self.models[:1]
-        failed: UnavailableError | None = None
+        failed: TandemError | None = None
         while left:
             model = left.pop(0)
             async with AsyncExitStack() as stack:
                 try:
                     start, body = await stack.enter_async_context(model.ask_decode(call))
-                except UnavailableError as error:
+                except (UnavailableError, OverloadedError, DeadlineError) as error:
                     failed = error
                     continue
                 if start.status == HTTPStatus.NOT_FOUND and (left or failed is not None):

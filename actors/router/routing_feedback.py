@@ -78,9 +78,9 @@ class RoutingFeedback:
             logger.debug("decision %s", decision.explain())
         return decision
 
-    def failed(self, replica: str) -> None:
-        """Report that a call to `replica` failed."""
-        self.planner.failed(replica, _now())
+    def failed(self, replica: str, silent: bool = False) -> None:
+        """Report that a call to `replica` failed; `silent` is whether it sent nothing."""
+        self.planner.failed(replica, _now(), silent)
 
 
 def _now() -> float:

@@ -7,18 +7,21 @@ that one engine would report, which excludes tokens computed for this request.
 (`max_tokens` is 1). At this end the frontend would report a finish reason and release text held
 back for stop strings, although decode continues the answer.
 
+*Reports of first tokens*: AsyncLLM passes on nothing of an answer that is not streamed before its
+end. The router needs to know that decode has the KV.
+
 AsyncLLM has no parameter for an output processor, so `take_over` replaces the class of AsyncLLM's
 own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
 """
 
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
-from actors.replay_log import SERVED_CALL
+from actors.replay_log import SERVED_CALL, ServedCall
 from actors.request import TRANSFER_FIELD
 from actors.telemetry.timestamps import KvArrivals
 
@@ -28,7 +31,7 @@ class SharedRequestOutputs(OutputProcessor):
 
     Counts prompt tokens received from another engine as computed and, in whole blocks, as newly
     cached. Hides the end of `unfinished` requests if only `max_tokens` has ended them. Connects the
-    first engine request of each `ServedCall` to the call's timestamps.
+    first engine request of each `ServedCall` to the call's timestamps, and reports its first token.
     """
 
     block_tokens: int | None
@@ -48,11 +51,15 @@ class SharedRequestOutputs(OutputProcessor):
     def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
         """Register an engine request; of several choices, the first one receives the KV."""
         served = SERVED_CALL.get()
-        if served is not None and served.timestamps.request_id is None:
+        first = served is not None and served.timestamps.request_id is None
+        if served is not None and first:
             served.timestamps.sent_to_engine(request.request_id)
             if self.arrivals is not None:
                 self.arrivals.expect(request.request_id)
         super().add_request(request, *args, **options)
+        if first:
+            state: Any = self.request_states[request.request_id]
+            state.served = served  # ends with the request, however it ends
 
     def process_outputs(
         self,
@@ -65,6 +72,10 @@ class SharedRequestOutputs(OutputProcessor):
         ended: list[EngineCoreOutput] = []
         for output in engine_core_outputs:
             state, stats = self.request_states.get(output.request_id), output.prefill_stats
+            if state is not None and state.is_prefilling and state.output_kind is RequestOutputKind.FINAL_ONLY:
+                served: ServedCall | None = getattr(state, "served", None)
+                if served is not None and output.finish_reason is None:
+                    served.sampled_first()
             if state is not None and stats is not None and stats.num_external_cached_tokens:
                 # vLLM's own field for this number. A router that waits for prefill's answer passes
                 # it on in `kv_transfer_params`.

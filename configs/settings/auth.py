@@ -29,12 +29,19 @@ class AuthSettings(Frozen):
     def operators_keys(self) -> tuple[SecretStr, ...]:
         """Return the operator's API keys from these settings and this process's environment.
 
-        Raises SettingsError if a variable has a key that no client can send, or is set without a
-        key.
+        Raises SettingsError as `environment_keys` does.
         """
-        listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
-        single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
-        return (*self.api_keys, *map(SecretStr, (*listed, *single)))
+        return (*self.api_keys, *environment_keys())
+
+
+def environment_keys() -> tuple[SecretStr, ...]:
+    """Return the operator's API keys from this process's environment.
+
+    Raises SettingsError if a variable has a key that no client can send, or is set without any.
+    """
+    listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
+    single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
+    return tuple(map(SecretStr, (*listed, *single)))
 
 
 def _keys_in(variable: str, values: Sequence[str]) -> list[str]:

@@ -69,8 +69,8 @@ class TransferSettings(Frozen):
     step_s: Seconds = Field(
         300.0,
         description="time without a finished step after which a prefill engine with work stops its heartbeat, so that "
-        "decode computes the prompt; set it no lower than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300), after which vLLM "
-        "ends an engine",
+        "decode computes the prompt; an engine of either role whose core does not answer for 30 s more is replaced. "
+        "Set it no lower than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300), after which vLLM ends an engine",
     )
     fence_s: Seconds = Field(
         2.0,

@@ -113,7 +113,7 @@ class RouterLimits(Frozen):
     silence_timeout_s: Seconds = Field(
         60.0,
         ge=3 * BEAT_S,
-        description="longest silence of a decode engine with an open request; then another engine takes over. Engines "
+        description="longest silence of an engine with an open request; then another engine takes over. Engines "
         f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
     )
     metrics_timeout_s: Seconds = Field(

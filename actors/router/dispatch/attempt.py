@@ -99,8 +99,11 @@ class Attempt:
                 self.prefill.delivered()
             self._answered = True
             self._report_prefilled()
-            if self.start.streams and self._inflight is not None:
-                self._planner.opened(self._inflight, _now())
+            if self._inflight is not None:
+                if any(isinstance(item, StreamChunk) for item in self.items):
+                    self._planner.computed(self._inflight)
+                if self.start.streams:
+                    self._planner.opened(self._inflight, _now())
         return self
 
     @property
@@ -130,6 +133,17 @@ class Attempt:
         self._report_prefilled()
         return self
 
+    def handed_over(self) -> None:
+        """End the prefill leg after decode's first token of an answer that is not streamed.
+
+        The answer's timings are still unknown, so a prefill answer may arrive later.
+        """
+        assert self.prefill is not None
+        self.prefill.delivered()
+        self.prefill.release(answers_soon=True)
+        if self._inflight is not None:
+            self._planner.handed_over(self._inflight)
+
     def passed_on(self, item: object) -> None:
         """Count the tokens that decode generated in an item for the client."""
         if isinstance(item, StreamChunk) and self.pair.decode is not None:
@@ -144,6 +158,8 @@ class Attempt:
             timings = self.decode.timestamps.timings
             had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
             self.prefill.release(answers_soon=had_kv)
+            if self._inflight is not None:
+                self._planner.handed_over(self._inflight)
 
     async def close(self) -> None:
         """Cancel the running calls."""

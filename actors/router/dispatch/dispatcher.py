@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from functools import partial
 from http import HTTPStatus
@@ -18,6 +19,7 @@ from actors.errors import (
     EngineDownError,
     HandoverError,
     RefusedError,
+    SilentError,
     UnavailableError,
 )
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, SEVERAL_CHOICES, Decision
@@ -155,7 +157,7 @@ class Dispatcher:
         # All data-parallel ranks of a replica end together.
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
-        self._fleet.feedback.failed(self._decode_replica)
+        self._fleet.feedback.failed(self._decode_replica, isinstance(error, SilentError))
         self._decode_replica = None
         self._decode_tries += 1
         self._last_error = error
@@ -164,10 +166,10 @@ class Dispatcher:
         logger.warning("trying a request on another decode replica: %s", error)
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
-    def prefill_failed(self, replica: str) -> None:
+    def prefill_failed(self, replica: str, error: UnavailableError) -> None:
         """Exclude a replica that failed as the only engine of an attempt."""
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
-        self._fleet.feedback.failed(replica)
+        self._fleet.feedback.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
         """Reset the count of failed decode attempts after new bytes for the client."""
@@ -228,7 +230,7 @@ class Dispatcher:
                     "prefill replica %s did not serve a one-token request; trying decode: %s", replica, error
                 )
                 if slot is not None and isinstance(error, UnavailableError):
-                    self.prefill_failed(slot.replica_id)
+                    self.prefill_failed(slot.replica_id, error)
                 return None
             start, items = response
             if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
@@ -277,7 +279,7 @@ class Dispatcher:
                     self._fleet.prefill.dispatch(prefill_slot, prefill_call, transfer_id, self.timing.left_s),
                 ),
                 transfer_id,
-                self.limits.prefill_timeout_s,
+                self.limits,
                 self._fleet.metrics,
                 partial(self._fleet.discard, prefill_slot, transfer_id),
                 attempt.prefilled,
@@ -285,12 +287,14 @@ class Dispatcher:
                 samples,
             )
             legs.push_async_callback(prefill.close)
-            if not decode_slot.maybe_full:
+            if decode_slot.maybe_full:
+                legs.callback(attempt.decode.close)  # before the prefill leg's end, which discards the KV
+            else:
                 attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
             opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             attempt.opening = opening
             legs.push_async_callback(_end, opening)
-            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered}
+            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered, attempt.decode.sampled}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if samples and prefill.answered.done() and not opening.done():
                 return attempt.opened_by_prefill(), None
@@ -298,18 +302,28 @@ class Dispatcher:
             return (attempt if broken is None else None), broken
 
     async def _until_decode_opens(self, attempt: Attempt) -> str | None:
-        """Wait until decode answers. Return None, or the outcome of the failed prefill leg."""
-        prefill, opening, pair = attempt.prefill, attempt.opening, attempt.pair
+        """Wait until decode answers. Return None, or the outcome of the failed prefill leg.
+
+        After decode's first token the outcome of the prefill leg does not matter. Raises
+        SilentError if decode then sends nothing for too long.
+        """
+        prefill, opening, sampled, pair = attempt.prefill, attempt.opening, attempt.decode.sampled, attempt.pair
         assert prefill is not None
         assert opening is not None
         assert pair.prefill is not None
         # The decode engine can now fetch the KV, so its silence shows a failure.
-        if not await self._decode_is_alive(attempt.decode, {opening, prefill.broken}):
+        alive = await self._decode_is_alive(attempt.decode, {opening, sampled, prefill.broken})
+        if sampled.done() and not opening.done():
+            attempt.handed_over()
+            if not await self._decode_is_alive(attempt.decode, {opening}):
+                raise SilentError(f"the decode engine sent nothing for {self.limits.silence_timeout_s:g} s")
+        if not alive:
             silence_s = self.limits.silence_timeout_s
             logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
             self._failed_prefill.add(pair.prefill)
             assert pair.decode is not None
             self._suspect_decode.add(pair.decode)
+            self._fleet.feedback.failed(pair.decode, silent=True)
             return "silent"
         if not opening.done():
             broken = prefill.broken.result()
@@ -318,7 +332,7 @@ class Dispatcher:
             elif broken != "refused":
                 self._failed_prefill.add(pair.prefill)
             if broken not in ("refused", "rejected"):
-                self._fleet.feedback.failed(pair.prefill)
+                self._fleet.feedback.failed(pair.prefill, prefill.silent)
             return broken
         attempt.opened(await opening)
         return None
@@ -327,9 +341,14 @@ class Dispatcher:
         """Send the unchanged request to one decode replica.
 
         If the replica lacks the stored response of `previous_response_id`, try the next replica.
+        Raises the error of a failed replica, which may have it, if no other one has it.
         """
         while self._response_is_elsewhere(attempt := await self._serve_once(replay_log, decision)):
             await attempt.close()
+            if not self._others():
+                self._decode_replica = None
+                assert self._last_error is not None, "a replica has failed"
+                raise self._last_error
             decision = self._decide()
         return attempt
 
@@ -339,7 +358,11 @@ class Dispatcher:
             return False
         assert attempt.pair.decode is not None
         self._without_response.add(attempt.pair.decode)
-        return bool((self._fleet.decode.ongoing() or {}).keys() - self._avoided())
+        return bool(self._others() or self._last_error)
+
+    def _others(self) -> AbstractSet[str]:
+        """Return the decode replicas that this request may still try."""
+        return (self._fleet.decode.ongoing() or {}).keys() - self._avoided()
 
     async def _serve_once(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
         async with self._begin(decision) as attempt:

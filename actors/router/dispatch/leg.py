@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import DeadlineError, EngineDownError, UnavailableError
+from actors.errors import DeadlineError, EngineDownError, SilentError, UnavailableError
 from actors.request import EngineTimings, Heartbeat, ResponseStart, StreamChunk
 from actors.telemetry.latency_breakdown import LegTimestamps
 from connectors.errors import TandemError
@@ -54,6 +54,8 @@ class Leg:
         self.role = role
         self.heard_at = asyncio.get_running_loop().time()
         """Time at which the engine's last item was read, on the event loop's clock."""
+        self.sampled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the engine has sampled the first token of an answer that is not streamed."""
         self._response = response
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
@@ -116,8 +118,8 @@ class Leg:
     async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
         """Return the next item except heartbeats, or None at the end of the call.
 
-        Raises UnavailableError if the engine sends nothing for `silence_s`, DeadlineError at time
-        `until` of the event loop's clock.
+        Raises UnavailableError if the engine has died, SilentError if it sends nothing for
+        `silence_s`, DeadlineError at time `until` of the event loop's clock.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -131,6 +133,8 @@ class Leg:
             self.heard_at = loop.time()
             if not isinstance(item, Heartbeat):
                 return item
+            if item.tokens and not self.sampled.done():
+                self.sampled.set_result(None)
 
     async def _within(self, silence_s: float | None, until: float | None) -> Any:
         """Return the next item, or raise when a timeout expires."""
@@ -146,10 +150,7 @@ class Leg:
                 raise DeadlineError(
                     f"the {self.role} engine sent nothing for this request before its deadline"
                 ) from None
-            raise self._silent(silence_s) from None
-
-    def _silent(self, silence_s: float | None) -> UnavailableError:
-        return UnavailableError(f"the {self.role} engine sent nothing for {silence_s:g} s")
+            raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s") from None
 
     async def accepted(self) -> bool:
         """Return whether a replica accepts the call within ACCEPT_S.

@@ -5,11 +5,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
-from actors.errors import DeadlineError, RefusedError
+from actors.errors import DeadlineError, RefusedError, SilentError
 from actors.request import ResponseStart, StreamChunk
 from actors.router.dispatch.leg import Leg, deadline
 from actors.telemetry.latency_breakdown import LegTimestamps
 from actors.telemetry.router_metrics import RouterMetrics
+from configs.settings.router import RouterLimits
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class PrefillLeg:
 
     ``answered``  done when the prompt is computed
     ``broken``    outcome of the leg, set if the leg fails
+    ``silent``    whether the leg failed because the engine sent nothing
     ``start``     start of the answer of a leg that samples the first token
     ``items``     items of that answer
 
@@ -49,7 +51,7 @@ class PrefillLeg:
         self,
         leg: Leg,
         transfer_id: str,
-        timeout_s: float,
+        limits: RouterLimits,
         metrics: RouterMetrics,
         discard: Discard,
         prefilled: Prefilled,
@@ -63,11 +65,12 @@ class PrefillLeg:
         self.start: ResponseStart | None = None
         self.items: asyncio.Queue[StreamChunk | bytes] = asyncio.Queue()
         self._samples = samples
+        self.silent = False
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._leg = leg
         self._transfer_id = transfer_id
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._metrics = metrics
         self._discard = discard
         self._prefilled = prefilled
@@ -134,7 +137,7 @@ class PrefillLeg:
     async def _watch(self) -> None:
         outcome = "cancelled"
         try:
-            async with deadline(self._timeout_s, f"prefill of transfer {self._transfer_id}"):
+            async with deadline(self._limits.prefill_timeout_s, f"prefill of transfer {self._transfer_id}"):
                 outcome = await self._read_answer()
             if outcome == "done":
                 self.answered.set_result(None)
@@ -154,6 +157,7 @@ class PrefillLeg:
             logger.info("prefill of transfer %s: %s", self._transfer_id, error)
         except TandemError as error:
             outcome = "failed"
+            self.silent = isinstance(error, SilentError)
             logger.warning("prefill of transfer %s failed: %s", self._transfer_id, error)
         except Exception:
             outcome = "failed"
@@ -168,16 +172,18 @@ class PrefillLeg:
             self._end()
 
     async def _read_answer(self) -> str:
-        start = await self._leg.start()
+        # Engines send heartbeats until their answer, not while the call is held for decode.
+        silence_s = self._limits.silence_timeout_s
+        start = await self._leg.start(silence_s)
         if start.status >= 400:
-            return self._rejected(start, await self._leg.next())
+            return self._rejected(start, await self._leg.next(silence_s))
         if self._samples:
             return await self._read_first_token(start)
         self._prefilled(None)
         return "done"
 
     async def _read_first_token(self, start: ResponseStart) -> str:
-        _, items = await self._leg.rest(start, to_first_token=True)
+        _, items = await self._leg.rest(start, self._limits.silence_timeout_s, to_first_token=True)
         if not items or not isinstance(items[-1], StreamChunk):
             return self._rejected(start, items)  # an event may report the error, with HTTP 200
         self.start = start

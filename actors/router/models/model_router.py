@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from actors.engine_pool.engines import EnginePool, Slot
-from actors.errors import UnavailableError
+from actors.errors import BusyError, DeadlineError, RefusedError, UnavailableError
 from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest, RequestTimer
@@ -22,6 +22,7 @@ from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits
+from connectors.errors import TandemError
 
 DISCARD_S = 5.0
 """Timeout of a `discard` call to a prefill replica."""
@@ -81,7 +82,7 @@ class ModelRouter:
         Each prompt of a list is served on its own pair of engines, if a pair can serve it. Raises
         OverloadedError, UnavailableError or DeadlineError when decode does not answer.
         """
-        prompts = split(request)
+        prompts = split(request, self.limits.max_body_bytes)
         if not prompts:
             async with self._answer(request) as one:
                 yield one
@@ -114,31 +115,39 @@ class ModelRouter:
         """Send `call` to a decode replica; yield the start and the body of its answer.
 
         Tries the remaining replicas if one fails or answers 404: only one engine holds a stored
-        response. Leaving the context cancels the call.
+        response. Asks full replicas again, after the others. Leaving the context cancels the call.
+        Raises OverloadedError, BusyError, UnavailableError or DeadlineError.
         """
+        what, loop = f"{call.method} {call.path}", asyncio.get_running_loop()
         asked: set[str] = set()
-        failed: UnavailableError | None = None
+        failed: TandemError | None = None
+        full_since: float | None = None
         while True:
             async with AsyncExitStack() as stack:
-                slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s, asked)
-                asked.add(slot.replica_id)
-                others = (self._decode.ongoing() or {}).keys() - asked
+                waited_s = 0.0 if full_since is None else loop.time() - full_since
+                try:
+                    slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s - waited_s, asked)
+                except DeadlineError:
+                    raise BusyError(f"no decode engine that can answer {what} has a free slot; retry later") from None
                 leg = Leg("decode", self._decode.dispatch(slot, call))
                 stack.callback(leg.close)
+                start: ResponseStart | None = None
                 try:
-                    async with deadline(self.limits.replica_timeout_s, f"{call.method} {call.path}"):
+                    async with deadline(self.limits.replica_timeout_s, what):
                         start = await leg.start()
-                except UnavailableError as error:
+                except RefusedError:
+                    full_since = loop.time() if full_since is None else full_since
+                    continue  # the pool chooses the others first
+                except (UnavailableError, DeadlineError) as error:
                     failed = error
-                    if others:
-                        continue
-                    raise
-                if start.status == HTTPStatus.NOT_FOUND and others:
-                    continue
-                if start.status == HTTPStatus.NOT_FOUND and failed is not None:
-                    raise failed
-                yield start, self._body_of(leg)
-                return
+                asked.add(slot.replica_id)
+                others = (self._decode.ongoing() or {}).keys() - asked
+                if start is not None and (start.status != HTTPStatus.NOT_FOUND or not (others or failed)):
+                    yield start, self._body_of(leg)
+                    return
+            if not others:
+                assert failed is not None, "the last replica has answered or failed"
+                raise failed
 
     async def _body_of(self, leg: Leg) -> AsyncIterator[bytes]:
         until = asyncio.get_running_loop().time() + self.limits.request_timeout_s

@@ -1,7 +1,7 @@
 """Answer to a list of prompts: one answer per prompt, each from its own pair of engines."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 
@@ -30,8 +30,9 @@ class ListAnswer:
     """Answer with the interface of `Answer`. Await `open`, then read `body`; always `close`.
 
     An error of one prompt is the error of the whole request, as in vLLM, and cancels the rest. At
-    most `at_once` prompts run. The status of a stream depends on its first `at_once` prompts; the
-    error of a later prompt is the stream's last event.
+    most `at_once` prompts run. The status of a stream depends on its first `at_once` prompts, or on
+    those started before READY_PIECES are unread. The error of a later prompt is the last event of
+    the stream.
     """
 
     start: ResponseStart
@@ -47,11 +48,14 @@ class ListAnswer:
         self._heads: dict[int, bytes] = {}
         """First piece of each answer; the whole body if the answer is not a stream."""
         loop = asyncio.get_running_loop()
-        self._started: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
+        self._decided: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
+        """For each prompt, done once `open` does not wait for it: it has started or failed, or the
+        queue is full."""
         self._pieces: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue(READY_PIECES)
         self._tasks: list[asyncio.Task[None]] = []
         self._lead = 0
-        """Index of the prompt whose route and times the list reports: the first, or one refused."""
+        """Index of the prompt whose route and times the list reports: the first of those started,
+        or one refused."""
 
     @property
     def route(self) -> str:
@@ -106,16 +110,19 @@ class ListAnswer:
     async def open(self) -> None:
         """Start all prompts; return when the first ones have answers, or an engine refuses one.
 
-        Raises the error of a prompt that gets no answer.
+        Also returns when the queue of pieces is full. The prompts that have started would otherwise
+        hold their slots until the others have slots. Raises the error of a prompt that gets no
+        answer.
         """
         self._tasks = [
             asyncio.create_task(self._run(index, request), name=f"prompt-{index}-{self._parent_id}")
             for index, request in enumerate(self._requests)
         ]
-        first = self._started[: self._first_ones]
+        first = self._decided[: self._first_ones]
         await asyncio.wait(first, return_when=asyncio.FIRST_EXCEPTION)
-        for index, started in enumerate(first):
-            error = started.exception() if started.done() else None
+        self._lead = min(self._answers, default=0)
+        for index, decided in enumerate(first):
+            error = decided.exception() if decided.done() else None
             if isinstance(error, RefusedPromptError):
                 self._lead = index
                 break
@@ -163,22 +170,23 @@ class ListAnswer:
         return tuple((name, self._parent_id.encode() if name == b"x-request-id" else value) for name, value in kept)
 
     async def _run(self, index: int, request: ClientRequest) -> None:
-        started = self._started[index]
+        decided = self._decided[index]
         try:
             async with self._at_once, self._serve(begun(request)) as answer:
                 async for piece in answer.body():
-                    refused = answer.start.status >= HTTPStatus.BAD_REQUEST
-                    if not started.done():
+                    if index not in self._answers:
                         self._answers[index], self._heads[index] = answer, piece
-                        if refused:
+                        if answer.start.status >= HTTPStatus.BAD_REQUEST:
                             raise RefusedPromptError
-                        started.set_result(None)
+                        _decide([decided])
                     if answer.start.streams:
+                        if self._pieces.full():
+                            _decide(self._decided)
                         await self._pieces.put((index, piece))
         except Exception as error:
-            if not started.done():
-                started.set_exception(error)
-                started.exception()  # retrieve it: asyncio logs exceptions that no task awaits
+            if not decided.done():
+                decided.set_exception(error)
+                decided.exception()  # retrieve it: asyncio logs exceptions that no task awaits
             last: tuple[int, bytes] | Exception = error
             if isinstance(error, RefusedPromptError):
                 try:
@@ -186,6 +194,13 @@ class ListAnswer:
                 except ValueError as unreadable:  # from a middleware; vLLM's errors are JSON
                     last = unreadable
             await self._pieces.put(last)
+
+
+def _decide(prompts: Iterable[asyncio.Future[None]]) -> None:
+    """Mark `prompts` as decided, except those that are."""
+    for decided in prompts:
+        if not decided.done():
+            decided.set_result(None)
 
 
 def _sum(counts: list[int | None]) -> int | None:

@@ -1,5 +1,6 @@
 """Splits a completion request with a list of prompts into one request per prompt. Pure."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +15,12 @@ from actors.router.request_shaping import why_local
 REQUEST_ID = b"x-request-id"
 
 
-def split(request: ClientRequest) -> list[ClientRequest]:
+def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRequest]:
     """Return one request per prompt, or [] if the request is not split.
 
     The id of each request is the parent's id plus the prompt's index: with one id for all, an
-    engine would abort them together.
+    engine would abort them together. Each request has a copy of the other fields; a list whose
+    copies have more than `most_bytes` is not split.
     """
     prompts: Any = request.body.get("prompt")
     if request.endpoint != "/v1/completions" or not _is_list_of_prompts(prompts):
@@ -32,6 +34,9 @@ def split(request: ClientRequest) -> list[ClientRequest]:
     each: list[Any] = (
         msgspec.json.decode(written, type=list[msgspec.Raw]) if isinstance(written, msgspec.Raw) else prompts
     )
+    prompt_bytes = memoryview(written).nbytes if isinstance(written, msgspec.Raw) else len(write({"": prompts}))
+    if (len(request.raw) - prompt_bytes) * len(prompts) > most_bytes:
+        return []
     return [
         replace(
             request,

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from actors.errors import EngineError, UnavailableError
+from actors.errors import BusyError, DeadlineError, EngineError, OverloadedError, UnavailableError
 from actors.request import Call
 from actors.router.models.adapters import CHANGE_S, AdapterError, load, unload
 from actors.router.models.model_router import ModelRouter
@@ -33,7 +33,7 @@ class ModelList:
         self._router = router
 
     async def endpoint(self, request: Request) -> Response:
-        """Return the joined list; status 503 if no decode engine of any model answers."""
+        """Return the joined list; status 503 if no model answers or one is busy."""
         call = Call("GET", "/v1/models", forwarded_headers(request))
         cards: list[Any] = []
         answered = False
@@ -47,6 +47,9 @@ class ModelList:
                     raise EngineError(f"status {start.status}: {content[:200].decode(errors='replace')}")
                 cards += json.loads(content)["data"]
                 answered = True
+            except (BusyError, DeadlineError, OverloadedError) as error:
+                # Without the model, the list would say that it does not exist.
+                return error_response(error, self._router.limits.retry_after_s)
             except (TandemError, ValueError, KeyError, TypeError) as error:
                 logger.warning("cannot list the models of %s: %s", model.names[0], error)
         if not answered:

@@ -156,6 +156,37 @@ def test_a_replica_whose_call_broke_off_comes_last():
     assert planner.decide(ids(100), both, TWO, 6.0).decode == ("e", "d")
 
 
+def test_prefill_is_idle_after_the_handover():
+    """Its calls have ended although decode still answers."""
+    planner = Planner(RoutingSettings(policy="least_load"))
+    calls = [planner.begin(ids(100 + n), "d", "p", 0.0) for n in range(2)]
+    assert planner.decide(ids(1), {"p": 0, "q": 1}, TWO, 1.0).prefill == ("q", "p")
+    for call in calls:
+        planner.handed_over(call)
+    assert planner.decide(ids(1), {"p": 0, "q": 1}, TWO, 1.0).prefill == ("p", "q")
+
+
+def test_a_silent_replica_comes_last_until_it_answers():
+    """For longer than after another failure: it accepts calls, so each would wait for nothing."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+
+    def ranked(now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        decision = planner.decide(ids(100), {"p": 0, "q": 9}, {"d": 9, "e": 0}, now)
+        return decision.decode, decision.prefill
+
+    call = planner.begin(ids(1), "e", "p", 0.0)
+    assert ranked(0.0) == (("e", "d"), ("p", "q"))
+    for engine in ("e", "p"):
+        planner.failed(engine, 1.0, silent=True)
+    assert ranked(200.0) == (("d", "e"), ("q", "p"))
+    planner.prefilled(call, 201.0)
+    assert ranked(201.0) == (("d", "e"), ("p", "q"))
+    planner.computed(call)
+    assert ranked(202.0) == (("e", "d"), ("p", "q"))
+    planner.failed("e", 203.0, silent=True)
+    assert ranked(600.0)[0] == ("e", "d"), "Serve has replaced an engine that hangs for so long"
+
+
 def test_a_replica_that_left_is_forgotten():
     """Its measurements, prefixes and load are removed; a replica of the same name starts anew."""
     planner = Planner(RoutingSettings())

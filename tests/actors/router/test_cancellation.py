@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from actors.request import TRANSFER_FIELD, Call, ResponseStart
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from tests.actors.behaviours import (
@@ -22,11 +23,12 @@ from tests.actors.behaviours import (
     engine,
     fleet,
     hangs,
+    prefills,
     request,
     transfers,
     well,
 )
-from tests.actors.fleet import Handle, at_rest
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 FAR = 1000
 """More waits than any of these requests has."""
@@ -89,8 +91,16 @@ async def slow_to_answer(call: Call, _: int) -> AsyncGenerator[Any, None]:
     yield b"{}"
 
 
+async def slow_after_its_first_token(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """A decode engine that reports the first token of an answer."""
+    yield Heartbeat(tokens=True)
+    async for item in slow_to_answer(call, turn):
+        yield item
+
+
 STORIES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
     "an answer": ([well], [slow_to_answer], {"stream": False}),
+    "an answer whose first token is reported": ([well], [slow_after_its_first_token], {"stream": False}),
     "a stream": ([well], [short], {}),
     "decode alone": ([], [short], {}),
     "n of 2": ([well], [short], {"n": 2}),
@@ -143,3 +153,34 @@ async def test_cancelled_at_each_wait(story):
         discards += len(p.discarded)
     splits = bool(prefill) and TRANSFER_FIELD not in wanted.body and "echo" not in wanted.body
     assert (discards > 0) == (splits and "no prefill" not in story)
+
+
+@pytest.mark.parametrize("maybe_full", [False, True])
+async def test_decode_is_cancelled_before_its_transfer_is_discarded(maybe_full):
+    """Else decode would compute the prompt, whose KV has just been freed."""
+    order: list[str] = []
+
+    class Recorded(Handle):
+        async def take(self, *arguments: Any) -> Any:
+            return replace(await super().take(*arguments), maybe_full=maybe_full)
+
+        async def ask(self, *arguments: Any) -> None:
+            order.append("discard")
+
+    async def waits(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        try:
+            await asyncio.sleep(60)
+            yield
+        finally:
+            order.append("decode")
+
+    p, d = Recorded([]), Recorded([Replica("d0", waits)])
+    p.replicas = [Replica("p0", prefills(lambda: p))]
+    asking = asyncio.create_task(ask(router_of(LIMITS, p, d), request()))
+    async with asyncio.timeout(30):
+        while not (p.calls and d.calls):  # noqa: ASYNC110 - the fleet has no event for it
+            await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait({asking})
+    assert order == ["decode", "discard"]
+    await at_rest(p, d)

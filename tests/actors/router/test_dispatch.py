@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
+    JSON,
     LIMITS,
     OK,
     TOKENS,
@@ -26,6 +27,7 @@ from tests.actors.behaviours import (
     dies,
     engine,
     event,
+    fed,
     fleet,
     hangs,
     prefills,
@@ -337,3 +339,64 @@ async def test_a_stream_that_begins_before_its_kv_is_there():
     assert (answer.route, body.count(b"event: "), ended_early) == ("remote", 3, False)
     assert counted(router, "tandem_prefill_legs_total", outcome="done") == 1
     assert counted(router, "tandem_resumed_streams_total", outcome="refused") == 0
+
+
+class Answering:
+    """A decode engine that samples the first token of an answer, then generates until `finish`."""
+
+    def __init__(self) -> None:
+        self.finish = asyncio.Event()
+
+    async def serve(self, call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        yield Heartbeat(tokens=True)
+        await self.finish.wait()
+        async for item in OK(call, turn):
+            yield item
+
+
+async def test_an_answer_does_not_hold_its_prefill_slot_while_decode_generates():
+    """Decode's first token shows that the KV has arrived."""
+    decode = Answering()
+    router, p, d = fleet([well], [decode.serve])
+    asking = asyncio.create_task(ask(router, request(False)))
+    async with asyncio.timeout(30):
+        while not d.calls or p.taken:
+            assert not asking.done()
+            await asyncio.sleep(0.001)
+    assert (d.taken, p.running, p.discarded) == (1, 0, [])
+    decode.finish.set()
+    answer, body = await asking
+    assert (answer.route, json.loads(body), len(p.calls), len(d.calls)) == ("remote", WHOLE, 1, 1)
+    assert p.discarded == []
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_what_prefill_does_after_decodes_first_token(dies):
+    """The token count of a late answer is read; a death causes no second attempt."""
+    decode, go_on = Answering(), asyncio.Event()
+
+    async def prefill(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        p.delivered[json.loads(call.body)[TRANSFER_FIELD]["transfer_id"]].set()
+        await go_on.wait()
+        if dies:
+            raise EngineDownError("killed")
+        yield ResponseStart(200, JSON)
+        yield b'{"usage": {"prompt_tokens": 17}}'
+        await asyncio.sleep(60)
+
+    p = Handle([Replica("p0", prefill)])
+    d = Handle([Replica("d0", fed(decode.serve, p))])
+    router = router_of(LIMITS, p, d)
+    asking = asyncio.create_task(ask(router, request(False)))
+    async with asyncio.timeout(30):
+        while not d.calls or router.models[0].feedback.planner._prefill["p0"].calls:  # noqa: ASYNC110, SLF001
+            await asyncio.sleep(0.001)  # until the router has read the first token
+        go_on.set()
+        while p.taken:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    decode.finish.set()
+    answer, body = await asking
+    assert (answer.route, json.loads(body), len(p.calls), len(d.calls)) == ("remote", WHOLE, 1, 1)
+    assert answer.prompt_tokens == (None if dies else 17)
+    await at_rest(p, d)

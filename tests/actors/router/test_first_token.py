@@ -90,6 +90,21 @@ async def test_the_first_token_is_sent_before_decode_answers():
     await at_rest(p, d)
 
 
+async def test_the_deadline_of_the_first_token_ends_with_it():
+    """Decode takes over, or another attempt continues, within `idle_timeout_s`."""
+    gate = asyncio.Event()
+    router, p, d = fleet([samples()], [gated(dies, gate), engine(1, [1])])
+    router.limits = router.limits.model_copy(update={"first_token_timeout_s": 60.0, "idle_timeout_s": 6000.0})
+    async with router.answer(request()) as answer:
+        body = answer.body()
+        await anext(body)
+        assert answer._attempts.timing.left_s > 3000  # noqa: SLF001
+        gate.set()
+        rest = b"".join([some async for some in body])
+    assert rest.endswith(b"data: [DONE]\n\n")
+    await at_rest(p, d)
+
+
 @pytest.mark.parametrize("part", [FIRST[:20], FIRST[: len(FIRST) // 2 + 30], b""])
 async def test_events_that_prefill_has_sent_in_part(part: bytes):
     """Decode's events replace those that the client has not received whole."""

@@ -21,8 +21,11 @@ from tests.actors.behaviours import (
     WHOLE,
     answers,
     ask,
+    counted,
     engine,
     fleet,
+    hangs,
+    prefills,
     request,
     transfers,
     well,
@@ -126,3 +129,71 @@ async def test_an_answer_outlives_a_silent_engine(prefill):
         assert json.loads(body) == WHOLE
     await at_rest(p, d)
     assert len(d.replicas[0].calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_hung_decode_engine_gets_no_more_requests(stream):
+    """It has no streams, so it seems idle; the requests after the first silence go elsewhere."""
+    router, p, d = fleet([well], [hangs, engine(2, [3]) if stream else OK])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.3})
+    for _ in range(6):
+        answer, _ = await ask(router, request(stream))
+        assert answer.pair.decode == "d1"
+    await at_rest(p, d)
+    assert len(d.replicas[0].calls) == 1
+
+
+async def test_a_hung_prefill_engine_gets_no_more_requests():
+    """Its silence ends the leg, long before `prefill_timeout_s`."""
+    router, p, d = fleet([hangs, well], [OK])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.3})
+    async with asyncio.timeout(60):
+        for _ in range(6):
+            answer, _ = await ask(router, request(False))
+            assert (answer.route, answer.pair.prefill) == ("remote", "p1")
+    await at_rest(p, d)
+    assert len(p.replicas[0].calls) == 1
+
+
+async def test_a_long_prompt_is_not_taken_for_a_silent_engine():
+    """Prefill sends heartbeats while it computes; after its answer it sends nothing until the KV
+    has moved.
+    """
+
+    async def held(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        for _ in range(10):
+            await asyncio.sleep(0.3)
+            yield Heartbeat()
+        async for item in prefills(lambda: p)(call, turn):
+            yield item
+
+    async def slow(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        for _ in range(10):
+            await asyncio.sleep(0.3)
+            yield Heartbeat()
+        async for item in OK(call, turn):
+            yield item
+
+    router, p, d = fleet([held], [slow])
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 2.0})
+    answer, _ = await ask(router, request(False))
+    assert (answer.route, len(p.calls), len(d.calls)) == ("remote", 1, 1)
+    await at_rest(p, d)
+
+
+async def test_an_engine_that_is_silent_after_its_first_token():
+    """Decode has the KV, so only decode has failed."""
+
+    async def stops(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield Heartbeat(tokens=True)
+        await asyncio.sleep(60)
+
+    router, p, d = fleet([well], [stops, OK])
+    d.in_order = True
+    d.replicas.reverse()
+    router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.3})
+    answer, body = await ask(router, request(False))
+    assert (answer.route, json.loads(body)) == ("remote", WHOLE)
+    assert [len(replica.calls) for replica in (*d.replicas, *p.replicas)] == [1, 1, 2]
+    assert counted(router, "tandem_retries_total", leg="decode", reason="unavailable") == 1
+    await at_rest(p, d)

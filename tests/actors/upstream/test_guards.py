@@ -36,6 +36,7 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/engine/output_processor.py:OutputProcessor.__init__": "74c5bb1275a6",
         "vllm/v1/engine/output_processor.py:OutputProcessor.add_request": "9a8370d9c58b",
         "vllm/v1/engine/output_processor.py:OutputProcessor.process_outputs": "41bacc31a1d2",
+        "vllm/v1/engine/output_processor.py:RequestState": "21971d6b5094",
         "vllm/v1/metrics/stats.py:PrefillStats": "c2628809498d",
     },
     "vllm_cpu_kernels": {

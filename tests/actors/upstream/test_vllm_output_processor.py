@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from transformers import AutoTokenizer
 from vllm import SamplingParams
@@ -10,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
+from actors.replay_log import ServedCall
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from configs.settings.service import DEMO_MODEL_DIR
 
@@ -89,6 +92,34 @@ def test_the_end_of_a_first_token_is_hidden(unfinished):
     assert [one.finish_reason for one in stats.finished_requests] == [FinishReason.LENGTH]
     processor.abort_requests(["r"], internal=True)
     assert not processor.request_states
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "reported"),
+    [
+        (RequestOutputKind.FINAL_ONLY, None, True),
+        (RequestOutputKind.FINAL_ONLY, FinishReason.LENGTH, False),
+        (RequestOutputKind.DELTA, None, False),
+    ],
+    ids=["an answer", "an answer of one token", "a stream"],
+)
+async def test_the_first_token_of_an_answer_is_reported(kind, last, reported):
+    """vLLM itself would report nothing before its last token. A stream has the token in its first
+    chunk, an answer of one token ends with it.
+    """
+    processor = OutputProcessor(None, log_stats=False)
+    SharedRequestOutputs.take_over(processor, None)
+    params = SamplingParams(max_tokens=9, detokenize=False, output_kind=kind)
+    first_token = asyncio.get_running_loop().create_future()
+    served = ServedCall(first_token=first_token)
+
+    def add() -> None:
+        processor.add_request(request(params), None, queue=RequestOutputCollector(kind, request_id="r"))
+
+    served.context().run(add)
+    assert not first_token.done()
+    processor.process_outputs([EngineCoreOutput(request_id="r", new_token_ids=[7], finish_reason=last)])
+    assert first_token.done() == reported
 
 
 @pytest.mark.parametrize(

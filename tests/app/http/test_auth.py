@@ -220,15 +220,21 @@ def test_the_variable_of_vllm_serve_holds_a_key(monkeypatch):
         AuthSettings().operators_keys()
 
 
-async def http_router(key_digests: tuple[bytes, ...]) -> httpx.AsyncClient:
-    """A router's HTTP side as a replica in this process; `key_digests` are from its build."""
+async def http_router(built: dict[str, Any]) -> httpx.AsyncClient:
+    """A router's HTTP side as a replica in this process; `built` are digests from its build."""
     undecorated: Any = HttpRouter.__mro__[1]  # Serve's wrapper reports its use to the cluster
     handle: Any = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
     router = undecorated.__new__(undecorated)
     settings = RouterSettings(**LIMITS.model_dump(), http_port=None, access_log=False)
-    await router.__init__(settings, [DeployedModel(handle, handle)], key_digests)
+    await router.__init__(settings, [DeployedModel(handle, handle)], **built)
     transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://tandem")
+
+
+def built(**args: Any) -> dict[str, Any]:
+    """The digests of keys that a router receives from its build in this environment."""
+    bound = deployment_of(build(ServiceSettings.model_validate(args))).init_kwargs
+    return {name: value for name, value in bound.items() if "digests" in name}
 
 
 async def test_a_router_reads_its_own_environment(monkeypatch):
@@ -238,16 +244,39 @@ async def test_a_router_reads_its_own_environment(monkeypatch):
     keys. A router whose own pod has some must not admit every client.
     """
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
-    built = deployment_of(build(ServiceSettings())).init_args[2]
-    assert built == ()
+    keys = built()
+    assert not any(keys.values())
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-router")
-    client = await http_router(built)
+    client = await http_router(keys)
     assert (await client.get("/v1/nothing")).status_code == 401
     assert (await client.get("/v1/nothing", headers=bearer("of-the-router"))).status_code == 404
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-build")
-    built = deployment_of(build(ServiceSettings())).init_args[2]
+    keys = built()
     monkeypatch.delenv(API_KEYS_VARIABLE)
-    assert (await (await http_router(built)).get("/v1/nothing")).status_code == 401
+    assert (await (await http_router(keys)).get("/v1/nothing")).status_code == 401
+    assert (await (await http_router(keys)).get("/v1/nothing", headers=bearer("of-the-build"))).status_code == 404
+
+
+async def test_a_key_of_the_build_ends_with_its_rotation(monkeypatch):
+    """New replicas read another secret without a new build. Keys of `args` remain."""
+    monkeypatch.setenv(API_KEYS_VARIABLE, "old")
+    keys = built(auth={"api_keys": ["of-the-settings"]})
+    monkeypatch.setenv(API_KEYS_VARIABLE, "new")
+    client = await http_router(keys)
+    status = {
+        key: (await client.get("/v1/nothing", headers=bearer(key))).status_code
+        for key in ("old", "new", "of-the-settings")
+    }
+    assert status == {"old": 401, "new": 404, "of-the-settings": 404}
+
+
+async def test_one_key_in_two_places_is_one_key(monkeypatch):
+    """The only key may use the whole router; one of two, half of it."""
+    found = []
+    monkeypatch.setattr(Authenticated, "__init__", lambda self, app, router, digests: found.append(digests))
+    monkeypatch.setenv(API_KEYS_VARIABLE, "the-key")
+    await http_router(built(auth={"api_keys": ["the-key"]}))
+    assert found == [(digest("the-key"),)]
 
 
 @pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])

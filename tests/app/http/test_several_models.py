@@ -10,6 +10,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from actors.errors import RefusedError
 from actors.request import Call, ResponseStart
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
@@ -174,6 +175,22 @@ async def test_the_list_leaves_out_a_model_that_fails(service: Service, answer: 
     service.a[1].models_reply = answer
     reply = await service.http.get("/v1/models")
     assert [one["id"] for one in reply.json()["data"]] == ["b"]
+
+
+async def test_the_list_does_not_leave_out_a_busy_model(service: Service) -> None:
+    """A client would take it for a model that does not exist. Other GET requests ask the others."""
+
+    async def full(*_: Any) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0.01)
+        raise RefusedError("full")
+        yield
+
+    service.router.limits = LIMITS.model_copy(update={"replica_timeout_s": 0.5})
+    for replica in service.a[1].replicas:
+        replica.serve = full
+    reply = await service.http.get("/v1/models")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert (await service.http.get("/version")).json()["answered_by"] == "b"
 
 
 async def test_health_is_that_of_all_models(service: Service) -> None:

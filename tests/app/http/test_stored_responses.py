@@ -17,11 +17,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.engine.asgi_call import call_asgi
+from actors.errors import RefusedError
 from actors.request import Call
 from actors.router.router import Router
 from app.http.errors import error_body
 from app.http.routes import build_http
-from tests.actors.behaviours import LIMITS, dies, router_of
+from tests.actors.behaviours import LIMITS, dies, hangs, router_of
 from tests.actors.fleet import Handle, Replica, at_rest
 
 EVENTS = [f"data: {number}\n\n" for number in range(3)]
@@ -70,10 +71,10 @@ class Engine:
         return self.found(request.path_params["id"], status="cancelled")
 
 
-def service(*engines: Any) -> tuple[httpx.AsyncClient, Handle]:
+def service(*engines: Any, **limits: Any) -> tuple[httpx.AsyncClient, Handle]:
     decode = Handle([Replica(f"d{number}", one) for number, one in enumerate(engines)])
     decode._known = True  # noqa: SLF001 - as after the first request
-    router: Router = router_of(LIMITS, Handle([]), decode)
+    router: Router = router_of(LIMITS.model_copy(update=limits), Handle([]), decode)
     transport = httpx.ASGITransport(cast(Any, build_http(cast(Any, router))))
     return httpx.AsyncClient(transport=transport, base_url="http://tandem"), decode
 
@@ -112,6 +113,64 @@ async def test_an_engine_that_dies_hides_no_response() -> None:
         for _ in range(4):
             assert (await http.get("/v1/responses/a")).json() == {"id": "a"}
             assert (await http.get("/v1/responses/lost")).status_code == 503
+        await at_rest(decode)
+
+
+@pytest.mark.parametrize("engines", [("a", dies), (dies, "a")], ids=["at last", "at first"])
+async def test_a_response_to_continue_may_be_in_the_engine_that_died(engines: tuple[Any, Any]) -> None:
+    """Also if the others do not have it."""
+    http, decode = service(*(one if one is dies else Engine(one).serve for one in reversed(engines)))
+    decode.in_order = True
+    async with http:
+        body = {"input": "and then?", "previous_response_id": "a"}
+        assert (await http.post("/v1/responses", json=body)).json() == {"id": "a"}
+        body = {"input": "and then?", "previous_response_id": "lost"}
+        assert (await http.post("/v1/responses", json=body)).status_code == 503
+        await at_rest(decode)
+
+
+def full(times: int, serve: Any = None) -> Any:
+    """Return an engine whose slots are all taken for its first calls."""
+
+    async def refuses(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        if turn <= times:
+            await asyncio.sleep(0.01)
+            raise RefusedError("full")
+        async for item in serve(call, turn):
+            yield item
+
+    return refuses
+
+
+async def test_a_full_engine_hides_no_response() -> None:
+    """The others are called first. The full one may have the response: 503, not 404 or 429."""
+    http, decode = service(Engine("a").serve, full(10**6), replica_timeout_s=0.5)
+    async with http:
+        for _ in range(4):
+            assert (await http.get("/v1/responses/a")).json() == {"id": "a"}
+        reply = await http.get("/v1/responses/lost")
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        await at_rest(decode)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+async def test_a_full_engine_is_waited_for(others: int) -> None:
+    """After the others, within `replica_timeout_s`."""
+    http, decode = service(full(5, Engine("a").serve), *(Engine("b").serve for _ in range(others)))
+    async with http:
+        assert (await http.get("/v1/responses/a")).json() == {"id": "a"}
+        assert len(decode.replicas[0].calls) == 6
+        assert all(len(one.calls) <= 1 for one in decode.replicas[1:])
+        await at_rest(decode)
+
+
+async def test_a_slow_engine_hides_no_response() -> None:
+    """The others are called after `replica_timeout_s`."""
+    http, decode = service(Engine("a").serve, hangs, replica_timeout_s=1.0)
+    async with http:
+        for _ in range(2):
+            assert (await http.get("/v1/responses/a")).json() == {"id": "a"}
+        assert (await http.get("/v1/responses/lost")).status_code == 504
         await at_rest(decode)
 
 

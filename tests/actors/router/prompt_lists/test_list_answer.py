@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any, cast
 
 import httpx
@@ -14,8 +15,8 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
 from actors.router.router import Router
 from app.http.routes import build_http
-from tests.actors.behaviours import EVENTS, JSON, ask, fleet, hangs, request, well
-from tests.actors.fleet import Handle, at_rest
+from tests.actors.behaviours import EVENTS, JSON, LIMITS, OK, ask, fleet, hangs, request, well
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 PROMPTS = ["a", "bb", "ccc", "dddd"]
 REFUSAL = b'{"error": {"message": "no", "code": 400}}'
@@ -188,4 +189,86 @@ async def test_a_client_that_leaves_cancels_all(stream: bool) -> None:
         await asyncio.sleep(0.001)
     asking.cancel()
     await asyncio.wait({asking})
+    await at_rest(p, d)
+
+
+class Slots(Handle):
+    """A handle with a limited number of slots, for which calls wait."""
+
+    def __init__(self, replicas: list[Replica], slots: int) -> None:
+        super().__init__(replicas)
+        self._free = asyncio.Semaphore(slots)
+        self._number = slots
+
+    @property
+    def slots(self) -> int:
+        return self._number
+
+    async def take(self, *arguments: Any) -> Any:
+        await self._free.acquire()
+        return await super().take(*arguments)
+
+    def give_back(self, slot: Any) -> None:
+        super().give_back(slot)
+        self._free.release()
+
+
+async def test_started_streams_of_a_list_do_not_wait_for_the_last_prompt() -> None:
+    """Another request holds the last slot; the list's other streams fill the queue, then go on."""
+
+    async def held(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        if json.loads(call.body)["prompt"] == "holds":
+            yield ResponseStart(200, EVENTS)
+            yield StreamChunk(b"data: {}\n\n", ((0,),))
+            await asyncio.sleep(60)
+        async for item in completes()(call, 1):
+            yield item
+
+    p, d = Handle([]), Slots([Replica("d0", held)], 4)
+    router = router_of(LIMITS, p, d)
+    prompts = [letter * 40 for letter in "abcd"]
+    async with router.answer(request(prompt="holds")) as holder:
+        await anext(holder.body())
+        async with asyncio.timeout(30):
+            _, merged = await ask(router, request(prompt=prompts))
+            _, other = await ask(router, replace(request(False, prompt=["e"]), headers=((b"x-request-id", b"e"),)))
+        assert d.taken == 1
+    found, _, ended = texts(merged.decode())
+    assert (found, ended) == (dict(enumerate(prompts)), True)
+    assert json.loads(other)["choices"][0]["text"] == "e"
+    await at_rest(p, d)
+
+
+async def test_a_list_whose_first_prompt_waits_has_the_route_of_one_that_runs() -> None:
+    """The stream begins without the first prompt, which is started later."""
+    p, d = Handle([]), Slots([], 2)
+    first_may_start = asyncio.Event()
+
+    async def serve(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        if json.loads(call.body)["prompt"] == ["a"]:
+            await first_may_start.wait()
+        async for item in completes()(call, turn):
+            yield item
+
+    d.replicas = [Replica("d0", serve)]
+    router = router_of(LIMITS, p, d)
+    prompts = ["a", "b" * 100]
+    async with asyncio.timeout(30), router.answer(request(prompt=prompts)) as answer:
+        assert (answer.start.status, answer.route, answer.pair.decode) == (200, "local", "d0")
+        first_may_start.set()
+        merged = b"".join([some async for some in answer.body()])
+    found, _, ended = texts(merged.decode())
+    assert (found, ended) == (dict(enumerate(prompts)), True)
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("most", [1000, 10_000])
+async def test_a_list_with_a_large_field_is_served_by_one_engine(most: int) -> None:
+    """The limit of a body is that of all copies of the field."""
+    router, p, d = fleet([well], [completes()] if most == 10_000 else [OK])
+    router.limits = LIMITS.model_copy(update={"max_body_bytes": most})
+    async with http(router) as client:
+        reply = await client.post("/v1/completions", json={"prompt": PROMPTS, "user": "u" * 500})
+    assert (reply.status_code, len(d.calls)) == (200, 4 if most == 10_000 else 1)
+    assert reply.headers.get("x-tandem-local-reason") == (None if most == 10_000 else "several_prompts")
     await at_rest(p, d)

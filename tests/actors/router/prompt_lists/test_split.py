@@ -50,6 +50,17 @@ def test_split(body, prompts):
     assert [one.part for one in found] == [index > 0 for index in range(len(prompts))]
 
 
+@pytest.mark.parametrize("raw", [b'"a"', b'"\\ud800"'], ids=["copied", "encoded again"])
+def test_copies_of_the_other_fields_are_limited(raw):
+    """A list whose requests would be larger than one body together stays one request."""
+    prompts = b", ".join([raw] * 10)
+    asked = request(b'{"prompt": [%s], "user": "%s"}' % (prompts, b"x" * 1000))
+    assert len(split(asked, 10_500)) == 10
+    assert split(asked, 10_000) == []
+    long = request(b'{"prompt": [%s], "user": "u"}' % prompts.replace(raw, raw[:-1] + b"x" * 1000 + b'"'))
+    assert len(split(long, 1000)) == 10, "the prompts themselves are not copied"
+
+
 def test_other_endpoints_have_no_list():
     assert split(request({"prompt": ["a", "b"]}, "/tokenize")) == []
 
