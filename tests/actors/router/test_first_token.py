@@ -98,6 +98,7 @@ async def test_the_deadline_of_the_first_token_ends_with_it():
     async with router.answer(request()) as answer:
         body = answer.body()
         await anext(body)
+        assert isinstance(answer, Answer)
         assert answer._attempts.timing.left_s > 3000  # noqa: SLF001
         gate.set()
         rest = b"".join([some async for some in body])

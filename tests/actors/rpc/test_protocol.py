@@ -166,7 +166,7 @@ def test_pieces_of_an_item(size: int) -> None:
         assert b"".join(bodies) == body
         assert max(map(len, bodies)) <= PIECE_BYTES
         assert type(parts[0]) is type(item)
-        assert not isinstance(item, FirstTokenChunk) or parts[0].prompt_tokens == 7
+        assert getattr(parts[0], "prompt_tokens", 0) == getattr(item, "prompt_tokens", 0)
         assert all(isinstance(part, bytes) for part in parts[1:])
 
 
