@@ -172,6 +172,7 @@ class KVStore:
         self.staging = staging
         self.counts: Counter[str] = Counter()
         self._sizes = dict(sizes)
+        self._slots = {group: slot_bytes(size) for group, size in sizes.items()}
         self._limits = limits
         self.tiers = tuple(tiers)
         self._tiers = [
@@ -296,7 +297,7 @@ class KVStore:
             self.counts["late"] += 1
             fetch.machine.give_up()
         # A read that cannot start may change the needed objects.
-        while reads := fetch.machine.next_reads():
+        while reads := self._next_reads(fetch):
             if not fetch.readings:
                 # The time between two polls is the engine's step, not idle time of the tiers.
                 fetch.read_at = now - fetch.looked_s
@@ -304,6 +305,18 @@ class KVStore:
                 self._read(fetch, ref, now)
         if fetch.machine.settled:
             self._settle(fetch)
+
+    def _next_reads(self, fetch: _Fetch) -> list[ObjectRef]:
+        """Return the objects to read now, of the longest prefix that fits into staging."""
+        self._free_unneeded(fetch)
+        if fetch.machine.fit(self._slots, self.staging.size_bytes - self.staging.used_bytes):
+            self.counts["no_room_to_load"] += 1
+        return fetch.machine.next_reads()
+
+    def _free_unneeded(self, fetch: _Fetch) -> None:
+        """Free the slots of objects past the fetch's end, which only moves towards its start."""
+        for ref in fetch.offsets.keys() - set(fetch.machine.needed):
+            self.staging.give_back(fetch.offsets.pop(ref))
 
     def _idle_s(self, fetch: _Fetch, now: float) -> float:
         heard = (self._tiers[each.tier].verified.progress_at(each.progress) for each in fetch.readings)
@@ -409,9 +422,7 @@ class KVStore:
     def _settle(self, fetch: _Fetch) -> None:
         fetch.over, fetch.ended_at = True, time.monotonic()
         machine = fetch.machine
-        needed = set(machine.needed)
-        for ref in set(fetch.offsets) - needed:
-            self.staging.give_back(fetch.offsets.pop(ref))
+        self._free_unneeded(fetch)
         self._abandon(fetch.readings)
         fetch.readings = []
         loaded = machine.end_token - machine.start_token

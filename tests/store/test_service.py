@@ -412,6 +412,30 @@ def test_an_ended_fetch_keeps_no_slots_of_queued_reads(host: Host, ends: str) ->
     assert store.staging.used_bytes == 0
 
 
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_staging_for_some_chunks_loads_as_many(host: Host, chunks: int) -> None:
+    """Each resume point needs a window and a state of its own, 4096 bytes of staging each."""
+    save_eight(host.start())
+    store = host.start(staging=chunks * 12288 + 2 * 4096)
+    fetched = fetch_eight(store)
+    assert fetched.end_token == chunks * 128
+    assert store.counts["no_room_to_load"] == (chunks < 8)
+    store.end_fetch("request")
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
+def test_a_corrupt_state_costs_one_chunk_of_full_staging(host: Host) -> None:
+    """The slot of the chunk that is no longer needed has room for the earlier window and state."""
+    save_eight(host.start())
+    for tier in ("memory", "disk"):
+        path = host.root / tier / "objects" / SPACES[0].hex() / EIGHT[ObjectRef(1024, 2)].key.hex()
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    store = host.start(staging=8 * 12288 + 2 * 4096)
+    fetched = fetch_eight(store)
+    assert fetched.end_token == 7 * 128
+
+
 def refs_of_group(index: int) -> list[ObjectRef]:
     return [ref for ref in ALL if ref.group == index]
 
