@@ -563,6 +563,7 @@ class KVStore:
             self.staging.give_back(each.offset)
             if each.written is not None:
                 self._seconds["stored", each.written[0]] += each.call.seconds
-                if self._stored is not None and each.call.state is CallState.ENDED:
+                # Without a result: the object was already in the tier.
+                if self._stored is not None and each.call.state is CallState.ENDED and each.call.result:
                     self._stored.append(each.written)
         self._lingering = kept
