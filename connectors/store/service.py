@@ -27,7 +27,7 @@ from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane, LaneCall
 from connectors.store.tiers.objects import ObjectHeader, ObjectName
 from connectors.store.tiers.reads import Progress, TierReads
-from connectors.store.tiers.staging import Staging
+from connectors.store.tiers.staging import Staging, slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,19 @@ class _Fetch:
 
 
 @dataclass(slots=True)
+class _Lingering:
+    """Use of the slot at ``offset`` by a call whose fetch or store has ended.
+
+    ``written``  tier label and object of a write; None for a read
+    """
+
+    lane: Lane
+    call: LaneCall[ObjectHeader] | LaneCall[bool]
+    offset: int
+    written: tuple[str, ObjectName] | None = None
+
+
+@dataclass(slots=True)
 class _Tier:
     """A tier, its reads, and the threads of its lookups, reads and writes."""
 
@@ -159,6 +172,7 @@ class KVStore:
         self.staging = staging
         self.counts: Counter[str] = Counter()
         self._sizes = dict(sizes)
+        self._slots = {group: slot_bytes(size) for group, size in sizes.items()}
         self._limits = limits
         self.tiers = tuple(tiers)
         self._tiers = [
@@ -173,10 +187,8 @@ class KVStore:
         ]
         self._fetches: dict[str, _Fetch] = {}
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-        # Slots that a running read or write may access after its fetch or store has ended.
-        self._lingering: list[tuple[LaneCall[ObjectHeader] | LaneCall[bool], int]] = []
-        # Tier label and object of each write in `_lingering`, by id of the call.
-        self._writing: dict[int, tuple[str, ObjectName]] = {}
+        self._reserved: set[int] = set()
+        self._lingering: list[_Lingering] = []
         # Objects stored since the last `take_changes`; None unless `record_changes` was called.
         self._stored: list[tuple[str, ObjectName]] | None = None
         for tier in self._tiers:
@@ -274,7 +286,7 @@ class KVStore:
             return
         for offset in fetch.offsets.values():
             self.staging.give_back(offset)
-        self._lingering += [(reading.call, reading.offset) for reading in fetch.readings]
+        self._abandon(fetch.readings)
         self._sweep()
 
     def _advance(self, fetch: _Fetch, now: float) -> None:
@@ -285,7 +297,7 @@ class KVStore:
             self.counts["late"] += 1
             fetch.machine.give_up()
         # A read that cannot start may change the needed objects.
-        while reads := fetch.machine.next_reads():
+        while reads := self._next_reads(fetch):
             if not fetch.readings:
                 # The time between two polls is the engine's step, not idle time of the tiers.
                 fetch.read_at = now - fetch.looked_s
@@ -293,6 +305,18 @@ class KVStore:
                 self._read(fetch, ref, now)
         if fetch.machine.settled:
             self._settle(fetch)
+
+    def _next_reads(self, fetch: _Fetch) -> list[ObjectRef]:
+        """Return the objects to read now, of the longest prefix that fits into staging."""
+        self._free_unneeded(fetch)
+        if fetch.machine.fit(self._slots, self.staging.size_bytes - self.staging.used_bytes):
+            self.counts["no_room_to_load"] += 1
+        return fetch.machine.next_reads()
+
+    def _free_unneeded(self, fetch: _Fetch) -> None:
+        """Free the slots of objects past the fetch's end, which only moves towards its start."""
+        for ref in fetch.offsets.keys() - set(fetch.machine.needed):
+            self.staging.give_back(fetch.offsets.pop(ref))
 
     def _idle_s(self, fetch: _Fetch, now: float) -> float:
         heard = (self._tiers[each.tier].verified.progress_at(each.progress) for each in fetch.readings)
@@ -390,36 +414,48 @@ class KVStore:
         """Copy an object that was read from a slow tier to all faster tiers."""
         assert reading.call.result is not None
         cost_ns = reading.call.result.cost_ns
+        size = reading.call.result.payload_bytes
         for tier in self._tiers[: reading.tier]:
-            self._write(tier, name, reading.offset, reading.call.result.payload_bytes, cost_ns)
+            if self._may_store(size):
+                self._write(tier, name, reading.offset, size, cost_ns)
 
     def _settle(self, fetch: _Fetch) -> None:
         fetch.over, fetch.ended_at = True, time.monotonic()
         machine = fetch.machine
-        needed = set(machine.needed)
-        for ref in set(fetch.offsets) - needed:
-            self.staging.give_back(fetch.offsets.pop(ref))
-        self._lingering += [(reading.call, reading.offset) for reading in fetch.readings]
+        self._free_unneeded(fetch)
+        self._abandon(fetch.readings)
         fetch.readings = []
         loaded = machine.end_token - machine.start_token
         self.counts["hits" if loaded else "misses"] += 1
         self.counts["hit_tokens"] += loaded
         self.counts["missed_tokens"] += machine.limit_token - machine.end_token
 
+    def _abandon(self, readings: Iterable[_Reading]) -> None:
+        """Cancel queued reads. The slot of a running read stays in use until the read returns."""
+        for each in readings:
+            lane = self._tiers[each.tier].reads
+            lane.cancel(each.call)
+            self._lingering.append(_Lingering(lane, each.call, each.offset))
+
     # Stores.
 
     def reserve(self, ref: ObjectRef) -> int | None:
         """Reserve a slot of staging for an object to store; return its offset.
 
-        Return None, and count a dropped store, if staging is full or no tier accepts writes.
+        Return None, and count a dropped store, if staging is full, stores already use half of it,
+        or no tier accepts writes.
         """
         self._sweep()
-        if all(tier.writes.hangs or tier.writes.pending >= self._limits.queue_objects for tier in self._tiers):
-            self.counts["dropped_stores"] += 1
-            return None
-        offset = self.staging.take(self._sizes[ref.group])
+        size, offset = self._sizes[ref.group], None
+        accepted = any(
+            not tier.writes.hangs and tier.writes.pending < self._limits.queue_objects for tier in self._tiers
+        )
+        if accepted and self._may_store(size):
+            offset = self.staging.take(size)
         if offset is None:
             self.counts["dropped_stores"] += 1
+        else:
+            self._reserved.add(offset)
         return offset
 
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
@@ -427,12 +463,21 @@ class KVStore:
         written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
         if not any(written):
             self.counts["dropped_stores"] += 1
-        self.staging.give_back(offset)
+        self._release(offset)
 
     def drop(self, offset: int) -> None:
         """Free the slot of an object that the ranks did not fill."""
         self.counts["dropped_stores"] += 1
+        self._release(offset)
+
+    def _release(self, offset: int) -> None:
+        self._reserved.discard(offset)
         self.staging.give_back(offset)
+
+    def _may_store(self, size: int) -> bool:
+        """Return whether stores leave half of staging to loads. One object is always allowed."""
+        stores = self._reserved | {each.offset for each in self._lingering if each.written is not None}
+        return not stores or 2 * (self.staging.bytes_of(stores) + slot_bytes(size)) <= self.staging.size_bytes
 
     def _write(self, tier: _Tier, name: ObjectName, offset: int, size: int, cost_ns: int) -> bool:
         deadline, view = time.monotonic() + self._limits.store_s, self.staging.view(offset, size)
@@ -440,8 +485,7 @@ class KVStore:
         if call is None:
             return False
         self.staging.share(offset)
-        self._lingering.append((call, offset))
-        self._writing[id(call)] = (tier.folder.label, name)
+        self._lingering.append(_Lingering(tier.writes, call, offset, (tier.folder.label, name)))
         return True
 
     # Changes, counts and shutdown.
@@ -508,15 +552,18 @@ class KVStore:
         self.staging.close()
 
     def _sweep(self) -> None:
-        kept = []
-        for call, offset in self._lingering:
-            if call.over:
-                self.staging.give_back(offset)
-                writing = self._writing.pop(id(call), None)
-                if writing is not None:
-                    self._seconds["stored", writing[0]] += call.seconds
-                    if self._stored is not None and call.state is CallState.ENDED:
-                        self._stored.append(writing)
-            else:
-                kept.append((call, offset))
+        kept, now = [], time.monotonic()
+        for each in self._lingering:
+            if each.call.deadline <= now:
+                # If all threads of a lane hang, no thread takes a queued call and fails it.
+                each.lane.cancel(each.call)
+            if not each.call.over:
+                kept.append(each)
+                continue
+            self.staging.give_back(each.offset)
+            if each.written is not None:
+                self._seconds["stored", each.written[0]] += each.call.seconds
+                # Without a result: the object was already in the tier.
+                if self._stored is not None and each.call.state is CallState.ENDED and each.call.result:
+                    self._stored.append(each.written)
         self._lingering = kept

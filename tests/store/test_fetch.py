@@ -95,6 +95,22 @@ def test_too_short_a_prompt_is_settled_at_once() -> None:
     assert fetch.end_token == 0
 
 
+def test_reads_that_do_not_fit_into_memory_are_not_started() -> None:
+    """An object of full attention has 10 bytes, a window 2, a state 1."""
+    fetch = Fetch(PLAN, 0, 500)
+    fetch.found(ALL, ())
+    assert not fetch.fit({0: 10, 1: 2, 2: 1}, 33)
+    assert fetch.end_token == 384
+    assert fetch.fit({0: 10, 1: 2, 2: 1}, 32)
+    assert fetch.end_token == 256
+    assert fetch.next_reads() == refs((128, 0), (256, 0), (256, 1), (256, 2))
+    assert not fetch.fit({0: 10, 1: 2, 2: 1}, 0), "all of it is being read"
+    fetch.failed(ObjectRef(256, 2))
+    assert fetch.fit({0: 10, 1: 2, 2: 1}, 2)
+    assert fetch.end_token == 0
+    assert fetch.limit_token == 500
+
+
 PLANS = (
     PLAN,
     plan_store((group(0, 16), group(1, 16)), 128, 4096),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from connectors.errors import ConfigurationError, StoreError
-from connectors.store.planning.prefix import ObjectRef
+from connectors.store.planning.prefix import ObjectRef, possible_objects
 from connectors.store.service import Fetched, KVStore, StoreLimits
 from connectors.store.tiers.files import PIECE_BYTES
 from connectors.store.tiers.folder import FolderTier
@@ -321,15 +321,119 @@ def test_a_slow_disk_drops_stores_and_never_waits(host: Host) -> None:
 def test_without_staging_memory_stores_drop_and_loads_miss(host: Host) -> None:
     save(host.start(), *ALL)
     store = host.start(staging=3 * 12288)
-    offsets = [store.reserve(ref) for ref in refs_of_group(0)]
-    assert None not in offsets
+    taken = [store.staging.take(12288) for _ in range(3)]
+    assert None not in taken
     assert store.reserve(ObjectRef(128, 0)) is None
     assert fetch(store).end_token == 0
     assert store.counts["no_room_to_load"] > 0
-    for offset in offsets:
+    for offset in taken:
         assert offset is not None
-        store.drop(offset)
+        store.staging.give_back(offset)
     assert store.staging.used_bytes == 0
+
+
+def test_stores_use_half_of_the_staging_memory(host: Host) -> None:
+    """Stores that wait for a slow tier leave room for loads; one object always has room."""
+    store = host.start(staging=4 * 12288)
+    offsets = [store.reserve(ref) for ref in refs_of_group(0)]
+    assert [offset is None for offset in offsets] == [False, False, True]
+    small = host.start(staging=12288)
+    offsets += [small.reserve(ref) for ref in refs_of_group(0)]
+    assert [offset is None for offset in offsets[3:]] == [False, True, True]
+
+
+EIGHT = {
+    ref: ObjectName(SPACES[0], bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big"))
+    for ref in possible_objects(store_plan(), 0, 1100)
+}
+
+
+def fetch_eight(store: KVStore) -> Fetched:
+    store.begin_fetch("request", EIGHT, 0, 1100)
+    until(lambda: store.poll("request") is not None)
+    fetched = store.poll("request")
+    assert fetched is not None
+    return fetched
+
+
+def save_eight(store: KVStore) -> None:
+    for ref, name in EIGHT.items():
+        until(store.idle)
+        offset = store.reserve(ref)
+        assert offset is not None
+        store.staging.view(offset, SIZES[ref.group])[:] = content(name, SIZES[ref.group])
+        store.commit(ref, name, offset, 1000)
+    until(store.idle)
+
+
+def test_a_hanging_disk_leaves_staging_to_loads_from_memory(host: Host) -> None:
+    """Queued writes end at their deadline, although no thread is free to take them."""
+    save_eight(host.start())
+    files = FaultyFiles()
+    limits = StoreLimits(lookup_s=5.0, load_s=60.0, store_s=1.0, write_threads=1)
+    store = host.start(limits, files, staging=12 * 12288)
+    until(store.idle)
+    files.hang("write")
+    for number in range(32):
+        offset = store.reserve(ObjectRef(128, 0))
+        if offset is not None:
+            name = ObjectName(SPACES[0], bytes([9]) * 31 + bytes([number]))
+            store.commit(ObjectRef(128, 0), name, offset, 1000)
+    until(lambda: files.waiting == 1)
+    until(lambda: not store.idle() and store.staging.used_bytes <= 12288)
+    fetched = fetch_eight(store)
+    assert fetched.end_token == 1024
+    assert fetched.tier == "memory"
+    store.end_fetch("request")
+    files.heal()
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
+@pytest.mark.parametrize("ends", ["at its deadline", "with its request"])
+def test_an_ended_fetch_keeps_no_slots_of_queued_reads(host: Host, ends: str) -> None:
+    """Only the read that hangs keeps its slot."""
+    save_eight(host.start())
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.unlink()
+    files = FaultyFiles()
+    store = host.start(StoreLimits(lookup_s=5.0, load_s=6.0, read_threads=1), files)
+    files.hang("read")
+    store.begin_fetch("request", EIGHT, 0, 1100)
+    until(lambda: store.poll("request") is not None or files.waiting == 1)
+    if ends == "at its deadline":
+        until(lambda: store.poll("request") is not None)
+    else:
+        store.end_fetch("request")
+    assert 0 < store.staging.used_bytes <= 12288
+    store.end_fetch("request")
+    files.heal()
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_staging_for_some_chunks_loads_as_many(host: Host, chunks: int) -> None:
+    """Each resume point needs a window and a state of its own, 4096 bytes of staging each."""
+    save_eight(host.start())
+    store = host.start(staging=chunks * 12288 + 2 * 4096)
+    fetched = fetch_eight(store)
+    assert fetched.end_token == chunks * 128
+    assert store.counts["no_room_to_load"] == (chunks < 8)
+    store.end_fetch("request")
+    until(store.idle)
+    assert store.staging.used_bytes == 0
+
+
+def test_a_corrupt_state_costs_one_chunk_of_full_staging(host: Host) -> None:
+    """The slot of the chunk that is no longer needed has room for the earlier window and state."""
+    save_eight(host.start())
+    for tier in ("memory", "disk"):
+        path = host.root / tier / "objects" / SPACES[0].hex() / EIGHT[ObjectRef(1024, 2)].key.hex()
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    store = host.start(staging=8 * 12288 + 2 * 4096)
+    fetched = fetch_eight(store)
+    assert fetched.end_token == 7 * 128
 
 
 def refs_of_group(index: int) -> list[ObjectRef]:
@@ -365,6 +469,12 @@ def test_a_lane_is_bounded_and_refuses_while_it_hangs() -> None:
     until(lambda: running.state is CallState.RUNNING)
     queued = [lane.submit(lambda: None, time.monotonic() + 9) for _ in range(3)]
     assert [call is None for call in queued] == [False, False, True]
+    assert queued[0] is not None
+    for call in (queued[0], running):
+        lane.cancel(call)
+    assert queued[0].state is CallState.FAILED
+    assert running.state is CallState.RUNNING, "nobody can interrupt it"
+    assert lane.pending == 2
     lane.close()
     assert all(call is None or call.state is CallState.FAILED for call in queued)
     release.set()

@@ -7,10 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from connectors.planning.descriptors import Runs
 from connectors.store.keys.names import Feature
+from connectors.vllm_hma.kv_store.orders import StoreOrders
 from tests.campaigns.store import scheduling
+from tests.store.test_service import until
 
 TWO_ENGINES = [(40, 16, True, True, 1, False), (60, 32, False, False, 4, False)]
 WITH_STATES = [(40, 16, False, True, 1, True), (90, 16, False, False, 2, True)]
@@ -22,6 +26,35 @@ def test_two_engines_share_what_they_compute(tmp_path: Path, kinds: list[schedul
     counts = scheduling.run(tmp_path / "store", 3, 60, kinds)
     assert counts["loads"] > 0
     assert counts["images"] > 0
+
+
+def compute(engine: scheduling.Engine, name: str) -> int:
+    """Run one request of three chunks; return the number of objects that its steps store."""
+    engine.tokens[name] = [20] * (3 * scheduling.CHUNK + 1)
+    sampling = SamplingParams(max_tokens=1)
+    engine.scheduler.add_request(Request(name, engine.tokens[name][:], sampling, None, block_hasher=engine.hasher))
+    stored = 0
+    while engine.scheduler.has_requests() or engine.batches:
+        output = engine.scheduler.schedule()
+        tables = {each: engine.scheduler.kv_cache_manager.get_block_ids(each) for each in output.num_scheduled_tokens}
+        assert isinstance(output.kv_connector_metadata, StoreOrders)
+        stored += sum(len(store.offsets) for store in output.kv_connector_metadata.stores)
+        engine.scheduler.update_from_output(output, engine.execute(output, tables))
+    until(engine.store.idle)
+    return stored
+
+
+def test_an_object_that_is_gone_is_stored_again(tmp_path: Path) -> None:
+    engine = scheduling.Engine(1, tmp_path / "store", 40, 16, False, False, 1, False)
+    objects = tmp_path / "store" / "objects"
+    stored = compute(engine, "first")
+    assert stored == len(list(objects.glob("*/*"))) > 0
+    for path in objects.glob("*/*"):
+        path.unlink()
+    assert compute(engine, "second") == stored
+    assert len(list(objects.glob("*/*"))) == stored
+    assert compute(engine, "third") == 0, "all of it is loaded"
+    engine.close()
 
 
 def test_a_copy_that_is_left_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

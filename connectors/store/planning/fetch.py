@@ -1,7 +1,8 @@
 """State machine of one request's fetch: which objects to look up and to read, and when it ends.
 
     lookup   ``candidates`` are looked up; ``found`` reports which ones exist
-    reading  ``next_reads`` are read into staging; ``read`` and ``failed`` report the results
+    reading  ``fit`` limits the reads to the free memory; ``next_reads`` are read into staging;
+             ``read`` and ``failed`` report the results
     settled  all objects for ``end_token`` are verified, in staging
 
 If an object cannot be read, the fetch continues with the longest prefix that does not need this
@@ -10,9 +11,16 @@ object. Sans-I/O: the caller applies the deadlines and calls ``give_up``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 
-from connectors.store.planning.prefix import ObjectRef, needed_objects, possible_objects, usable_prefix
+from connectors.store.planning.prefix import (
+    ObjectRef,
+    needed_objects,
+    possible_objects,
+    resume_points,
+    usable_prefix,
+)
 from connectors.store.planning.spans import StorePlan
 
 
@@ -34,6 +42,8 @@ class Fetch:
         self._reading: set[ObjectRef] = set()
         self._verified: set[ObjectRef] = set()
         self._given_up = False
+        # Largest token whose objects fit into the caller's memory.
+        self._room_token = limit_token
         self.end_token = start_token
 
     @property
@@ -63,11 +73,29 @@ class Fetch:
         self._looking.clear()
         self._choose()
 
+    def fit(self, sizes: Mapping[int, int], room_bytes: int) -> bool:
+        """Lower ``end_token`` until its unread objects fit into memory; return whether it changed.
+
+        ``sizes``       bytes of memory of an object, by group
+        ``room_bytes``  free memory
+        """
+
+        def unread_bytes(limit_token: int) -> int:
+            end = usable_prefix(self._plan, self._present, self.start_token, limit_token)
+            return sum(sizes[ref.group] for ref in self._unread(end))
+
+        if self._looking or self._given_up or unread_bytes(self.end_token) <= room_bytes:
+            return False
+        points = [*resume_points(self._plan, self.start_token, self.end_token), self.start_token][::-1]
+        self._room_token = points[bisect_right(points, room_bytes, key=unread_bytes) - 1]
+        self._choose()
+        return True
+
     def next_reads(self) -> list[ObjectRef]:
         """Return the objects to read now. They count as being read until ``read`` or ``failed``."""
         if self._looking or self._given_up:
             return []
-        reads = [ref for ref in self.needed if ref not in self._reading and ref not in self._verified]
+        reads = self._unread(self.end_token)
         self._reading.update(reads)
         return reads
 
@@ -93,6 +121,10 @@ class Fetch:
         self._given_up = True
         self._choose()
 
+    def _unread(self, end_token: int) -> list[ObjectRef]:
+        needed = needed_objects(self._plan, self.start_token, end_token)
+        return [ref for ref in needed if ref not in self._reading and ref not in self._verified]
+
     def _choose(self) -> None:
         if not self._looking:
-            self.end_token = usable_prefix(self._plan, self._present, self.start_token, self.limit_token)
+            self.end_token = usable_prefix(self._plan, self._present, self.start_token, self._room_token)

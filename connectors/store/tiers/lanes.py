@@ -1,8 +1,8 @@
 """Threads for a tier's blocking calls, so that a hanging file system blocks no caller.
 
-A lane has a few threads and a bounded queue. A call that has not started by its deadline fails. A
-call that hangs keeps its thread. If all threads of a lane hang, the lane rejects calls until one
-returns.
+A lane has a few threads and a bounded queue. A call that has not started by its deadline fails when
+a thread takes it; until then, its owner may cancel it. A call that hangs keeps its thread. If all
+threads of a lane hang, the lane rejects calls until one returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from connectors.errors import StoreError
 
@@ -32,7 +32,7 @@ class CallState(Enum):
     FAILED = auto()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LaneCall(Generic[T]):
     """One call on a lane. A call that is ``over`` accesses no memory or file.
 
@@ -80,6 +80,14 @@ class Lane:
             self._queue.append(call)  # type: ignore[arg-type]
             self._condition.notify()
         return call
+
+    def cancel(self, call: LaneCall[Any]) -> None:
+        """Remove a queued call and fail it. A call that has started is not affected."""
+        with self._condition:
+            if call not in self._queue:
+                return
+            self._queue.remove(call)
+        call.state = CallState.FAILED
 
     @property
     def pending(self) -> int:

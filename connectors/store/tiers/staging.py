@@ -13,6 +13,7 @@ import os
 import threading
 import uuid
 from bisect import insort
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,11 @@ from connectors.errors import ConfigurationError, StoreError
 _ALIGN = 4096
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "tandem-staging-"
+
+
+def slot_bytes(size_bytes: int) -> int:
+    """Return the bytes of a slot for an object of ``size_bytes``: a number of whole pages."""
+    return max(1, -(-size_bytes // _ALIGN)) * _ALIGN
 
 
 class Staging:
@@ -66,9 +72,14 @@ class Staging:
         with self._lock:
             return sum(self._slots.values())
 
+    def bytes_of(self, offsets: Iterable[int]) -> int:
+        """Return the bytes of some slots."""
+        with self._lock:
+            return sum(self._slots[offset] for offset in offsets)
+
     def take(self, size_bytes: int) -> int | None:
         """Return the offset of a new slot for ``size_bytes``, or None if there is no room."""
-        size = max(1, -(-size_bytes // _ALIGN)) * _ALIGN
+        size = slot_bytes(size_bytes)
         with self._lock:
             for number, (offset, length) in enumerate(self._free):
                 if length >= size:

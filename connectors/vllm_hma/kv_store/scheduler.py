@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of recorded keys of stored objects, which this engine does not store again.
-_KNOWN_KEYS = 100_000
 # Not measured: eviction only compares costs, so any constant gives the same order.
 _COST_NS_PER_TOKEN = 100_000
 
@@ -58,6 +56,7 @@ class _Known:
 
     ``chain``            digests of its prefixes
     ``fetched``          result of its fetch, until the load is ordered
+    ``present``          objects that a tier had at its last fetch; its steps do not store them
     ``tier``             label of the slowest tier that its last load has read
     ``beside_transfer``  whether the fetch is for a transferred prompt: full attention only
     ``patience_s``       time that the transfer may wait for the fetch, in seconds
@@ -72,6 +71,7 @@ class _Known:
     request: Request
     chain: PrefixChain
     fetched: Fetched | None = None
+    present: frozenset[ObjectRef] = frozenset()
     tier: str = ""
     beside_transfer: bool = False
     patience_s: float = 0.0
@@ -107,7 +107,6 @@ class StoreScheduler:
         self._load_ids = itertools.count()
         # Slots of unfinished loads, and the number of ranks that have reported, by load id.
         self._loading: dict[int, tuple[list[int], int]] = {}
-        self._stored: dict[bytes, None] = {}
         self._reported: dict[str, dict[str, float]] = {}
         self._reported_pending = 0
         self._unreported = TandemStats()
@@ -328,7 +327,6 @@ class StoreScheduler:
             self.store.end_fetch(known.request.request_id)
             known.void = True
         self._requests.clear()
-        self._stored.clear()
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
     def stats(self) -> TandemStats:
@@ -394,7 +392,7 @@ class StoreScheduler:
         return int(per_token * (end_token - start_token))
 
     def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
-        self._remember(self._names(known, fetched.present).values())
+        known.present = fetched.present
         self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
         if fetched.present:
             self.costs.loaded(fetched.read_bytes, fetched.seconds)
@@ -419,10 +417,9 @@ class StoreScheduler:
             after = min(after, known.request.num_prompt_tokens)
         if before < after:
             refs += completed_objects(self.store.plan, before, after)
+        refs = [ref for ref in refs if ref not in known.present]
         if not refs:
             return None
-        names = self._names(known, refs)
-        refs = [ref for ref in refs if ref not in names or names[ref].key not in self._stored]
         assert output.kv_connector_block_state is not None
         tables = output.kv_connector_block_state.get_block_ids(known.request.request_id)
         assert tables is not None, f"scheduled request {known.request.request_id} has no block table"
@@ -467,8 +464,9 @@ class StoreScheduler:
                 before = ObjectRef(ref.end_token - span, ref.group)
                 names = self._names(known, [ref, before] if before.end_token else [ref])
                 self._events.describe(ref, names, known.request)
-            self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN)
-            self._remember([name])
+            # A later object costs slightly less, so a prompt loses its last objects first: without
+            # its first object, it would be of no use.
+            self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN - ref.end_token)
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
@@ -487,12 +485,6 @@ class StoreScheduler:
             for ref in refs
             if ref.end_token <= chain.tokens
         }
-
-    def _remember(self, names: Iterable[ObjectName]) -> None:
-        for name in names:
-            self._stored[name.key] = None
-        while len(self._stored) > _KNOWN_KEYS:
-            del self._stored[next(iter(self._stored))]
 
     def _forget(self, known: _Known) -> None:
         if known.ended and not known.filling:

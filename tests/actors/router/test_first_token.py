@@ -11,6 +11,7 @@ import pytest
 
 from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, StreamChunk
+from actors.router.answer import Answer
 from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
