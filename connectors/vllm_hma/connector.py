@@ -294,6 +294,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
         Transfers are asynchronous: their offers follow, in ``wait_for_save``.
         """
+        # vLLM's V1 runner loads the step's adapters before this call, V2 before
+        # ``handle_preemptions``.
+        self.worker.check_adapters()
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
             broken = self._store_worker.load(orders.store)
@@ -303,7 +306,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
                 orders.receives = [
                     replace(each, loaded_token=0) if each.request_id in broken else each for each in orders.receives
                 ]
-                self.worker.spoil(broken - received)
+                self.worker.spoil(broken - received, "the load of its stored prefix failed")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all its KV has arrived."""

@@ -8,16 +8,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from connectors.protocol.params import EngineAddress
 from connectors.vllm_hma.kv_store.orders import StoreOrders
+from connectors.vllm_hma.model.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """vLLM has queued a prefill request whose KV this engine sends."""
+    """vLLM has queued a prefill request whose KV this engine sends.
+
+    ``prompt_digest``  digest of the prompt without ``adapter``
+    """
 
     request_id: str
     transfer_id: str
     prompt_tokens: int
     prompt_digest: str
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,9 @@ class Queue:
 class Receive:
     """Fill a request's blocks with the KV of tokens ``[start_token, end_token)``.
 
-    ``tables``        block table of each group
-    ``loaded_token``  token before which the KV store supplies full attention; 0: none
+    ``prompt_digest``  digest of the prompt without ``adapter``
+    ``tables``         block table of each group
+    ``loaded_token``   token before which the KV store supplies full attention; 0: none
     """
 
     request_id: str
@@ -73,6 +79,7 @@ class Receive:
     start_token: int
     end_token: int
     loaded_token: int = 0
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

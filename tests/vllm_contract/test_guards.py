@@ -12,6 +12,13 @@ from connectors.vllm_hma import upstream
 from testing.source_digests import digest, source_of
 
 GUARDS: dict[str, dict[str, str]] = {
+    "vllm_adapter_loads": {
+        "vllm/lora/lora_model.py:LoRAModel.from_local_checkpoint": "8ee27a308624",
+        "vllm/lora/utils.py:get_adapter_absolute_path": "37c3d85b46cb",
+        "vllm/lora/worker_manager.py:LRUCacheWorkerLoRAManager.add_adapter": "1b0ef1ca9b6f",
+        "vllm/lora/worker_manager.py:WorkerLoRAManager._load_adapter": "bde6c00c5af6",
+        "vllm/v1/core/kv_cache_utils.py:_gen_lora_extra_hash_keys": "73b58685a635",
+    },
     "vllm_cpu_attention": {
         "vllm/v1/attention/backends/cpu_attn.py:_get_attn_isa": "8f1cbc670bcd",
     },

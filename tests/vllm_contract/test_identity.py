@@ -1,10 +1,7 @@
-"""Properties that two engines must share: weights by content or commit, resolved dtypes,
-adapters.
-"""
+"""Properties that two engines must share: weights by content or commit, and resolved dtypes."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -14,13 +11,12 @@ import pytest
 from huggingface_hub import ResolvedRevision
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.lora.request import LoRARequest
 
 import connectors.vllm_hma.model.weights as weights
 from app.demo.paths import MODEL_DIR
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.model.identity import Adapters, model_identity
+from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.weights import digest_weights
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 
@@ -68,13 +64,13 @@ def test_any_byte_of_the_weights_counts(model: Path) -> None:
 def test_weights_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks and later starts find the digest; a changed file is read again."""
     read: list[Path] = []
-    digest = weights._digest  # noqa: SLF001 (counted, not replaced)
+    digest = weights.digest_file  # counted, not replaced
 
     def counted(file: Path) -> str:
         read.append(file)
         return digest(file)
 
-    monkeypatch.setattr(weights, "_digest", counted)
+    monkeypatch.setattr(weights, "digest_file", counted)
     assert digest_weights(model) == digest_weights(model)
     assert read == [model / "model.safetensors"]
     flip_a_byte(model / "model.safetensors")
@@ -167,39 +163,6 @@ def test_cache_dtypes_are_compared_as_resolved(one: str, other: str, equal: bool
         made.cache_config.cache_dtype = name
         found.append(model_identity(made).cache_dtype)
     assert (found[0] == found[1]) is equal, found
-
-
-def adapter(folder: Path, content: bytes) -> Path:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    return folder
-
-
-def lora(path: Path, number: int = 1, load_inplace: bool = False) -> LoRARequest:
-    return LoRARequest("name", number, str(path), load_inplace=load_inplace)
-
-
-def test_an_adapter_is_its_content(tmp_path: Path) -> None:
-    """Two hosts may have one adapter at two paths, and two adapters at one path."""
-    here, there, other = (
-        adapter(tmp_path / name, content) for name, content in (("a", b"x" * 64), ("b", b"x" * 64), ("c", b"y" * 64))
-    )
-    assert Adapters().identity(lora(here)) == Adapters().identity(lora(there))
-    assert Adapters().identity(lora(here)) != Adapters().identity(lora(other))
-
-
-def test_an_adapter_that_changed_under_a_running_engine(tmp_path: Path) -> None:
-    """The engine may have loaded either state, so its identity is unique until it loads the
-    adapter again.
-    """
-    folder = adapter(tmp_path / "a", b"x" * 64)
-    adapters = Adapters()
-    adapters.identity(lora(folder))
-    flip_a_byte(folder / "adapter_model.safetensors")
-    assert adapters.identity(lora(folder)) != adapters.identity(lora(folder))
-    assert adapters.identity(lora(folder, load_inplace=True)) == Adapters().identity(lora(folder))
-    assert adapters.identity(lora(folder)) == Adapters().identity(lora(folder))
 
 
 def test_a_store_is_refused_on_data_parallel_ranks() -> None:

@@ -20,6 +20,7 @@ from connectors.store.planning.prefix import ObjectRef
 from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.model.adapters import Adapter
 from tests.store.test_service import until
 from tests.vllm_contract.test_prefix_beside_transfer import CACHE, PROMPT
 
@@ -67,6 +68,7 @@ def test_stored_chunks_with_tokens_and_parents(scheduler: StoreScheduler) -> Non
 def test_the_events_have_vllms_extra_keys(scheduler: StoreScheduler) -> None:
     """The adapter is in those of every block, the salt in those of the first one only."""
     lora = LoRARequest("adapter", 1, "/adapter")
+    scheduler.take(StoreReport(adapters={Adapter(1, "/adapter"): "content"}))
     events = stored(scheduler, ObjectRef(16, 0), ObjectRef(32, 0), lora_request=lora, cache_salt="salt")
     assert {event.token_ids[0]: (event.lora_name, event.extra_keys) for event in events} == {
         PROMPT[0]: ("adapter", [("adapter", "salt")]),

@@ -26,7 +26,7 @@ def test_decode_computes_a_prompt_whose_load_failed(worker: Callable[..., Worker
     step = Orders(chunks=[Chunk("q", ((1, 2),), 7, last=True)])
     producer.runtime.before_forward(step)
     # Where the connector loads: before the forward pass.
-    producer.runtime.spoil({"q"})
+    producer.runtime.spoil({"q"}, "its load failed")
     producer.runtime.layer_computed("layer")
     producer.runtime.after_forward(step)
     assert results(consumer) == (set(), {"r"}, {"r"})

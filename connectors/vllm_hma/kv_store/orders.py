@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from connectors.planning.layout import EngineLayout
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.planning.prefix import ObjectRef
+from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter
 
 Tables = tuple[tuple[int, ...], ...]
 
@@ -63,19 +64,22 @@ class StoreOrders(KVConnectorMetadata):
 class StoreReport(KVConnectorWorkerMetadata):
     """Report of one or several ranks on their copies.
 
-    ``loaded``  number of ranks that have finished a load, by load id
-    ``filled``  number of ranks that have filled a slot of staging, by offset
-    ``failed``  number of ranks that have failed to fill a slot, by offset
-    ``broken``  ids of requests whose load failed on a rank; KV computed for them since is invalid
+    ``loaded``    number of ranks that have finished a load, by load id
+    ``filled``    number of ranks that have filled a slot of staging, by offset
+    ``failed``    number of ranks that have failed to fill a slot, by offset
+    ``broken``    ids of requests whose load failed on a rank; KV computed for them since is invalid
+    ``adapters``  identities of the LoRA adapters that have been loaded or replaced since the last
+                  report
     """
 
     loaded: dict[int, int] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
+    adapters: dict[Adapter, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.filled or self.failed)
+        return bool(self.loaded or self.filled or self.failed or self.adapters)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreReport:
         assert isinstance(other, StoreReport)
@@ -84,6 +88,10 @@ class StoreReport(KVConnectorWorkerMetadata):
             for key, ranks in theirs.items():
                 mine[key] = mine.get(key, 0) + ranks
         self.broken |= other.broken
+        for adapter, identity in other.adapters.items():
+            if self.adapters.setdefault(adapter, identity) != identity:
+                # Ranks on several hosts may have loaded different files.
+                self.adapters[adapter] = UNKNOWN
         return self
 
 

@@ -36,7 +36,7 @@ from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
-from connectors.vllm_hma.model.identity import Adapters
+from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, adapter_of
 from connectors.vllm_hma.model.media import named_by_content
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class StoreScheduler:
         self._answers = answers
         self._reports_events = events
         self._events: StoreEvents | None = None
-        self._adapters = Adapters()
+        # Identities of the adapters that the workers have loaded.
+        self._adapters: dict[Adapter, str] = {}
         self._store: KVStore | None = None
         self.costs = MixCosts()
         self._ranks = 0
@@ -165,9 +166,13 @@ class StoreScheduler:
         if not named_by_content(request):
             # Another image may have the same name later.
             return
-        adapter = "" if request.lora_request is None else self._adapters.identity(request.lora_request)
+        adapter = adapter_of(request.lora_request)
+        identity = "" if adapter is None else self._adapters.get(adapter, UNKNOWN)
+        if adapter is not None and identity == UNKNOWN:
+            # Workers report what they have loaded with each step. Until then, the KV has no name.
+            return
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
-        chain = PrefixChain(self.store.space, self.store.plan.spans, adapter, request.cache_salt, features)
+        chain = PrefixChain(self.store.space, self.store.plan.spans, identity, request.cache_salt, features)
         self._requests[request.request_id] = _Known(request, chain)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
@@ -296,7 +301,14 @@ class StoreScheduler:
 
     def take(self, report: StoreReport) -> None:
         """Apply a report of ranks about their copies."""
-        # Failed loads first: KV of this step, and of a next step in progress, must not be stored.
+        # Adapters and failed loads first: KV of this step, and of a next step in progress, must not
+        # be stored.
+        for adapter, identity in report.adapters.items():
+            if self._adapters.get(adapter, identity) != identity:
+                self._give_up(
+                    [each for each in self._requests.values() if adapter_of(each.request.lora_request) == adapter]
+                )
+            self._adapters[adapter] = identity
         for request_id in report.broken:
             if request_id in self._requests:
                 self._requests[request_id].void = True
@@ -323,10 +335,7 @@ class StoreScheduler:
         The namespace is derived from the weight files. Until it restarts, this engine therefore
         uses a random namespace. KV that running requests have computed is not stored.
         """
-        for known in self._requests.values():
-            self.store.end_fetch(known.request.request_id)
-            known.void = True
-        self._requests.clear()
+        self._give_up(list(self._requests.values()))
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
     def stats(self) -> TandemStats:
@@ -358,6 +367,13 @@ class StoreScheduler:
             self._store.close()
 
     # Helpers.
+
+    def _give_up(self, requests: Iterable[_Known]) -> None:
+        """Neither load nor store further KV of these requests."""
+        for known in requests:
+            self.store.end_fetch(known.request.request_id)
+            known.void = True
+            self._requests.pop(known.request.request_id, None)
 
     def _order_load(self, known: _Known, fetched: Fetched, tables: tuple[list[int], ...], start_token: int) -> None:
         known.tier = fetched.tier

@@ -22,6 +22,7 @@ from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import AttachedStaging
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
+from connectors.vllm_hma.model.adapters import Adapter, adapter_loads
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class StoreWorker:
         self._staging: AttachedStaging | None = None
         self._report = StoreReport()
         self._not_loaded: set[int] = set()
+        self._adapters = adapter_loads()
+        self._reported: dict[Adapter, str] = {}
 
     def register(self, layout: EngineLayout) -> None:
         """Plan the copies of this rank's cache.
@@ -111,8 +114,14 @@ class StoreWorker:
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of copies since the last call; None if there were none."""
+        """Return the results of copies and the loaded adapters since the last call.
+
+        None if there were none.
+        """
         report, self._report = self._report, StoreReport()
+        loaded = self._adapters.identities
+        report.adapters = {each: loaded[each] for each in loaded if self._reported.get(each) != loaded[each]}
+        self._reported |= report.adapters
         return report or None
 
     def _attach(self, orders: StoreOrders) -> AttachedStaging:

@@ -1,11 +1,10 @@
-"""Identity of model, dtypes and adapters, which must be equal on engines that exchange KV."""
+"""Identity of model and dtypes, which must be equal on engines that exchange KV."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from connectors.vllm_hma.model.weights import digest_weights
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +118,7 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and len(revision) == 40 and all(each in "0123456789abcdef" for each in revision)
 
 
-def _commit(repository: str, revision: str | None, file: str = "config.json") -> str | None:
+def _commit(repository: str, revision: str | None) -> str | None:
     """Return the commit of a revision, from vLLM or the hub's local cache; None if unknown."""
     # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
     # "main".
@@ -128,43 +126,8 @@ def _commit(repository: str, revision: str | None, file: str = "config.json") ->
     if is_commit(resolved):
         return str(resolved)
     try:
-        cached = huggingface_hub.try_to_load_from_cache(repository, file, revision=revision)
+        cached = huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision)
     except ValueError:  # not a valid name of a hub repository
         return None
     # .../snapshots/<commit>/config.json
     return Path(cached).parent.name if isinstance(cached, str) else None
-
-
-class Adapters:
-    """Identities of an engine's LoRA adapters, by content. Not thread-safe.
-
-    An engine loads an adapter once per id. If the files have changed since, the loaded content is
-    unknown. The adapter then gets a unique identity, so no other engine uses KV computed with it.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[int, tuple[str, str]] = {}
-
-    def identity(self, request: LoRARequest) -> str:
-        """Return an identity that is equal on two engines only if they use the same adapter."""
-        now = _adapter(request.lora_path)
-        if now is None:
-            return f"not on this host yet: {uuid.uuid4().hex}"
-        path, first = self._first.setdefault(request.lora_int_id, (request.lora_path, now))
-        if request.load_inplace or path != request.lora_path:
-            self._first[request.lora_int_id] = (request.lora_path, now)
-        elif first != now:
-            return f"changed since it was loaded: {uuid.uuid4().hex}"
-        return now
-
-
-def _adapter(path: str) -> str | None:
-    """Return the digest of a local adapter or the commit of a hub adapter; None before download."""
-    folder = Path(path)
-    if folder.exists():
-        settings = folder / "adapter_config.json"
-        digest = hashlib.blake2b(settings.read_bytes() if settings.is_file() else b"", digest_size=16)
-        digest.update(digest_weights(folder).encode())
-        return digest.hexdigest()
-    commit = _commit(path, None, "adapter_config.json")
-    return None if commit is None else f"{path}@{commit}"

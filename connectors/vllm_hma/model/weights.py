@@ -68,7 +68,7 @@ def _cached_digest(file: Path) -> str:
             known = cached.read_text() if cached is not None and cached.exists() else ""
             if known:
                 return known
-            digest = _digest(file)
+            digest = digest_file(file)
             if _state(file) != state:
                 continue
             if cached is not None:
@@ -103,7 +103,8 @@ def _cache_file(state: str) -> Iterator[Path | None]:
         yield folder / name
 
 
-def _digest(file: Path) -> str:
+def digest_file(file: Path) -> str:
+    """Return the xxh3 digest of a file's bytes. Raises OSError."""
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with file.open("rb", buffering=0) as stream:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from connectors.protocol.actions import Due
 from connectors.protocol.params import ConsumeParams, whole_blocks
+from connectors.vllm_hma.model.adapters import adapter_of
 from connectors.vllm_hma.orders import Queue, Receive, Release
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
 from connectors.vllm_hma.scheduler_side.failed_loads import FailedLoads
@@ -146,6 +147,7 @@ class Consumptions:
             start_token=end_token - external_tokens,
             end_token=end_token,
             loaded_token=loaded_token,
+            adapter=adapter_of(request.lora_request),
         )
         first = max(receive.start_token, loaded_token)
         sources = {

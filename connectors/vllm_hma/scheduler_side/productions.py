@@ -27,6 +27,7 @@ from vllm.v1.request import RequestStatus
 from connectors.planning.blocks import first_needed_token
 from connectors.planning.layout import WINDOWED, Group, GroupKind
 from connectors.protocol.params import ProduceParams, whole_blocks
+from connectors.vllm_hma.model.adapters import adapter_of
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
 from connectors.vllm_hma.scheduler_side.outbox import Outbox
@@ -145,7 +146,13 @@ class Productions:
         self._productions[request.request_id] = production
         self._tokens_left[request.request_id] = production.prompt_tokens
         self._outbox.orders.expects.append(
-            Expect(request.request_id, production.transfer_id, production.prompt_tokens, digest)
+            Expect(
+                request.request_id,
+                production.transfer_id,
+                production.prompt_tokens,
+                digest,
+                adapter_of(request.lora_request),
+            )
         )
 
     def finished(self, request: Request) -> tuple[str, int] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from connectors.protocol.params import prompt_digest
-from connectors.vllm_hma.model.identity import Adapters
 from connectors.vllm_hma.model.media import divides_image
 
 if TYPE_CHECKING:
@@ -20,13 +19,13 @@ class Prompts:
 
     def __init__(self, whole_images: bool) -> None:
         self._whole_images = whole_images
-        self._adapters = Adapters()
 
     def digest(self, request: Request) -> str:
-        """Return the prompt digest, which must be equal on both requests of a transfer."""
+        """Return the prompt digest, which must be equal on both requests of a transfer.
+
+        The workers add the adapter: they have loaded it.
+        """
         others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
-        if request.lora_request is not None:
-            others.append(f"adapter {self._adapters.identity(request.lora_request)}")
         if request.cache_salt is not None:
             others.append(request.cache_salt)
         return prompt_digest(request.prompt_token_ids, others)

@@ -253,16 +253,14 @@ class WorkerRuntime:
     def _finish(self, finished: Finished) -> None:
         self._perform(self._producer.finished(finished.request_id, finished.held, finished.reason, time.monotonic()))
 
-    def spoil(self, request_ids: Set[str]) -> None:
-        """Abort the deliveries of prompts whose stored prefix was not loaded.
+    def spoil(self, request_ids: Set[str], reason: str) -> None:
+        """Abort the deliveries of prompts of which this step computes wrong KV.
 
-        Called before the forward pass. vLLM computes these requests again, but a consumer may
-        already have received KV of this step.
+        Called before the forward pass, whose KV a consumer could otherwise receive.
         """
         with self._lock:
             for request_id in request_ids:
                 self._steps.drop(request_id)
-                reason = "the load of its stored prefix failed"
                 self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:

@@ -17,12 +17,14 @@ from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.message_sender import agent_name
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.metrics import TandemStats
+from connectors.vllm_hma.model.adapters import adapter_loads
 from connectors.vllm_hma.model.drafts import draft_identity, drafting
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 
@@ -52,6 +54,7 @@ class WorkerConnector:
         self._vllm_config = vllm_config
         self._cache = cache
         self._runtime: WorkerRuntime | None = None
+        self._adapters = AdapterClaims(adapter_loads())
 
     def register(self, views: Mapping[str, torch.Tensor]) -> None:
         """Describe and register the allocated cache, and start the runtime."""
@@ -92,16 +95,30 @@ class WorkerConnector:
         return encode_agent_metadata(self.runtime.agent_metadata)
 
     def before_forward(self, orders: Orders) -> None:
+        orders.expects = [self._adapters.expect(each) for each in orders.expects]
+        for finished in orders.finished:
+            self._adapters.finished(finished.request_id)
         self.runtime.before_forward(orders)
+        self.check_adapters()
+
+    def check_adapters(self) -> None:
+        """Abort the deliveries of prompts whose adapter has been replaced.
+
+        Call it before the forward pass, after vLLM has loaded the step's adapters.
+        """
+        outdated = self._adapters.take_outdated()
+        if outdated:
+            self.runtime.spoil(outdated, "its adapter has been replaced")
 
     def layer_computed(self, layer: str) -> None:
         self.runtime.layer_computed(layer)
 
     def after_forward(self, orders: Orders) -> None:
+        orders.receives = [self._adapters.receive(each) for each in orders.receives]
         self.runtime.after_forward(orders)
 
-    def spoil(self, request_ids: Set[str]) -> None:
-        self.runtime.spoil(request_ids)
+    def spoil(self, request_ids: Set[str], reason: str) -> None:
+        self.runtime.spoil(request_ids, reason)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
         return self.runtime.results()

@@ -106,6 +106,11 @@ async def run(todo: Sequence[Case], model: str, tp: tuple[int, int], trace: Path
             started.append(start_engine(model, size, role, transfer=transfer, **engine))
         prefill, decode = started
         pair = Pair(prefill, decode, await describe(prefill))
+        # Servers load an adapter before its first request, too.
+        for adapter in {_path(case.prefill): case.prefill for case in todo if case.prefill is not None}.values():
+            await prefill.add_lora(adapter)
+        for adapter in {_path(case.decode): case.decode for case in todo if case.decode is not None}.values():
+            await decode.add_lora(adapter)
         references: dict[tuple[int, str], Answer] = {}
         for case in todo:
             key = case.prompt, _name(case.decode)

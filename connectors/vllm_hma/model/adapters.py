@@ -1,0 +1,144 @@
+"""Content of the LoRA adapters in this process's memory, as vLLM has read them from files.
+
+KV belongs to the weights in memory, and the files of an adapter may have changed since vLLM read
+them. So an adapter's digest is taken when vLLM reads it (docs/decisions/0031).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from connectors.vllm_hma.model.weights import digest_file
+from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""File names of weights in vLLM's order: it reads the first one that exists."""
+
+_State = tuple[tuple[str, int, int, int, int, int], ...]
+"""Name, device, inode, size, and times of modification and status change of each file."""
+
+UNKNOWN = ""
+"""Identity of an adapter whose content, or whose KV in vLLM's prefix cache, is not known."""
+
+
+class Adapter(NamedTuple):
+    """vLLM's id of a LoRA adapter, and the path in its requests.
+
+    vLLM uses the weights that it has for the id, and its prefix cache identifies an adapter by name
+    and path.
+    """
+
+    number: int
+    path: str
+
+
+def adapter_of(request: LoRARequest | None) -> Adapter | None:
+    """Return the adapter of a request; None for the base model."""
+    return None if request is None else Adapter(request.lora_int_id, request.lora_path)
+
+
+class AdapterLoads:
+    """Identities of the adapters that this process has loaded. Not thread-safe.
+
+    An identity is equal on two engines only if they have loaded the same content. It is UNKNOWN,
+    until the engine ends, for a path that has had two contents, and for a path whose weights have
+    been replaced by those of another path: KV of both may be in vLLM's prefix cache.
+    """
+
+    def __init__(self) -> None:
+        self._identities: dict[Adapter, str] = {}
+        self._read: dict[Path, tuple[_State, str]] = {}
+
+    @property
+    def identities(self) -> Mapping[Adapter, str]:
+        return self._identities
+
+    def identity(self, adapter: Adapter) -> str:
+        """Return the identity of an adapter; UNKNOWN if this process has not loaded it."""
+        return self._identities.get(adapter, UNKNOWN)
+
+    @contextlib.contextmanager
+    def reading(self, request: LoRARequest, folder: Path) -> Iterator[None]:
+        """Record what vLLM reads from ``folder`` within this context.
+
+        Like vLLM, it waits for a file system that does not answer. Raises no errors of its own.
+        """
+        before, digest = self._digest(folder)
+        yield
+        after = _state(folder)
+        content = digest if before is not None and before == after else UNKNOWN
+        self._record(Adapter(request.lora_int_id, request.lora_path), content)
+
+    def _digest(self, folder: Path) -> tuple[_State | None, str]:
+        """Return the state of the files before their digest was taken, and the digest."""
+        state = _state(folder)
+        if state is None:
+            return None, UNKNOWN
+        known = self._read.get(folder)
+        if known is None or known[0] != state:
+            # Without a record of the last digest, an adapter loaded in place costs one per step.
+            try:
+                known = self._read[folder] = (state, _digest(folder, state))
+            except OSError:
+                return None, UNKNOWN
+        return known
+
+    def _record(self, adapter: Adapter, content: str) -> None:
+        before = dict(self._identities)
+        self._identities[adapter] = content
+        mixed = {each.path for each in before if each.number == adapter.number} - {adapter.path}
+        if {content, *(identity for each, identity in before.items() if each.path == adapter.path)} != {content}:
+            mixed.add(adapter.path)
+        for each in self._identities:
+            if each.path in mixed:
+                self._identities[each] = UNKNOWN
+        for each, identity in self._identities.items():
+            if identity == UNKNOWN != before.get(each):
+                logger.warning(
+                    "Tandem: the weights of adapter %s in memory are unclear: its files changed, cannot be read, or "
+                    "another path has replaced them. Until this engine ends, it shares no KV of %s. Load changed "
+                    "weights from a new path",
+                    each.number,
+                    each.path,
+                )
+
+
+_LOADS = AdapterLoads()
+
+
+def adapter_loads() -> AdapterLoads:
+    """Return the loads of this process. Call it before vLLM's worker loads an adapter."""
+    watch_adapter_loads(_LOADS.reading)
+    return _LOADS
+
+
+def _state(folder: Path) -> _State | None:
+    """Return the states of the files that vLLM reads; None if they cannot be read."""
+    states = []
+    try:
+        weights = next((name for name in _WEIGHTS if (folder / name).is_file()), _WEIGHTS[0])
+        for name in (_SETTINGS, weights):
+            stat = (folder / name).stat()
+            states.append((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    except OSError:
+        return None
+    return tuple(states)
+
+
+def _digest(folder: Path, state: _State) -> str:
+    """Return the digest of names and content of the files. Raises OSError."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, *_ in state:
+        whole.update(f"{name}:{digest_file(folder / name)};".encode())
+    return whole.hexdigest()

@@ -1,0 +1,59 @@
+"""Adds the identities of LoRA adapters to prompt digests, and checks them while prompts run.
+
+The two requests of a transfer must use the same adapter. Each rank names the content that it has
+loaded (``model/adapters.py``). A producer's rank also checks before each step that the adapter has
+not been replaced since: vLLM may load one in place, or again from changed files.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+from connectors.protocol.params import prompt_digest
+from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterLoads
+from connectors.vllm_hma.orders import Expect, Receive
+
+
+class AdapterClaims:
+    """Adapters of the prompts that one rank computes for consumers."""
+
+    def __init__(self, loads: AdapterLoads) -> None:
+        self._loads = loads
+        # Adapter and its identity in the prompt digest, by request id.
+        self._claims: dict[str, tuple[Adapter, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def expect(self, expect: Expect) -> Expect:
+        """Return the order with the adapter in its digest. Remembers it until ``finished``."""
+        if expect.adapter is None:
+            return expect
+        identity = self._loads.identity(expect.adapter)
+        self._claims[expect.request_id] = expect.adapter, identity
+        return replace(expect, prompt_digest=_digest(expect.prompt_digest, identity))
+
+    def receive(self, receive: Receive) -> Receive:
+        """Return the order with the adapter in its digest."""
+        if receive.adapter is None:
+            return receive
+        return replace(receive, prompt_digest=_digest(receive.prompt_digest, self._loads.identity(receive.adapter)))
+
+    def finished(self, request_id: str) -> None:
+        """Forget a prefill request."""
+        self._claims.pop(request_id, None)
+
+    def take_outdated(self) -> set[str]:
+        """Return, and forget, the requests whose adapter is no longer the one in their digest."""
+        found = {
+            each for each, (adapter, identity) in self._claims.items() if identity != self._loads.identity(adapter)
+        }
+        for request_id in found:
+            del self._claims[request_id]
+        return found
+
+
+def _digest(prompt: str, identity: str) -> str:
+    """Return the digest of a prompt with an adapter. An unknown adapter equals no other."""
+    return prompt_digest((), [prompt, identity if identity != UNKNOWN else uuid.uuid4().hex])

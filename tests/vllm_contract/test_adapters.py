@@ -1,0 +1,388 @@
+"""Engines share KV of a LoRA adapter only if they have loaded the same content, whatever its files
+are now.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi, constants
+from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from app.demo.paths import MODEL_DIR
+from connectors.planning.layout import Group, GroupKind
+from connectors.store.planning.prefix import ObjectRef
+from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.kv_store.orders import StoreReport
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterLoads, adapter_loads
+from connectors.vllm_hma.model.weights import digest_file
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
+from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
+from connectors.vllm_hma.worker_side.worker import WorkerConnector
+from testing.adapters import ADAPTED, RANK, lora_adapter
+from tests.vllm_contract.caches import cache_config, full, vllm_config
+from tests.vllm_contract.test_prefix_beside_transfer import PROMPT, Host, host
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+__all__ = ["host"]
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+class Engine:
+    """The adapters of one engine: vLLM's own loading of files, and what the connector records."""
+
+    def __init__(self) -> None:
+        self.loads = AdapterLoads()
+        config = vllm_config.__wrapped__(enable_lora=True, max_lora_rank=RANK)
+        self._manager = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), {})
+        # The part that copies adapters into a model's layers.
+        self._manager._adapter_manager = SimpleNamespace(  # noqa: SLF001
+            supported_lora_modules=list(ADAPTED),
+            packed_modules_mapping={},
+            model=torch.nn.Module(),
+            moe_ep_load_spec=None,
+            _validate_moe_lora_format=lambda _: None,
+            _validate_modules_to_save=lambda _: None,
+            _validate_token_classification_lora=lambda _: None,
+        )
+
+    def load(self, path: Path | str, number: int = 1) -> None:
+        watch_adapter_loads(self.loads.reading)
+        loaded = self._manager._load_adapter(LoRARequest("name", number, str(path)))  # noqa: SLF001
+        assert loaded.id == number
+
+    def identity(self, path: Path | str, number: int = 1) -> str:
+        return self.loads.identity(Adapter(number, str(path)))
+
+    def claims(self) -> AdapterClaims:
+        return AdapterClaims(self.loads)
+
+
+@pytest.fixture(autouse=True)
+def _watched() -> Iterator[None]:
+    """Leave vLLM as other tests of this process expect it."""
+    yield
+    adapter_loads()
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    return lora_adapter(tmp_path / "old", MODEL_DIR, 1)
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return lora_adapter(tmp_path / "new", MODEL_DIR, 2)
+
+
+def overwrite(folder: Path, other: Path) -> None:
+    """Copy an adapter over another one, as an operator does."""
+    for file in other.iterdir():
+        shutil.copy(file, folder / f"{file.name}.part")
+        (folder / f"{file.name}.part").replace(folder / file.name)
+
+
+def test_an_adapter_is_its_content(tmp_path: Path, old: Path, new: Path) -> None:
+    """Two hosts may have one adapter at two paths, and two adapters at one path."""
+    copy = Path(shutil.copytree(old, tmp_path / "copy"))
+    here, there = Engine(), Engine()
+    for number, path in enumerate((old, copy, new), 1):
+        here.load(path, number)
+    there.load(copy)
+    assert here.identity(old) == here.identity(copy, 2) == there.identity(copy) != UNKNOWN
+    assert here.identity(new, 3) not in (UNKNOWN, here.identity(old))
+    settings = (copy / "adapter_config.json").read_text().replace(f'"lora_alpha": {RANK}', f'"lora_alpha": {RANK + 1}')
+    (copy / "adapter_config.json").write_text(settings)
+    other = Engine()
+    other.load(copy)
+    assert other.identity(copy) not in (UNKNOWN, here.identity(old))
+
+
+def test_files_that_change_between_the_load_and_the_first_request(old: Path, new: Path) -> None:
+    """Prefill has the old weights in memory, and decode loads the new ones from the same path."""
+    prefill, decode = Engine(), Engine()
+    prefill.load(old)
+    overwrite(old, new)
+    decode.load(old)
+    assert prefill.identity(old) != decode.identity(old) != UNKNOWN
+
+
+def test_a_path_with_two_contents_stays_unknown(tmp_path: Path, old: Path, new: Path) -> None:
+    """vLLM's prefix cache names KV of both contents alike, also after the first one is back."""
+    engine, first = Engine(), Path(shutil.copytree(old, tmp_path / "first"))
+    engine.load(old)
+    overwrite(old, new)
+    engine.load(old, 2)
+    assert (engine.identity(old), engine.identity(old, 2)) == (UNKNOWN, UNKNOWN)
+    overwrite(old, first)
+    engine.load(old, 3)
+    assert engine.identity(old, 3) == UNKNOWN
+    engine.load(new, 3)
+    assert engine.identity(new, 3) != UNKNOWN
+
+
+def test_another_path_under_the_same_id(old: Path, new: Path) -> None:
+    """Requests for the first path that still run compute with the second one's weights."""
+    engine = Engine()
+    engine.load(old)
+    engine.load(new)
+    assert engine.identity(old) == UNKNOWN
+    assert engine.identity(new) != UNKNOWN
+    assert engine.identity(new, number=2) == UNKNOWN, "this id has not been loaded"
+
+
+def test_files_that_change_while_they_are_read(old: Path, new: Path) -> None:
+    loads = AdapterLoads()
+    with loads.reading(LoRARequest("name", 1, str(old)), old):
+        overwrite(old, new)
+    assert loads.identities == {Adapter(1, str(old)): UNKNOWN}
+
+
+def test_a_load_without_changes_reads_the_files_once(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a load in place, vLLM loads the adapter at every step."""
+    read: list[Path] = []
+
+    def counted(file: Path) -> str:
+        read.append(file)
+        return digest_file(file)
+
+    monkeypatch.setattr("connectors.vllm_hma.model.adapters.digest_file", counted)
+    engine = Engine()
+    engine.load(old)
+    engine.load(old)
+    assert len(read) == 2, "settings and weights"
+    assert engine.identity(old) != UNKNOWN
+
+
+def test_files_that_vllm_cannot_load(tmp_path: Path, old: Path) -> None:
+    """vLLM reports the error to the client; the weights in memory stay the ones before."""
+    engine = Engine()
+    engine.load(old)
+    before = engine.identity(old)
+    with pytest.raises(LoRAAdapterNotFoundError, match=str(tmp_path / "missing")):
+        engine.load(tmp_path / "missing", 2)
+    (old / WEIGHTS).unlink()
+    (old / WEIGHTS).symlink_to("gone")
+    with pytest.raises(ValueError, match="contain tensors"):
+        engine.load(old)
+    assert engine.identity(old) == before
+
+
+def test_an_adapter_of_a_hub(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its content counts, not its name: another process may move the branch meanwhile."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    stored, commit = tmp_path / "hub" / "models--somebody--adapter", "0123456789abcdef0123456789abcdef01234567"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text(commit)
+    shutil.copytree(old, stored / "snapshots" / commit)
+    engine, local = Engine(), Engine()
+    monkeypatch.setattr("vllm.lora.utils.hf_api", HfApi)
+    engine.load("somebody/adapter")
+    local.load(old)
+    assert engine.identity("somebody/adapter") == local.identity(old) != UNKNOWN
+
+
+def order(lora: LoRARequest | None, params: dict[str, object]) -> Orders:
+    """Return the orders for a new request."""
+    side = SchedulerConnector(parse_config({}), "c", 1, (Group(0, GroupKind.FULL, 16, None, ()),), 100)
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    request = Request("r", [9] * 40, sampling, None, lora_request=lora)
+    side.new_request(request)
+    if "do_remote_prefill" in params:
+        side.consumptions.after_alloc(request, ([1, 2, 3],), 39)
+    return side.orders(SchedulerOutput.make_empty())
+
+
+PRODUCE = {"do_remote_decode": True, "transfer_id": "t"}
+CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
+
+
+def test_both_requests_of_a_transfer_name_the_loaded_content(tmp_path: Path, old: Path, new: Path) -> None:
+    """Two paths with one content match. The scheduler's thread does not touch the files, which may
+    be gone: it would end, or stop, the engine.
+    """
+    copy = Path(shutil.copytree(old, tmp_path / "copy"))
+    prefill, decode = Engine(), Engine()
+    for engine, path in ((prefill, old), (decode, copy)):
+        engine.load(path)
+        engine.load(new, 2)
+    for folder in (old, copy, new):
+        (folder / WEIGHTS).unlink()
+        (folder / WEIGHTS).symlink_to("gone")
+
+    def digests(producer: LoRARequest | None, consumer: LoRARequest | None) -> tuple[str, str]:
+        (expect,), (ordered,) = order(producer, PRODUCE).expects, order(consumer, CONSUME).receives
+        return prefill.claims().expect(expect).prompt_digest, decode.claims().receive(ordered).prompt_digest
+
+    same = digests(LoRARequest("name", 1, str(old)), LoRARequest("name", 1, str(copy)))
+    assert same[0] == same[1]
+    other = LoRARequest("other", 2, str(new))
+    found = {*same, *digests(other, other), *digests(None, None)}
+    assert len(found) == 3, "a digest for each adapter, and one without"
+    strange = LoRARequest("strange", 3, str(old))
+    assert len({*digests(strange, strange), *digests(strange, strange)}) == 4, "not loaded: equal to no other"
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["V2", "V1"])
+def test_prefill_does_not_send_kv_of_two_adapters(
+    worker: Callable[..., Worker], old: Path, new: Path, before: bool
+) -> None:
+    """The adapter is loaded again, with other weights, when half of a prompt is computed.
+
+    vLLM's V2 runner loads the adapters of a step before it calls the connector, V1 after that.
+    """
+    engine, producer, consumer = Engine(), worker("p"), worker("c")
+    engine.load(old)
+    prefill = WorkerConnector(parse_config({}), "p", vllm_config(), cache_config((["f"], full())))
+    prefill._runtime, prefill._adapters = producer.runtime, engine.claims()  # noqa: SLF001
+    adapter = Adapter(1, str(old))
+
+    def step(load: bool, **orders: Any) -> None:
+        if load and before:
+            engine.load(old)
+        prefill.before_forward(Orders(**orders))
+        if load and not before:
+            engine.load(old)
+        prefill.check_adapters()
+        prefill.after_forward(Orders(**orders))
+
+    step(False, expects=[Expect("q", "t", 7, DIGEST, adapter)], chunks=[Chunk("q", ((1,),), 4)])
+    consumer.step(receives=[engine.claims().receive(replace(receive(producer.address), adapter=adapter))])
+    until(lambda: producer.runtime.counts()["live"] == 1)
+    overwrite(old, new)
+    step(True, chunks=[Chunk("q", ((2,),), 7, last=True)])
+    step(False, finished=[Finished("q", True, "")])
+    assert results(consumer) == (set(), {"r"}, {"r"})
+    assert results(producer) == ({"q"}, set(), set())
+
+
+def test_prefill_sends_kv_of_an_adapter_that_is_loaded_again(worker: Callable[..., Worker], old: Path) -> None:
+    """vLLM loads an evicted adapter again; the files have not changed."""
+    engine, producer, consumer = Engine(), worker("p"), worker("c")
+    engine.load(old)
+    claims, adapter = engine.claims(), Adapter(1, str(old))
+    producer.step(expects=[claims.expect(Expect("q", "t", 7, DIGEST, adapter))])
+    engine.load(old)
+    assert claims.take_outdated() == set()
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7, last=True)])
+    consumer.step(receives=[claims.receive(replace(receive(producer.address), adapter=adapter))])
+    assert results(consumer) == (set(), {"r"}, set())
+
+
+def test_an_ended_request_is_forgotten(old: Path) -> None:
+    engine = Engine()
+    engine.load(old)
+    claims = engine.claims()
+    claims.expect(Expect("q", "t", 7, DIGEST, Adapter(1, str(old))))
+    claims.expect(Expect("plain", "t", 7, DIGEST))
+    assert len(claims) == 1
+    claims.finished("q")
+    claims.finished("plain")
+    assert len(claims) == 0
+
+
+def with_adapter(scheduler: StoreScheduler, name: str) -> Request:
+    request = Request(name, PROMPT, SamplingParams(max_tokens=1), None, lora_request=LoRARequest("name", 1, "/a"))
+    scheduler.new_request(request)
+    return request
+
+
+def fill(scheduler: StoreScheduler, name: str, end_token: int) -> list[int]:
+    """Reserve slots for the objects of a chunk, as a request's step does."""
+    known, offsets = scheduler._requests[name], []  # noqa: SLF001
+    for ref in (ObjectRef(end_token, 0), ObjectRef(end_token, 1)):
+        offset = scheduler.store.reserve(ref)
+        assert offset is not None
+        known.filling[offset] = ref
+        scheduler._filling[offset] = (known, 0, False)  # noqa: SLF001
+        offsets.append(offset)
+    return offsets
+
+
+def store_prompt(scheduler: StoreScheduler, name: str) -> None:
+    """Store the first chunk of the prompt."""
+    scheduler.take(StoreReport(filled=dict.fromkeys(fill(scheduler, name, 16), 1)))
+    until(scheduler.store.idle)
+
+
+def matched(scheduler: StoreScheduler, request: Request) -> int | None:
+    until(lambda: scheduler.matched_tokens(request, 0) is not None)
+    return scheduler.matched_tokens(request, 0)
+
+
+def test_stored_kv_belongs_to_the_loaded_content(host: Host) -> None:
+    """The store does not serve a request whose adapter no worker has reported yet. A missing folder
+    does not matter to the scheduler.
+    """
+    adapter, first = Adapter(1, "/a"), host.start()
+    early = with_adapter(first, "early")
+    assert first.matched_tokens(early, 0) == 0
+    first.finished(early)
+    assert first.remembered == 0
+    first.take(StoreReport(adapters={adapter: "old"}))
+    request = with_adapter(first, "r")
+    store_prompt(first, "r")
+    first.finished(request)
+    for identity, tokens in (("new", 0), ("old", 16)):
+        later = host.start()
+        later.take(StoreReport(adapters={adapter: identity}))
+        assert matched(later, with_adapter(later, "r")) == tokens
+
+
+def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> None:
+    """A request runs while its adapter is loaded again from changed files."""
+    adapter, scheduler = Adapter(1, "/a"), host.start()
+    scheduler.take(StoreReport(adapters={adapter: "old"}))
+    running = with_adapter(scheduler, "running")
+    store_prompt(scheduler, "running")
+    waiting = with_adapter(scheduler, "waiting")
+    assert matched(scheduler, waiting) == 16
+    filled = dict.fromkeys(fill(scheduler, "running", 32), 1)
+    scheduler.take(StoreReport(filled=filled, adapters={adapter: UNKNOWN}))
+    until(scheduler.store.idle)
+    assert scheduler.store.counts["dropped_stores"] == 2
+    assert scheduler.matched_tokens(waiting, 0) == 0
+    assert scheduler.matched_tokens(with_adapter(scheduler, "next"), 0) == 0
+    for request in (running, waiting):
+        scheduler.finished(request)
+    assert scheduler.remembered == 0
+    assert scheduler.store.staging.used_bytes == 0
+
+
+def test_workers_report_each_load_once(host: Host, old: Path, new: Path) -> None:
+    engine = Engine()
+    worker = StoreWorker(host.settings, 4096)
+    worker._adapters = engine.loads  # noqa: SLF001
+    assert worker.report() is None
+    engine.load(old)
+    assert worker.report() == StoreReport(adapters={Adapter(1, str(old)): engine.identity(old)})
+    assert worker.report() is None
+    engine.load(new)
+    assert worker.report() == StoreReport(
+        adapters={Adapter(1, str(old)): UNKNOWN, Adapter(1, str(new)): engine.identity(new)}
+    )
+
+
+def test_ranks_that_have_loaded_different_files() -> None:
+    """They may be on two hosts."""
+    one, two = Adapter(1, "/a"), Adapter(2, "/b")
+    report = StoreReport(adapters={one: "x", two: "y"}).aggregate(StoreReport(adapters={one: "x", two: "z"}))
+    assert report.adapters == {one: "x", two: UNKNOWN}
