@@ -67,6 +67,7 @@ class Fetched:
     ``end_token``    tokens with KV after the load
     ``offsets``      slot in staging of each loaded object
     ``present``      all looked-up objects that a tier has
+    ``absent``       all looked-up objects that no tier has; not those without an answer
     ``tier``         slowest tier that was read
     ``read_bytes``   bytes of the loaded objects
     ``seconds``      duration of the fetch
@@ -77,6 +78,7 @@ class Fetched:
     end_token: int
     offsets: Mapping[ObjectRef, int]
     present: frozenset[ObjectRef]
+    absent: frozenset[ObjectRef] = frozenset()
     tier: str = ""
     read_bytes: int = 0
     seconds: float = 0.0
@@ -101,6 +103,7 @@ class _Fetch:
     ``lookups``     (tier, objects, call) of each unanswered lookup
     ``unanswered``  numbers of the tiers whose lookup has no answer, by object
     ``tiers``       numbers of the tiers that have the object, by object
+    ``misses``      number of tiers that have answered that they have not the object, by object
     ``readings``    reads in progress
     ``offsets``     slots of the verified objects
     ``read_at``     time of the last verified object, in seconds. Before the first one: the start
@@ -116,6 +119,7 @@ class _Fetch:
     lookups: list[tuple[int, list[ObjectRef], LaneCall[list[bool]]]] = field(default_factory=list)
     unanswered: dict[ObjectRef, set[int]] = field(default_factory=dict)
     tiers: dict[ObjectRef, list[int]] = field(default_factory=dict)
+    misses: Counter[ObjectRef] = field(default_factory=Counter)
     readings: list[_Reading] = field(default_factory=list)
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
     looked_s: float = 0.0
@@ -233,10 +237,11 @@ class KVStore:
         machine = fetch.machine
         offsets = {ref: fetch.offsets[ref] for ref in machine.needed}
         present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
+        absent = frozenset(ref for ref, misses in fetch.misses.items() if misses == len(self._tiers))
         tier = self._tiers[fetch.slowest].folder.label
         read_bytes, seconds = self.object_bytes(offsets), fetch.ended_at - fetch.began_at
         return Fetched(
-            machine.start_token, machine.end_token, offsets, present, tier, read_bytes, seconds, fetch.ended_at
+            machine.start_token, machine.end_token, offsets, present, absent, tier, read_bytes, seconds, fetch.ended_at
         )
 
     def stop_fetch(self, request_id: str) -> None:
@@ -305,11 +310,13 @@ class KVStore:
                 waiting.append((number, refs, call))
                 continue
             fetch.looked_s = max(fetch.looked_s, min(call.seconds, self._limits.lookup_s))
-            answers = call.result if call.state is CallState.ENDED and call.result is not None else [False] * len(refs)
+            answers = call.result if call.state is CallState.ENDED and call.result is not None else [None] * len(refs)
             for ref, found in zip(refs, answers, strict=True):
                 fetch.unanswered[ref].discard(number)
                 if found:
                     fetch.tiers.setdefault(ref, []).append(number)
+                elif found is not None:
+                    fetch.misses[ref] += 1
             self._decide(fetch, refs)
         fetch.lookups = waiting
         if waiting and now >= fetch.began_at + self._limits.lookup_s:
@@ -422,12 +429,16 @@ class KVStore:
             self.counts["dropped_stores"] += 1
         return offset
 
-    def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
-        """Write an object to every tier, once all ranks have filled its slot."""
+    def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> bool:
+        """Write an object to every tier, once all ranks have filled its slot.
+
+        Return whether a tier has accepted the write.
+        """
         written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
         if not any(written):
             self.counts["dropped_stores"] += 1
         self.staging.give_back(offset)
+        return any(written)
 
     def drop(self, offset: int) -> None:
         """Free the slot of an object that the ranks did not fill."""

@@ -406,6 +406,9 @@ class StoreScheduler:
 
     def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
         self._remember(self._names(known, fetched.present).values())
+        # Evicted, or dropped by a tier that had accepted it: the request stores it again.
+        for name in self._names(known, fetched.absent).values():
+            self._stored.pop(name.key, None)
         self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
         if fetched.present:
             self.costs.loaded(fetched.read_bytes, fetched.seconds)
@@ -478,8 +481,8 @@ class StoreScheduler:
                 before = ObjectRef(ref.end_token - span, ref.group)
                 names = self._names(known, [ref, before] if before.end_token else [ref])
                 self._events.describe(ref, names, known.request)
-            self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN)
-            self._remember([name])
+            if self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN):
+                self._remember([name])
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
