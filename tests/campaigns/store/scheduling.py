@@ -180,7 +180,7 @@ class Engine:
         features, image, end = [], rng.choice([0, 1, 2]), IMAGE_AT + IMAGE_TOKENS
         if image and len(prompt) >= end:
             position = PlaceholderRange(IMAGE_AT, IMAGE_TOKENS)
-            features = [MultiModalFeatureSpec(None, "image", f"image {image}", position)]
+            features = [MultiModalFeatureSpec(None, "image", f"{image:064x}", position)]
             prompt[IMAGE_AT:end] = [IMAGE_TOKEN] * IMAGE_TOKENS
             self.tokens[name][IMAGE_AT:end] = [1000 * image + number for number in range(IMAGE_TOKENS)]
             self.counts["images"] += 1
