@@ -26,7 +26,7 @@ SETTINGS = ServiceSettings(
     frontend=FRONTEND,
 )
 LIMITS = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
-ATTEMPTS = 5
+ATTEMPTS = 30
 HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))
 
 
