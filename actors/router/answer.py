@@ -179,6 +179,7 @@ class Answer:
                     self._first_group = item.groups[0]
                 if events := stream.feed(_bytes_of(item)):
                     self._has_tokens = True
+                    self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
                     yield events
                 if stream.done:
                     return

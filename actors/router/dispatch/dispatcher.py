@@ -287,7 +287,9 @@ class Dispatcher:
                 samples,
             )
             legs.push_async_callback(prefill.close)
-            if not decode_slot.maybe_full:
+            if decode_slot.maybe_full:
+                legs.callback(attempt.decode.close)  # before the prefill leg's end, which discards the KV
+            else:
                 attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
             opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
             attempt.opening = opening

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from tests.actors.behaviours import (
     engine,
     fleet,
     hangs,
+    prefills,
     request,
     transfers,
     well,
 )
-from tests.actors.fleet import Handle, at_rest
+from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
 FAR = 1000
 """More waits than any of these requests has."""
@@ -151,3 +153,34 @@ async def test_cancelled_at_each_wait(story):
         discards += len(p.discarded)
     splits = bool(prefill) and TRANSFER_FIELD not in wanted.body and "echo" not in wanted.body
     assert (discards > 0) == (splits and "no prefill" not in story)
+
+
+@pytest.mark.parametrize("maybe_full", [False, True])
+async def test_decode_is_cancelled_before_its_transfer_is_discarded(maybe_full):
+    """Else decode would compute the prompt, whose KV has just been freed."""
+    order: list[str] = []
+
+    class Recorded(Handle):
+        async def take(self, *arguments: Any) -> Any:
+            return replace(await super().take(*arguments), maybe_full=maybe_full)
+
+        async def ask(self, *arguments: Any) -> None:
+            order.append("discard")
+
+    async def waits(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        try:
+            await asyncio.sleep(60)
+            yield
+        finally:
+            order.append("decode")
+
+    p, d = Recorded([]), Recorded([Replica("d0", waits)])
+    p.replicas = [Replica("p0", prefills(lambda: p))]
+    asking = asyncio.create_task(ask(router_of(LIMITS, p, d), request()))
+    async with asyncio.timeout(30):
+        while not (p.calls and d.calls):  # noqa: ASYNC110 - the fleet has no event for it
+            await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait({asking})
+    assert order == ["decode", "discard"]
+    await at_rest(p, d)

@@ -11,6 +11,7 @@ import pytest
 
 from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, FirstTokenChunk, ResponseStart, StreamChunk
+from actors.router.answer import Answer
 from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
@@ -87,6 +88,22 @@ async def test_the_first_token_is_sent_before_decode_answers():
     assert (first + rest).replace(b": ping\n\n", b"") == (await whole(engine(1, [1]))).replace(b": ping\n\n", b"")
     assert answer.completion_tokens == TOKENS
     assert counted(router, "tandem_first_tokens_total", outcome="repeated") == 1
+    await at_rest(p, d)
+
+
+async def test_the_deadline_of_the_first_token_ends_with_it():
+    """Decode takes over, or another attempt continues, within `idle_timeout_s`."""
+    gate = asyncio.Event()
+    router, p, d = fleet([samples()], [gated(dies, gate), engine(1, [1])])
+    router.limits = router.limits.model_copy(update={"first_token_timeout_s": 60.0, "idle_timeout_s": 6000.0})
+    async with router.answer(request()) as answer:
+        body = answer.body()
+        await anext(body)
+        assert isinstance(answer, Answer)
+        assert answer._attempts.timing.left_s > 3000  # noqa: SLF001
+        gate.set()
+        rest = b"".join([some async for some in body])
+    assert rest.endswith(b"data: [DONE]\n\n")
     await at_rest(p, d)
 
 
