@@ -294,9 +294,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
         Transfers are asynchronous: their offers follow, in ``wait_for_save``.
         """
-        # vLLM's V1 runner loads the step's adapters before this call, V2 before
-        # ``handle_preemptions``.
-        self.worker.check_adapters()
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
             broken = self._store_worker.load(orders.store)
