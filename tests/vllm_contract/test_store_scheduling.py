@@ -104,3 +104,22 @@ def test_a_dropped_object_is_stored_by_the_next_request(tmp_path: Path) -> None:
         assert len(objects(folder)) > 0
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_cannot_map_the_staging_memory(tmp_path: Path, asynchronous: bool) -> None:
+    """vLLM ends an engine with several KV cache groups if a load within a step fails."""
+    engine = scheduling.Engine(1, tmp_path / "store", 40, 16, False, False, 1, False)
+    try:
+        compute(engine, "stored")
+    finally:
+        engine.close()
+    engine = scheduling.Engine(1, tmp_path / "store", 40, 16, False, asynchronous, 2, False)
+    try:
+        engine.store.staging.path.unlink()
+        compute(engine, "computed")
+        compute(engine, "computed too")
+        assert engine.counts["loads"] == 0
+        assert engine.store.staging.used_bytes == 0
+    finally:
+        engine.close()
