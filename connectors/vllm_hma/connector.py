@@ -130,7 +130,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
             if config.store is not None:
-                self._store_worker = StoreWorker(config.store, max_model_len)
+                self._store_worker = StoreWorker(config.store, max_model_len, vllm_config.max_concurrent_batches)
 
     @property
     def scheduler(self) -> SchedulerConnector:
@@ -288,25 +288,21 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Orders)
         self.worker.before_forward(kv_connector_metadata)
+        self._spoil(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Copy stored KV into blocks, before the forward pass of the requests that need it.
 
         Transfers are asynchronous: their offers follow, in ``wait_for_save``.
         """
-        # vLLM's V1 runner loads the step's adapters before this call, V2 before
-        # ``handle_preemptions``.
-        self.worker.check_adapters()
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
             broken = self._store_worker.load(orders.store)
-            if broken:
-                received = {receive.request_id for receive in orders.receives}
-                # This rank's transfer fills the blocks that the store did not fill.
-                orders.receives = [
-                    replace(each, loaded_token=0) if each.request_id in broken else each for each in orders.receives
-                ]
-                self.worker.spoil(broken - received, "the load of its stored prefix failed")
+            # This rank's transfer fills the blocks that the store did not fill.
+            orders.receives = [
+                replace(each, loaded_token=0) if each.request_id in broken else each for each in orders.receives
+            ]
+            self._spoil(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request runs only after all its KV has arrived."""
@@ -377,6 +373,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+    def _spoil(self, orders: Orders) -> None:
+        """Abort the deliveries of all prompts of a step that a failed load has spoiled."""
+        if self._store_worker is not None and self._store_worker.spoiled:
+            self.worker.spoil({chunk.request_id for chunk in orders.chunks}, "the load of a stored prefix failed")
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()

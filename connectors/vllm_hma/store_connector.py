@@ -75,7 +75,8 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             # Refuse unsupported caches before vLLM allocates memory.
             group_shapes(vllm_config, kv_cache_config)
-            self._worker = StoreWorker(settings, vllm_config.model_config.max_model_len)
+            max_model_len, batches = vllm_config.model_config.max_model_len, vllm_config.max_concurrent_batches
+            self._worker = StoreWorker(settings, max_model_len, batches)
 
     @property
     def scheduler(self) -> StoreScheduler:

@@ -501,8 +501,10 @@ def test_workers_see_the_staging_memory_of_their_engine(tmp_path: Path) -> None:
     staging.view(100, 3)[:] = b"abc"
     assert bytes(attached.view(100, 3)) == b"abc"
     staging.close()
-    with pytest.raises(StoreError):
-        AttachedStaging(staging.path)
+    (tmp_path / "empty").touch()
+    for path in (staging.path, tmp_path / "empty", Path("/dev/null")):
+        with pytest.raises(StoreError):
+            AttachedStaging(path)
 
 
 def test_staging_memory_of_a_killed_engine_is_removed(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterLoads, a
 from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
@@ -241,15 +242,17 @@ def test_both_requests_of_a_transfer_name_the_loaded_content(tmp_path: Path, old
     assert len({*digests(strange, strange), *digests(strange, strange)}) == 4, "not loaded: equal to no other"
 
 
+@pytest.mark.parametrize("streaming", [Streaming.CHUNK, Streaming.LAYER])
 @pytest.mark.parametrize("before", [True, False], ids=["V2", "V1"])
 def test_prefill_does_not_send_kv_of_two_adapters(
-    worker: Callable[..., Worker], old: Path, new: Path, before: bool
+    worker: Callable[..., Worker], old: Path, new: Path, before: bool, streaming: Streaming
 ) -> None:
     """The adapter is loaded again, with other weights, when half of a prompt is computed.
 
     vLLM's V2 runner loads the adapters of a step before it calls the connector, V1 after that.
     """
-    engine, producer, consumer = Engine(), worker("p"), worker("c")
+    engine, producer, consumer = Engine(), worker("p", streaming=streaming), worker("c")
+    producer.cache[:] = 0xEE
     engine.load(old)
     prefill = WorkerConnector(parse_config({}), "p", vllm_config(), cache_config((["f"], full())))
     prefill._runtime, prefill._adapters = producer.runtime, engine.claims()  # noqa: SLF001
@@ -261,7 +264,7 @@ def test_prefill_does_not_send_kv_of_two_adapters(
         prefill.before_forward(Orders(**orders))
         if load and not before:
             engine.load(old)
-        prefill.check_adapters()
+        prefill.layer_computed("layer")
         prefill.after_forward(Orders(**orders))
 
     step(False, expects=[Expect("q", "t", 7, DIGEST, adapter)], chunks=[Chunk("q", ((1,),), 4)])
@@ -272,6 +275,7 @@ def test_prefill_does_not_send_kv_of_two_adapters(
     step(False, finished=[Finished("q", True, "")])
     assert results(consumer) == (set(), {"r"}, {"r"})
     assert results(producer) == ({"q"}, set(), set())
+    assert (consumer.cache[5] == 0).all(), "nothing of the second step was written"
 
 
 def test_prefill_sends_kv_of_an_adapter_that_is_loaded_again(worker: Callable[..., Worker], old: Path) -> None:

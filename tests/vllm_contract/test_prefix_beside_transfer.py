@@ -50,6 +50,7 @@ class Host:
     def start(self, **settings: Any) -> StoreScheduler:
         scheduler = StoreScheduler(replace(self.settings, **settings), 4096)
         scheduler.publish([CACHE])
+        scheduler.take(StoreReport(attached=1))
         self.schedulers.append(scheduler)
         return scheduler
 

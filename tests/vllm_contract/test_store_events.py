@@ -30,6 +30,7 @@ def scheduler(tmp_path: Path) -> Iterator[StoreScheduler]:
     settings = StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0)
     made = StoreScheduler(settings, 4096, events=True)
     made.publish([CACHE])
+    made.take(StoreReport(attached=1))
     yield made
     made.close()
 

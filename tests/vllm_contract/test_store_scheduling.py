@@ -80,3 +80,38 @@ def test_an_image_that_keys_leave_out_is_found(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(AssertionError, match="is not its own"):
         # The store's threads decide what is loaded, so one engine may load no such KV.
         scheduling.run(tmp_path / "store", 3, 200, TWO_ENGINES[:1] * 5)
+
+
+def test_a_dropped_object_is_stored_by_the_next_request(tmp_path: Path) -> None:
+    """The queue of writes was full when its slot was filled."""
+    folder = tmp_path / "store"
+    engine = scheduling.Engine(1, folder, 40, 16, False, False, 1, False)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for tier in engine.store._tiers:  # noqa: SLF001
+                patch.setattr(tier.writes, "submit", lambda *_: None)
+            compute(engine, "dropped")
+        assert list((folder / "objects").glob("*/*")) == []
+        compute(engine, "stored")
+        assert len(list((folder / "objects").glob("*/*"))) > 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_cannot_map_the_staging_memory(tmp_path: Path, asynchronous: bool) -> None:
+    """vLLM ends an engine with several KV cache groups if a load within a step fails."""
+    engine = scheduling.Engine(1, tmp_path / "store", 40, 16, False, False, 1, False)
+    try:
+        compute(engine, "stored")
+    finally:
+        engine.close()
+    engine = scheduling.Engine(1, tmp_path / "store", 40, 16, False, asynchronous, 2, False)
+    try:
+        engine.store.staging.path.unlink()
+        compute(engine, "computed")
+        compute(engine, "computed too")
+        assert engine.counts["loads"] == 0
+        assert engine.store.staging.used_bytes == 0
+    finally:
+        engine.close()

@@ -122,17 +122,20 @@ class Staging:
 
 
 class AttachedStaging:
-    """A worker's mapping of its engine's staging memory."""
+    """A worker's mapping of its engine's staging memory.
+
+    Raises StoreError if the memory cannot be mapped.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreError(f"{path}: {error.strerror}") from error
-        try:
-            self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
+            try:
+                self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
+            finally:
+                os.close(fd)
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
+            raise StoreError(f"{path}: {error}") from error
         self._view = memoryview(self._memory)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
 

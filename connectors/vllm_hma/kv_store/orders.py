@@ -64,22 +64,27 @@ class StoreOrders(KVConnectorMetadata):
 class StoreReport(KVConnectorWorkerMetadata):
     """Report of one or several ranks on their copies.
 
+    ``attached``  number of ranks that have mapped the staging memory, which they try once
+    ``detached``  number of ranks that cannot map it
     ``loaded``    number of ranks that have finished a load, by load id
     ``filled``    number of ranks that have filled a slot of staging, by offset
     ``failed``    number of ranks that have failed to fill a slot, by offset
-    ``broken``    ids of requests whose load failed on a rank; KV computed for them since is invalid
+    ``broken``    whether a load failed on a rank. KV computed since may be invalid, also that of
+                  requests that share blocks with the request of the load
     ``adapters``  identities of the LoRA adapters that have been loaded or replaced since the last
                   report
     """
 
+    attached: int = 0
+    detached: int = 0
     loaded: dict[int, int] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
-    broken: set[str] = field(default_factory=set)
+    broken: bool = False
     adapters: dict[Adapter, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.filled or self.failed or self.adapters)
+        return self != StoreReport()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreReport:
         assert isinstance(other, StoreReport)
@@ -87,7 +92,9 @@ class StoreReport(KVConnectorWorkerMetadata):
         for mine, theirs in pairs:
             for key, ranks in theirs.items():
                 mine[key] = mine.get(key, 0) + ranks
-        self.broken |= other.broken
+        self.attached += other.attached
+        self.detached += other.detached
+        self.broken = self.broken or other.broken
         for adapter, identity in other.adapters.items():
             if self.adapters.setdefault(adapter, identity) != identity:
                 # Ranks on several hosts may have loaded different files.

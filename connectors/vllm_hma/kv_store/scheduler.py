@@ -101,7 +101,7 @@ class StoreScheduler:
         self._adapters: dict[Adapter, str] = {}
         self._store: KVStore | None = None
         self.costs = MixCosts()
-        self._ranks = 0
+        self._ranks = self._attached = self._detached = 0
         self._requests: dict[str, _Known] = {}
         self._filling: dict[int, tuple[_Known, int, bool]] = {}
         self._loads: list[Load] = []
@@ -178,7 +178,7 @@ class StoreScheduler:
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Return the verified tokens beyond ``local_tokens``; None while the fetch runs."""
         known = self._requests.get(request.request_id)
-        if known is None or request.skip_reading_prefix_cache:
+        if known is None or request.skip_reading_prefix_cache or self._detached:
             return 0
         if known.beside_transfer:
             # The transfer has failed before it began.
@@ -190,7 +190,9 @@ class StoreScheduler:
             if not self.store.has_fetch(request.request_id) and not self._begin_fetch(known, local_tokens):
                 return 0
             fetched = self.store.poll(request.request_id)
-            if fetched is None:
+            # vLLM ends an engine with several KV cache groups if a load within a step fails. Each
+            # rank has reported with the first step.
+            if fetched is None or self._attached < self._ranks:
                 return None
             if local_tokens < fetched.start_token:
                 self._end_fetch(known)
@@ -218,7 +220,7 @@ class StoreScheduler:
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
         known = self._requests.get(request.request_id)
-        if known is None or request.skip_reading_prefix_cache:
+        if known is None or request.skip_reading_prefix_cache or self._detached:
             return True
         if known.fetched is not None:
             return True
@@ -294,7 +296,7 @@ class StoreScheduler:
         self._loads = []
         for request_id, computed in _scheduled(output):
             known = self._requests.get(request_id)
-            if known is not None and not known.void:
+            if known is not None and not known.void and not self._detached:
                 store = self._completed(known, computed, computed + output.num_scheduled_tokens[request_id], output)
                 orders.stores += [store] if store is not None else []
         return orders
@@ -309,9 +311,11 @@ class StoreScheduler:
                     [each for each in self._requests.values() if adapter_of(each.request.lora_request) == adapter]
                 )
             self._adapters[adapter] = identity
-        for request_id in report.broken:
-            if request_id in self._requests:
-                self._requests[request_id].void = True
+        if report.broken:
+            for known in self._requests.values():
+                known.void = True
+        self._attached += report.attached
+        self._detached += report.detached
         for load_id, ranks in report.loaded.items():
             slots, before = self._loading[load_id]
             self._loading[load_id] = (slots, before + ranks)

@@ -28,15 +28,22 @@ logger = logging.getLogger(__name__)
 
 
 class StoreWorker:
-    """Worker side of one rank's store. Ready after ``register``."""
+    """Worker side of one rank's store. Ready after ``register``.
 
-    def __init__(self, settings: StoreSettings, max_model_len: int) -> None:
+    ``batches``  number of steps that vLLM schedules before it reads the first one's output
+    """
+
+    def __init__(self, settings: StoreSettings, max_model_len: int, batches: int = 1) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
+        self._batches = batches
         self._layout: EngineLayout | None = None
         self._plan: StorePlan | None = None
         self._plans: RankPlans | None = None
         self._staging: AttachedStaging | None = None
+        self._tried = False
+        # Number of steps, with this one, that vLLM has scheduled with the blocks of a failed load.
+        self._spoiled_steps = 0
         self._report = StoreReport()
         self._not_loaded: set[int] = set()
         self._adapters = adapter_loads()
@@ -60,14 +67,24 @@ class StoreWorker:
         assert self._layout is not None, "vLLM registers the cache before it reads the metadata"
         return RankCache(self._layout, model)
 
-    def load(self, orders: StoreOrders) -> set[str]:
-        """Copy objects into blocks; return requests whose load failed.
+    @property
+    def spoiled(self) -> bool:
+        """Whether this step may compute KV from the blocks of a failed load.
 
-        The scheduler already counts the tokens of failed loads as computed. If a failed load was
-        beside a transfer, the caller makes the transfer fill all blocks. vLLM computes the prompts
-        of the other requests.
+        Any request of the step may: vLLM's prefix cache has the blocks of a load once it is
+        ordered.
+        """
+        return self._spoiled_steps > 0
+
+    def load(self, orders: StoreOrders) -> set[str]:
+        """Copy objects into blocks; return the requests whose load beside a transfer failed.
+
+        The caller makes the transfer fill all their blocks. If another load failed, the step is
+        ``spoiled``: the scheduler already counts its tokens as computed, and vLLM computes the
+        prompt.
         """
         broken: set[str] = set()
+        self._attach_once(orders)
         assert self._plan is not None
         assert self._plans is not None
         for load in orders.loads:
@@ -81,23 +98,27 @@ class StoreWorker:
             except (PlanError, StoreError) as error:
                 remedy = "the transfer sends all KV" if load.beside_transfer else "this engine computes its prompt"
                 logger.error("Tandem: the store load of request %s failed, so %s: %s", load.request_id, remedy, error)
-                broken.add(load.request_id)
-                if not load.beside_transfer:
+                if load.beside_transfer:
+                    broken.add(load.request_id)
+                else:
                     # vLLM finds the request by these blocks and computes its prompt.
                     self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
-                    self._report.broken.add(load.request_id)
+                    self._report.broken = True
+                    self._spoiled_steps = self._batches
             self._report.loaded[load.load_id] = 1
         return broken
 
     def store(self, orders: StoreOrders) -> None:
-        """Copy completed objects into staging after the forward pass.
+        """Copy completed objects into staging after the forward pass, and end the step.
 
-        A failed copy drops its objects.
+        A failed copy drops its objects, and a spoiled step all objects.
         """
         assert self._plan is not None
         assert self._plans is not None
         for store in orders.stores:
             try:
+                if self.spoiled:
+                    raise StoreError("a load of this step or of the one before it failed")
                 base = self._attach(orders).address
                 addresses = {ref: base + offset for ref, offset in store.offsets.items()}
                 moves = store_moves(self._plan, self._plans.store, store.tables, addresses)
@@ -107,6 +128,7 @@ class StoreWorker:
                 self._report.failed |= dict.fromkeys(store.offsets.values(), 1)
             else:
                 self._report.filled |= dict.fromkeys(store.offsets.values(), 1)
+        self._spoiled_steps = max(0, self._spoiled_steps - 1)
 
     def not_loaded(self) -> set[int]:
         """Return the ids of blocks whose load has failed since the last call."""
@@ -123,6 +145,19 @@ class StoreWorker:
         report.adapters = {each: loaded[each] for each in loaded if self._reported.get(each) != loaded[each]}
         self._reported |= report.adapters
         return report or None
+
+    def _attach_once(self, orders: StoreOrders) -> None:
+        """Map the staging memory before any load, and report whether that was possible."""
+        if self._tried:
+            return
+        self._tried = True
+        try:
+            self._attach(orders)
+        except StoreError as error:
+            logger.error("Tandem: this engine neither loads nor stores KV: a rank cannot map its staging: %s", error)
+            self._report.detached = 1
+        else:
+            self._report.attached = 1
 
     def _attach(self, orders: StoreOrders) -> AttachedStaging:
         if self._staging is None:

@@ -57,6 +57,8 @@ class AdapterLoads:
     """
 
     def __init__(self) -> None:
+        # Number of records that have made an identity unknown.
+        self.replaced = 0
         self._identities: dict[Adapter, str] = {}
         self._read: dict[Path, tuple[_State, str]] = {}
 
@@ -105,6 +107,7 @@ class AdapterLoads:
                 self._identities[each] = UNKNOWN
         for each, identity in self._identities.items():
             if identity == UNKNOWN != before.get(each):
+                self.replaced += 1
                 logger.warning(
                     "Tandem: the weights of adapter %s in memory are unclear: its files changed, cannot be read, or "
                     "another path has replaced them. Until this engine ends, it shares no KV of %s. Load changed "

@@ -22,6 +22,7 @@ class AdapterClaims:
         self._loads = loads
         # Adapter and its identity in the prompt digest, by request id.
         self._claims: dict[str, tuple[Adapter, str]] = {}
+        self._replaced = loads.replaced
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -46,6 +47,9 @@ class AdapterClaims:
 
     def take_outdated(self) -> set[str]:
         """Return, and forget, the requests whose adapter is no longer the one in their digest."""
+        if self._replaced == self._loads.replaced:
+            return set()
+        self._replaced = self._loads.replaced
         found = {
             each for each, (adapter, identity) in self._claims.items() if identity != self._loads.identity(adapter)
         }

@@ -99,21 +99,24 @@ class WorkerConnector:
         for finished in orders.finished:
             self._adapters.finished(finished.request_id)
         self.runtime.before_forward(orders)
-        self.check_adapters()
+        self._check_adapters()
 
-    def check_adapters(self) -> None:
+    def _check_adapters(self) -> None:
         """Abort the deliveries of prompts whose adapter has been replaced.
 
-        Call it before the forward pass, after vLLM has loaded the step's adapters.
+        vLLM's V2 runner loads the adapters of a step before it calls the connector, V1 between
+        ``before_forward`` and the first layer.
         """
         outdated = self._adapters.take_outdated()
         if outdated:
             self.runtime.spoil(outdated, "its adapter has been replaced")
 
     def layer_computed(self, layer: str) -> None:
+        self._check_adapters()
         self.runtime.layer_computed(layer)
 
     def after_forward(self, orders: Orders) -> None:
+        self._check_adapters()
         orders.receives = [self._adapters.receive(each) for each in orders.receives]
         self.runtime.after_forward(orders)
 

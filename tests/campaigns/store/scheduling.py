@@ -230,7 +230,9 @@ class Engine:
         for worker in self.workers:
             worker.store(orders)
             each = ModelRunnerOutput(list(sampled), {r: i for i, r in enumerate(sampled)}, list(sampled.values()))
-            each.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=worker.report())
+            each.kv_connector_output = KVConnectorOutput(
+                invalid_block_ids=worker.not_loaded(), kv_connector_worker_meta=worker.report()
+            )
             outputs.append(each)
         together = self.aggregator.aggregate(list(outputs))
         assert together is not None
