@@ -346,7 +346,10 @@ class Consumer:
         Messages only postpone a deadline, so no deadline passes before ``check_at``.
         """
         if reception.stage in GIVEN_UP:
-            reception.check_at = reception.cancelled_at + self._limits.cancel_s
+            # Each handshake repeats Cancel, and must not postpone the end of the request's wait.
+            ending = reception.stage is ReceptionStage.ENDING
+            since = reception.ending_since if ending else reception.cancelled_at
+            reception.check_at = since + self._limits.cancel_s
             if reception.writing and now >= reception.check_at:
                 return self._unanswered(reception, now)
             return []
@@ -403,7 +406,7 @@ class Consumer:
             self._engines.release_later(order.transfer_id, order.producer.incarnation, now)
         if reception.stage in GIVEN_UP or not (reception.writing or reception.verifying):
             return self._end_if_over(reception, now)
-        reception.stage = ReceptionStage.ENDING
+        reception.stage, reception.ending_since = ReceptionStage.ENDING, now
         return self._cancel(reception, now)
 
     def _cancel(self, reception: Reception, now: float) -> list[ConsumerAction]:
@@ -411,7 +414,7 @@ class Consumer:
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """Send Cancel again, cancel_s after the last one. In ENDING, end the request's wait."""
+        """Send Cancel again, cancel_s after the last one. End the request's wait in ENDING."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
         if reception.stage is ReceptionStage.ENDING:

@@ -30,7 +30,9 @@ During a step (``begin`` to ``progress``), it can write computed layers (``layer
     AWAITED   AwaitStart                AWAITED  Starting, when the prompt is about to start
     AWAITED   Offer                     OPEN     Write what is computed, then each chunk
     AWAITED   Cancel                    CLOSED   Cancelled
-    OPEN      all written               CLOSED   Fin, with a digest if the offer requests one
+    OPEN      all written               CLOSED   Fin, with a digest if the offer requests one.
+                                                 With late orders, after the next
+                                                 ``orders_applied`` or in HELD
     OPEN      Cancel                    CLOSED   Cancelled, after its writes have ended
     (any)     a failure                 CLOSED   Aborted, after its writes have ended
     OPEN      a write fails             CLOSED   Failed. The producer acknowledges no later
@@ -197,9 +199,9 @@ class Producer(Production):
         return actions
 
     def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Abort the deliveries whose writes still read the old blocks of a preempted request.
+        """Abort the deliveries whose writes may read overwritten blocks of a preempted request.
 
-        vLLM is about to overwrite these blocks, so such a write may send another request's KV.
+        These are the writes in flight and, with late orders, those since ``orders_applied``.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -207,9 +209,18 @@ class Producer(Production):
         transfer.computed_tokens = 0
         actions: list[ProducerAction] = []
         for delivery in transfer.deliveries.values():
-            if delivery.in_flight:
+            if delivery.in_flight or (delivery.written_bytes and not self._intact(transfer, delivery)):
                 actions += self._end(transfer, delivery, _PREEMPTED, now)
         return actions
+
+    def orders_applied(self, now: float) -> list[ProducerAction]:
+        """Handle the start of a step that has reported all requests which have lost their blocks.
+
+        Writes that had finished by now have read the KV of all other requests.
+        """
+        self._intact_at = now
+        unconfirmed, self._unconfirmed = self._unconfirmed, {}
+        return [action for transfer in unconfirmed.values() for action in self._advance(transfer, now)]
 
     def stepped(self, now: float) -> None:
         """Handle the end of an engine step."""

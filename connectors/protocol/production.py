@@ -16,11 +16,20 @@ from connectors.protocol.wire import Aborted, AwaitStart, Cancel, Cancelled, Fai
 
 
 class Production:
-    """Base class of ``Producer``: transfers, deliveries and writes, their progress and end."""
+    """Base class of ``Producer``: transfers, deliveries and writes, their progress and end.
 
-    def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
+    ``late_orders``  whether a step may overwrite blocks before the owner reports which requests
+                     have lost theirs (``preempted``, ``finished``; then ``orders_applied``)
+    """
+
+    def __init__(self, groups: Sequence[Group], limits: TransferLimits, late_orders: bool = False) -> None:
         self._groups = tuple(groups)
         self._limits = limits
+        self._late_orders = late_orders
+        # Until this time, the blocks of every live request had its KV.
+        self._intact_at = float("-inf")
+        # Complete deliveries whose Fin must wait for ``orders_applied``, by transfer id.
+        self._unconfirmed: dict[str, Transfer] = {}
         self._consumers: dict[Peer, ConsumerPeer] = {}
         # Ordered by the time of the last message, oldest first. Includes lost peers until removal.
         self._heard_at: dict[Peer, float] = {}
@@ -156,6 +165,8 @@ class Production:
                 delivery.ending = Aborted(transfer.transfer_id, problem)
             elif moves:
                 actions.append(self._write(transfer, delivery, moves, now))
+            elif delivery.taken(transfer) and not delivery.in_flight and not self._intact(transfer, delivery):
+                self._unconfirmed[transfer.transfer_id] = transfer
             elif delivery.taken(transfer) and not delivery.in_flight:
                 missing = delivery.missing()
                 digest = "" if delivery.digest is None else delivery.digest.hexdigest()
@@ -169,6 +180,14 @@ class Production:
             if delivery.peer in self._consumers and not failed:
                 actions.append(Send(delivery.peer, delivery.ending))
         return actions
+
+    def _intact(self, transfer: Transfer, delivery: Delivery) -> bool:
+        """Return whether the finished writes of a delivery have read its request's KV.
+
+        With late orders, the last ones may have read blocks that the next step overwrites.
+        """
+        held = transfer.stage is Stage.HELD
+        return not self._late_orders or held or delivery.moved_at < self._intact_at
 
     def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
         write_id = self._new_write_id(delivery.peer)

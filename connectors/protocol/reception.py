@@ -176,6 +176,7 @@ class Reception:
     ``heard_at``      time of each partner's last message, in seconds
     ``verifying``     partners whose bytes are being compared with a digest
     ``failure``       first failure, or None
+    ``ending_since``  time at which it entered ENDING, in seconds
     ``cancelled_at``  time of the last Cancel, in seconds
     ``check_at``      time before which no deadline passes, in seconds
     """
@@ -188,6 +189,7 @@ class Reception:
     heard_at: dict[Peer, float] = field(default_factory=dict)
     verifying: set[Peer] = field(default_factory=set)
     failure: str | None = None
+    ending_since: float = 0.0
     cancelled_at: float = 0.0
     check_at: float = float("-inf")
 

@@ -33,17 +33,17 @@ def offer(transfer_id: str = "t", end_token: int = 11, digest: str = "digest") -
 TABLES = ([[1, 2, 3], [4, 5, 6]], 12)
 
 
-def machine(ranks: tuple[int, ...] = (0,)) -> Producer:
+def machine(ranks: tuple[int, ...] = (0,), late_orders: bool = False) -> Producer:
     """Return a machine that has welcomed the consumer's ranks."""
-    producer = Producer(GROUPS, LIMITS)
+    producer = Producer(GROUPS, LIMITS, late_orders)
     for rank in (0, 1):
         producer.welcome(Peer("engine-c", rank), ConsumerPeer(frozenset(ranks), 100, SHAPES), 0.0)
     producer.welcome(STRANGER, ConsumerPeer(frozenset({0}), 100, SHAPES), 0.0)
     return producer
 
 
-def live(ranks: tuple[int, ...] = (0,)) -> Producer:
-    producer = machine(ranks)
+def live(ranks: tuple[int, ...] = (0,), late_orders: bool = False) -> Producer:
+    producer = machine(ranks, late_orders)
     assert producer.expect("r", "t", 12, "digest", 0.0) == []
     return producer
 

@@ -233,6 +233,18 @@ def test_a_twin_of_prefill_is_cancelled(state: str) -> None:
     assert repr(rest(producer)) == repr(rest(undisturbed))
 
 
+def test_handshakes_do_not_postpone_the_end_of_a_wait() -> None:
+    """Other requests may connect to the engine again and again."""
+    consumer = offered()
+    consumer.abort("r", 1.0)
+    give_up_at = 1.0 + LIMITS.cancel_s
+    for at in (1.0 + 0.4 * LIMITS.cancel_s, 1.0 + 0.8 * LIMITS.cancel_s):
+        assert consumer.tick(at) == []
+        assert [action.message for action in consumer.connected("engine-a", PARTNERS, at) if isinstance(action, Send)]
+    (received,) = [action for action in consumer.tick(give_up_at) if isinstance(action, Received)]
+    assert received.quarantine == "t"
+
+
 def test_an_early_transfer_is_called_off_and_its_request_cancelled() -> None:
     """Decode cancels before prefill's request has arrived; then that is cancelled: only the id
     is remembered.

@@ -307,6 +307,36 @@ def test_a_write_that_ends_before_the_fence_counts() -> None:
     ]
 
 
+def test_late_orders_delay_fin() -> None:
+    """Fin follows the start of the next step, which would have reported a preemption."""
+    producer = live(late_orders=True)
+    producer.message(C0, offer(), 0.5)
+    write = only_write(producer.progress("r", *TABLES, 1.0))
+    assert finish_write(producer, write, 61, 1.2) == []
+    assert producer.orders_applied(1.3) == [Send(C0, Fin("t", 61))]
+    assert producer.orders_applied(1.4) == []
+
+
+def test_late_orders_do_not_delay_fin_after_the_end() -> None:
+    """The blocks of a held request are not free, so no step overwrites them."""
+    producer = live(late_orders=True)
+    producer.message(C0, offer(), 0.5)
+    assert finish_write(producer, only_write(producer.progress("r", *TABLES, 1.0)), 61, 1.2) == []
+    assert producer.finished("r", True, "", 1.3) == [Send(C0, Fin("t", 61)), Sent("r")]
+
+
+def test_late_preemption_aborts_only_what_the_step_may_have_overwritten() -> None:
+    """Writes that had finished before the last step began stay valid."""
+    producer = live(late_orders=True)
+    producer.message(C0, offer(), 0.5)
+    finish_write(producer, only_write(producer.progress("r", [[1], [4]], 4, 1.0)), 10, 1.2)
+    assert producer.orders_applied(1.3) == []
+    assert producer.preempted("r", 1.5) == producer.fenced("r", 1.5) == []
+    finish_write(producer, only_write(producer.progress("r", [[1, 2], [4, 5]], 8, 2.0)), 10, 2.2)
+    (aborted,) = [*producer.preempted("r", 2.5), *producer.fenced("r", 2.5)]
+    assert aborted_reason([aborted]) == "the prefill was preempted during a write"
+
+
 def test_preemption_between_writes_goes_on() -> None:
     """Written units stay valid; the rest is written from the new blocks after their computation."""
     producer = live()

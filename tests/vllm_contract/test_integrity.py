@@ -49,8 +49,8 @@ def transfer(producer: Worker, consumer: Worker) -> tuple[set[str], set[str], se
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1,),), 4)])
     producer.step(chunks=[Chunk("q", ((2,),), 7)])
-    outcome = results(consumer)
     producer.step(finished=[Finished("q", True, "")])
+    outcome = results(consumer)
     assert results(producer) == ({"q"}, set(), set())
     return outcome
 

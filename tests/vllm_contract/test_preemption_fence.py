@@ -1,18 +1,25 @@
-"""A preemption's wait, and the locks that it holds meanwhile."""
+"""A preemption's wait, the locks that it holds meanwhile, and blocks overwritten before it.
+
+vLLM's second model runner queues kernels that zero and copy blocks before it calls the connector
+(vllm/v1/worker/gpu/model_runner.py: ``update_requests``, then ``pre_forward``).
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from connectors.planning.layout import MemoryKind
-from connectors.vllm_hma.orders import Chunk, Expect
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.worker_side import runtime
 from tests.vllm_contract.test_ends import both_ends, let_go
-from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, until
+from tests.vllm_contract.test_streaming import SlowFence
+from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 
 class Clock:
@@ -84,3 +91,62 @@ def test_one_hung_consumer_delays_one_preemption_only(
     producer.step(preempted=["q2"])
     assert len(clock.rests) == before
     let_go(producer)
+
+
+def overwritten_before_the_report(
+    worker: Callable[..., Worker], fence: SlowFence, computed_tokens: int
+) -> tuple[Worker, Worker]:
+    """A producer on an accelerator that has written blocks after the next step overwrote them.
+
+    The scheduler has taken the blocks from request q, and the worker does not know it yet.
+    """
+    producer, consumer = worker("p", memory_kind=MemoryKind("VRAM", 0), fence=fence), worker("c")
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    until(lambda: consumer.runtime.counts()["offered"] == 1)
+    consumer.cache[:] = 255
+    producer.step(chunks=[Chunk("q", ((1, 2)[: -(-computed_tokens // 4)],), computed_tokens)])
+    producer.cache[[1, 2]] = 0
+    fence.done.update(fence.marked)
+    until(lambda: consumer.cache[3, 0] == 0 and producer.runtime.counts()["writes"] == 0)
+    return producer, consumer
+
+
+@pytest.mark.parametrize("computed_tokens", [4, 7], ids=["a chunk", "the whole prompt"])
+def test_blocks_overwritten_before_the_preemption_is_reported(
+    worker: Callable[..., Worker], computed_tokens: int
+) -> None:
+    """The digest matches overwritten blocks too, so only an abort prevents their use."""
+    fence = SlowFence()
+    producer, consumer = overwritten_before_the_report(worker, fence, computed_tokens)
+    producer.step(preempted=["q"])
+    producer.step(chunks=[Chunk("q", ((4, 5),), 7)])
+    fence.done.update(fence.marked)
+    producer.step(finished=[Finished("q", True, "")])
+    assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+def test_blocks_overwritten_before_the_end_is_reported(worker: Callable[..., Worker]) -> None:
+    """A cancelled prefill request sends no Fin for blocks that the next step has overwritten."""
+    producer, consumer = overwritten_before_the_report(worker, SlowFence(), 7)
+    producer.step(finished=[Finished("q", False, "the prefill request was cancelled")])
+    assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+@pytest.mark.parametrize("later", [{}, {"finished": [Finished("q", True, "")]}], ids=["a step", "its end"])
+def test_the_next_step_completes_a_delivery_on_an_accelerator(
+    worker: Callable[..., Worker], later: dict[str, list[Finished]]
+) -> None:
+    """Fin follows when a step has begun, or the request has ended, without a preemption."""
+    patient = replace(LIMITS, progress_s=60.0)
+    producer = worker("p", memory_kind=MemoryKind("VRAM", 0), limits=patient)
+    consumer = worker("c", limits=patient)
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    until(lambda: consumer.cache[5, 0] == 3 and producer.runtime.counts()["writes"] == 0)
+    assert consumer.runtime.results() == (set(), set(), set())
+    producer.step(**later)
+    assert results(consumer) == (set(), {"r"}, set())

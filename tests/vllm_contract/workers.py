@@ -52,6 +52,7 @@ class Worker:
         memory_kind: MemoryKind = MemoryKind("DRAM", 0),  # noqa: B008
         secret: str = "",
         limits: TransferLimits = LIMITS,
+        fence: StepFence | None = None,
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
@@ -65,7 +66,7 @@ class Worker:
             ConnectorConfig(integrity=integrity, streaming=streaming, limits=limits, keys=derive_keys(secret)),
             self.agent_metadata,
             transport,
-            StepFence(torch.device("cpu")),
+            fence or StepFence(torch.device("cpu")),
             [torch.from_numpy(self.cache)],
         )
         self.server = MetadataServer(

@@ -145,7 +145,10 @@ class WorkerRuntime:
         self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
         self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()
-        self._producer = Producer(agent_metadata.layout.groups, config.limits)
+        # vLLM's second model runner queues the kernels that overwrite freed blocks before it calls
+        # the connector (v1/worker/gpu/model_runner.py: ``update_requests``, ``pre_forward``).
+        late_orders = agent_metadata.layout.memory_kind.memory != "DRAM"
+        self._producer = Producer(agent_metadata.layout.groups, config.limits, late_orders)
         self._consumer = Consumer(agent_metadata.layout.groups, config.limits)
         self._peers = Peers(self._producer, self._consumer, transport, self._message_sender, self._lock)
         self._writes = Writes(
@@ -218,6 +221,7 @@ class WorkerRuntime:
         if orders.preempted:
             self._fence_preempted(orders.preempted)
         with self._lock:
+            self._perform(self._producer.orders_applied(time.monotonic()))
             last = [chunk for chunk in orders.chunks if chunk.last]
             self._by_layers = bool(last) and self._governor.by_layers()
             self._engine_s, self._posted_before = 0.0, self._writes.posted

@@ -345,6 +345,7 @@ class ExplorableConsumer(Consumer):
             queued.heard_at = _older(queued.heard_at)
         for reception in self._all():
             reception.since, reception.cancelled_at = _older(reception.since), _older(reception.cancelled_at)
+            reception.ending_since = _older(reception.ending_since)
             reception.check_at = -FOREVER
             reception.heard_at = {peer: _older(at) for peer, at in reception.heard_at.items()}
         self._used = {transfer_id: _older(at) for transfer_id, at in self._used.items()}
@@ -366,6 +367,7 @@ class ExplorableConsumer(Consumer):
                     tuple(sorted(peer.rank for peer in reception.verifying)),
                     reception.failure is None,
                     reception.cancelled_at if reception.stage in GIVEN_UP else 0.0,
+                    reception.ending_since if reception.stage.name == "ENDING" else 0.0,
                 )
                 for reception in self._all()
             ),
