@@ -199,10 +199,7 @@ class Producer(Production):
         return actions
 
     def fenced(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Abort the deliveries whose writes may read overwritten blocks of a preempted request.
-
-        These are the writes in flight and, with late orders, those since ``orders_applied``.
-        """
+        """Abort a preempted request's deliveries whose writes may have read overwritten blocks."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -212,15 +209,6 @@ class Producer(Production):
             if delivery.in_flight or (delivery.written_bytes and not self._intact(transfer, delivery)):
                 actions += self._end(transfer, delivery, _PREEMPTED, now)
         return actions
-
-    def orders_applied(self, now: float) -> list[ProducerAction]:
-        """Handle the start of a step that has reported all requests which have lost their blocks.
-
-        Writes that had finished by now have read the KV of all other requests.
-        """
-        self._intact_at = now
-        unconfirmed, self._unconfirmed = self._unconfirmed, {}
-        return [action for transfer in unconfirmed.values() for action in self._advance(transfer, now)]
 
     def stepped(self, now: float) -> None:
         """Handle the end of an engine step."""

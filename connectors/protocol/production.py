@@ -145,6 +145,15 @@ class Production:
             self._allowance.count_early(transfer, 1)
         return transfer if transfer.consumer == peer.incarnation else None
 
+    def orders_applied(self, now: float) -> list[ProducerAction]:
+        """Handle the start of a step that has reported all requests which have lost their blocks.
+
+        Writes that had finished by now have read the KV of all other requests.
+        """
+        self._intact_at = now
+        unconfirmed, self._unconfirmed = self._unconfirmed, {}
+        return [action for transfer in unconfirmed.values() for action in self._advance(transfer, now)]
+
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
         """Write computed units, close complete deliveries, and release a delivered transfer."""
         actions: list[ProducerAction] = []

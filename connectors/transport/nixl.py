@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,6 +75,8 @@ class NixlTransport:
         self._handles: dict[int, tuple[str, nixl_xfer_handle]] = {}
         self._metadata: dict[str, bytes] = {}
         self._next_handle = 0
+        # A peer must not be added again between the preparation and the post of a write to it.
+        self._connections = threading.Lock()
 
     @property
     def peers(self) -> frozenset[str]:
@@ -109,6 +112,10 @@ class NixlTransport:
         return peer
 
     def reconnect(self, peer: str) -> None:
+        with self._connections:
+            self._reconnect(peer)
+
+    def _reconnect(self, peer: str) -> None:
         if any(owner == peer for owner, _ in list(self._handles.values())):
             raise TransportError(peer, "cannot reconnect while a write to this peer is in flight")
         metadata = self._metadata.get(peer)
@@ -128,7 +135,8 @@ class NixlTransport:
             self._live().remove_remote_agent(peer)
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
-        return self.post(peer, self.prepare(peer, runs, source, target))
+        with self._connections:
+            return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
         """Prepare a write and return it for ``post`` or ``discard``.

@@ -1,6 +1,9 @@
 """Behaviour of every transport: one suite for the in-memory one and NIXL, with real memory."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind, Region
 from connectors.transport.memory import Fabric, MemoryTransport
+from connectors.transport.nixl import NixlTransport
 from tests.transport.agents import HOST, Agent, make_agent, receive, runs, until, write
 
 SIZE = 1 << 20
@@ -199,6 +203,35 @@ def test_no_connection_is_made_anew_under_a_write(fresh: tuple[Agent, Agent]) ->
         ours.transport.reconnect(theirs.name)
     until(lambda: ours.transport.poll(handle), [theirs])
     ours.transport.reconnect(theirs.name)
+
+
+def test_a_connection_made_anew_while_a_write_is_prepared(
+    fresh: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write must not fail as if parts of it could still arrive."""
+    ours, theirs = fresh
+    if not isinstance(ours.transport, NixlTransport):
+        pytest.skip("writes of the memory transport have no preparation")
+    prepare = ours.transport.prepare
+
+    def reconnect() -> None:
+        with suppress(TransportError):  # the write may be in flight by then
+            ours.transport.reconnect(theirs.name)
+
+    other = threading.Thread(target=reconnect)
+
+    def slow(*arguments: Any) -> Any:
+        prepared = prepare(*arguments)
+        other.start()
+        other.join(0.3)
+        return prepared
+
+    monkeypatch.setattr(ours.transport, "prepare", slow)
+    handle = ours.transport.write(theirs.name, runs((ours.address, theirs.address, 512)), HOST, HOST)
+    monkeypatch.undo()
+    until(lambda: ours.transport.poll(handle), [theirs])
+    other.join()
+    assert np.array_equal(theirs.buffer[:512], ours.buffer[:512])
 
 
 def test_nobody_unknown_is_connected_to_anew(pair: tuple[Agent, Agent]) -> None:

@@ -18,6 +18,7 @@ from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.handshake.message_sender import MessageSender
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.worker_side.trace import Trace, read_trace
+from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
@@ -91,6 +92,36 @@ def test_a_digest_that_breaks(pair: tuple[Worker, Worker], monkeypatch: pytest.M
     monkeypatch.setattr(digest.TransferDigest, "add", breaks_once)
     assert transfer(*pair, "broken") == (set(), {"broken"}, {"broken"})
     assert transfer(*pair, "whole") == (set(), {"whole"}, set())
+
+
+def test_a_digest_that_breaks_at_the_end(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another write that ends in the same round is reported; nothing would repeat its ``Sent``."""
+    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
+    for name in ("a", "b"):
+        consumer.step(receives=[receive(producer.address, name, name)])
+        producer.step(expects=[Expect(f"q-{name}", name, 7, DIGEST)])
+        producer.step(chunks=[Chunk(f"q-{name}", ((1, 2),), 7)])
+    until(lambda: producer.runtime.counts()["writes"] == 2)
+    producer.step(finished=[Finished(f"q-{name}", True, "") for name in ("a", "b")])
+    hexdigest = digest.TransferDigest.hexdigest
+    ended: list[object] = []
+
+    def breaks_at_the_second(one: digest.TransferDigest) -> str:
+        ended.append(one)
+        if len(ended) == 2:
+            raise RuntimeError("no memory")
+        return hexdigest(one)
+
+    monkeypatch.setattr(digest.TransferDigest, "hexdigest", breaks_at_the_second)
+    let_go(producer)
+    sent: set[str] = set()
+
+    def both_sent() -> bool:
+        sent.update(producer.runtime.results()[0])
+        consumer.runtime.results()
+        return sent == {"q-a", "q-b"}
+
+    until(both_sent)
 
 
 def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:

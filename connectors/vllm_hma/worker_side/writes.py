@@ -125,7 +125,12 @@ class Writes:
                 del self._handles[write_id]
                 self._tally.written(posted.engine, posted.size_bytes, time.monotonic() - posted.since)
                 self._trace.event("written", write=write_id)
-                actions += self._producer.write_done(write_id, now)
+                try:
+                    actions += self._producer.write_done(write_id, now)
+                except Exception as error:
+                    # For example, no memory for the digest on a device. The consumer's deadline
+                    # ends the transfer. The other writes' actions must not be lost.
+                    self._warn("write done", "".join(traceback.format_exception(error)[-3:]))
         return actions
 
     def _target(self, write: Write) -> tuple[MemoryKind, PairPlan]:
