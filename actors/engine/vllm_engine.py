@@ -37,6 +37,9 @@ from configs.settings.base import HiddenText, RoleName
 from configs.settings.service import ServiceSettings
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     from actors.autoscaling.stat_logger import LoadLogger
     from actors.upstream.vllm_replaying_llm import ReplayingLLM
 
@@ -109,7 +112,6 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.usage.usage_lib import UsageContext
 
         from actors.autoscaling.stat_logger import LoadLogger
         from actors.engine.request_json import decode_large_bodies_off_loop
@@ -123,7 +125,7 @@ class VllmEngine:
             **arguments,
             kv_transfer_config=kv_transfer_config(settings, role, node_ip, supervisor),
         )
-        config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config = engine_config(engine_args)
         if not settings.role(role).num_gpus:
             features = cpu_features()
             problem = (
@@ -325,6 +327,13 @@ class VllmEngine:
         for heartbeats in self._heartbeats:
             heartbeats.close()
         await self._stack.aclose()
+
+
+def engine_config(engine_args: "AsyncEngineArgs") -> "VllmConfig":
+    """Return vLLM's configuration, with the batch sizes that `vllm serve` takes by default."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def slots_of(max_num_seqs: int, kv_blocks: int) -> int:

@@ -2,7 +2,8 @@
 
 Uvicorn limits neither: a client without a key could fill the router's memory with one header, or
 hold a connection open indefinitely with an incomplete header. It sends chunked encoding to every
-client. Source:
+client. While it queues a pipelined request, it does not notice that the client of the running one
+disconnects. Source:
 https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
 """
 
@@ -46,7 +47,10 @@ class UnframedCycle(RequestResponseCycle):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """A connection with limits on request headers.
+    """A connection with limits on request headers, for one request at a time.
+
+    A request that arrives during an answer is discarded, and the connection closes after the
+    answer; RFC 9112, section 9.3.2, makes clients repeat such requests.
 
     Between responses, uvicorn's keep-alive timer or the header timer runs. The connection holds at
     most `MAX_HEAD_BYTES` and one read of unparsed bytes in memory.
@@ -54,6 +58,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     _in_head = False
     _too_large = False
+    _discards = False
+    """True after a pipelined request: all further bytes are discarded."""
     _head_timer: asyncio.TimerHandle | None = None
 
     _unread_bytes = 0
@@ -68,8 +74,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._discards:
+            return
         self._unread_bytes += len(data)
         super().data_received(data)
+        if self._discards:
+            return
         if self not in self.connections or self.transport.is_closing():  # the connection may have become a WebSocket's
             return
         if self._unread_bytes > MAX_HEAD_BYTES:
@@ -90,17 +100,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise HeadTooLargeError
         self._in_head, self._unread_bytes = False, 0
         self._stop_head_timer()
+        if self._discards or self._is_answering():
+            self.cycle.keep_alive, self._discards = False, True
+            return
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.__class__ = UnframedCycle  # its task has not started yet
 
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = 0
-        super().on_body(body)
+        if not self._discards:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unread_bytes = 0
-        super().on_message_complete()
+        if not self._discards:
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that uvicorn's parser rejects."""
@@ -111,7 +126,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str = "") -> None:
         """Close the connection, after an error response unless another response is in progress."""
-        between = self._is_answering() and (self._in_head or self.pipeline or self.cycle.response_started)
+        if self._discards:
+            return  # the connection closes after the answer
+        between = self._is_answering() and (self._in_head or self.cycle.response_started)
         if not between:
             body = (message or f"{status.phrase}.").encode()
             head = (
