@@ -198,7 +198,7 @@ class SchedulerConnector:
         """Return the workers' orders for this step."""
         orders = self._outbox.take_orders()
         orders.report = bool(self.quarantine) or self.consumptions.delayed
-        self.consumptions.ran(output.num_scheduled_tokens)
+        self.consumptions.ran(output.num_scheduled_tokens, output.preempted_req_ids or ())
         self.productions.schedule(output, orders)
         return orders
 
