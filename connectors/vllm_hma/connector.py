@@ -269,10 +269,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Reset the store. Called by ``reset_prefix_cache(reset_connector=True)``."""
-        if self._store_scheduler is None:
-            return super().reset_cache()
-        self._store_scheduler.reset()
+        """Share no KV from now on. Called by ``reset_prefix_cache(reset_connector=True)``."""
+        self.scheduler.reset()
+        if self._store_scheduler is not None:
+            self._store_scheduler.reset()
         return True
 
     # Worker side.

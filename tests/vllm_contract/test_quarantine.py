@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -21,7 +22,8 @@ PRODUCER = {"do_remote_prefill": True, "remote_engine_id": "other", "remote_host
 
 class Loading(Engine):
     """Transfers take some steps; those of ``failing`` and ``silent`` requests fail, and the blocks
-    of the latter may be written to until ``answered``.
+    of the latter may be written to until ``answered``. Requests in ``others`` are loaded by another
+    child of a MultiConnector.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -29,6 +31,27 @@ class Loading(Engine):
         self.failing: set[str] = set()
         self.silent: set[str] = set()
         self.answered = False
+        self.others: set[str] = set()
+        self.others_later = 0
+        self._matched, self._allocated = (
+            self.connector.get_num_new_matched_tokens,
+            self.connector.update_state_after_alloc,
+        )
+        self.connector.get_num_new_matched_tokens = self._matched_tokens  # type: ignore[method-assign]
+        self.connector.update_state_after_alloc = self._after_alloc  # type: ignore[method-assign]
+
+    def _matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        own = self._matched(request, num_computed_tokens)
+        return (request.num_prompt_tokens - 1, True) if request.request_id in self.others else own
+
+    def _after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        other = request.request_id in self.others
+        # MultiConnector reports allocations to the child that loads, and none to the others.
+        self._allocated(request, blocks, 0 if other else num_external_tokens)
+        if other and num_external_tokens:
+            for rank in self.ranks:
+                rank.receives[request.request_id] = self.steps + LOADS_STEPS + self.others_later
+                rank.fills[request.request_id] = "", set()
 
     def ask(self, request_id: str, prompt_tokens: int, loads: bool) -> None:
         params = PRODUCER | {"transfer_id": f"t{request_id}"} if loads else None
@@ -130,6 +153,22 @@ def test_a_failed_load_does_not_wait_for_a_finished_one(
     engine.failing = failing
     for name in ("a", "b"):
         engine.ask(name, 200, loads=True)
+    engine.steps_until_over("a", "b")
+    engine.check_nothing_remains()
+
+
+@pytest.mark.parametrize("later", [0, 10])
+@pytest.mark.parametrize("blocks", [43, 46])
+def test_a_failed_load_does_not_wait_for_another_connectors(
+    loading: Callable[[int], Loading], blocks: int, later: int
+) -> None:
+    """The request with the missing blocks was loaded by another child of a MultiConnector, or is
+    being loaded.
+    """
+    engine = loading(blocks)
+    engine.failing, engine.others, engine.others_later = {"a"}, {"b"}, later
+    engine.ask("a", 200, loads=True)
+    engine.ask("b", 200, loads=False)
     engine.steps_until_over("a", "b")
     engine.check_nothing_remains()
 

@@ -6,7 +6,7 @@ dropped its own, so no other request gets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,8 +49,10 @@ class Blocks:
         """
         self._bound.free(request)
 
-    def held(self, request_ids: Iterable[str]) -> set[int]:
-        """Return the ids of the requests' blocks."""
+    def held(self, without: Set[str]) -> set[int]:
+        """Return the ids of the blocks of all requests but those in ``without``."""
+        managers = self._bound.coordinator.single_type_managers
+        request_ids = {each for manager in managers for each in manager.req_to_blocks} - without
         tables = (table for each in request_ids for table in self._bound.get_blocks(each).blocks)
         return {block.block_id for table in tables for block in table if not block.is_null}
 

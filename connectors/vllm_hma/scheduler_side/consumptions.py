@@ -46,10 +46,8 @@ class Consumptions:
         self._queued: set[str] = set()
         # Request and producer's incarnation of each transfer in progress, by request id.
         self._taken: dict[str, tuple[Request, str]] = {}
-        # Requests that have received their KV and have not run since.
-        self._received: set[str] = set()
-        # Requests that have ended while their transfer was in progress: vLLM keeps their blocks.
-        self._aborted: set[str] = set()
+        # Requests of any kind that a step has run, until they end or are preempted.
+        self._running: set[str] = set()
         self._shared = SharedTransfers()
         self._failed = FailedLoads(blocks, quarantine)
 
@@ -169,7 +167,6 @@ class Consumptions:
         A request whose transfer failed resumes in this or a later call (``failed_loads.py``).
         """
         resumed = set(request_ids)
-        self._aborted -= request_ids
         for request_id in request_ids & self._taken.keys():
             request, _ = self._taken.pop(request_id)
             if request_id in failed:
@@ -178,22 +175,22 @@ class Consumptions:
                 resumed.discard(request_id)
             else:
                 self._outbox.stats.count("requests", "received")
-                self._received.add(request_id)
-        return resumed | self._failed.take_fitting(self._taken.keys() | self._received | self._aborted)
+        return resumed | self._failed.take_fitting(self._running)
 
     @property
     def delayed(self) -> bool:
         """True while a request whose transfer failed waits for free blocks."""
         return bool(self._failed)
 
-    def ran(self, request_ids: Iterable[str]) -> None:
-        """Record that a step runs these requests."""
-        self._received.difference_update(request_ids)
+    def ran(self, request_ids: Iterable[str], preempted: Iterable[str] = ()) -> None:
+        """Record that a step runs these requests, after vLLM has preempted others."""
+        self._running.difference_update(preempted)
+        self._running.update(request_ids)
 
     def finished(self, request_id: str) -> None:
         """Handle the end of a request, with a transfer or without."""
         self._failed.left(request_id)
-        self._received.discard(request_id)
+        self._running.discard(request_id)
         self._queued.discard(request_id)
         self._shared.left(request_id)
         params = self._consumptions.pop(request_id, None)
@@ -201,7 +198,6 @@ class Consumptions:
             self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
         if request_id in self._taken:
             del self._taken[request_id]
-            self._aborted.add(request_id)
             self._outbox.orders.aborts.append(request_id)
 
     @property

@@ -1,10 +1,11 @@
 """Delays requests whose load has failed until this engine can compute their prompts.
 
 vLLM puts such a request at the head of the queue of requests with blocks, and schedules no request
-behind it until it fits. Requests in that queue that have received their KV keep their blocks
-meanwhile, and blocks in quarantine are not free. If the request does not fit beside both, the queue
-never moves: computing a prompt needs more blocks of a window than receiving it. vLLM skips requests
-that wait for KV, so the scheduler side delays ``finished_recving`` of such a request.
+behind it until it fits. Requests in that queue that have received their KV, through this connector
+or another child of a MultiConnector, keep their blocks meanwhile, and blocks in quarantine are not
+free. If the request does not fit beside both, the queue never moves: computing a prompt needs more
+blocks of a window than receiving it. vLLM skips requests that wait for KV, so the scheduler side
+delays ``finished_recving`` of such a request.
 
 Blocks of running requests do not count: they end without a place in the queue. A delayed request's
 own blocks are freed unless they are in quarantine, where freeing returns nothing to the pool: vLLM
@@ -13,7 +14,7 @@ reserves what a request without blocks needs before it admits another load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
@@ -48,17 +49,18 @@ class FailedLoads:
         if request_id in self._delayed:
             self._delayed[request_id] = self._delayed[request_id][0], 0
 
-    def take_fitting(self, loading: Iterable[str]) -> set[str]:
+    def take_fitting(self, running: Set[str]) -> set[str]:
         """Remove and return the requests that no longer need to wait.
 
-        ``loading``  requests that have blocks for a load and have not run since
+        ``running``  requests that steps have run. All others with blocks load, wait for a step, or
+                     have ended while a connector uses their blocks
         """
         if not self._delayed:
             return set()
         for request_id, (request, _) in self._delayed.items():
             if not self._quarantine.keeps(request_id):
                 self._blocks.free(request)
-        left = self._blocks.capacity - len(self._blocks.held(loading) | self._quarantine.block_ids)
+        left = self._blocks.capacity - len(self._blocks.held(without=running) | self._quarantine.block_ids)
         fitting = {request_id for request_id, (_, needed) in self._delayed.items() if needed <= left}
         for request_id in fitting:
             del self._delayed[request_id]

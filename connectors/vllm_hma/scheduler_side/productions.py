@@ -54,6 +54,7 @@ class _Production:
 
     ``prompt_tokens``  tokens that this engine computes for the consumer
     ``sent``           number of block ids that the workers have, by group
+    ``complete``       whether vLLM has finished the request: its KV will not change
     ``starting``       whether the workers have its ``starts`` order: its prompt is about to start
     ``request``        the request whose last tokens are computed in one more step, for the answer's
                        first token; None without ``first_token``
@@ -63,6 +64,7 @@ class _Production:
     transfer_id: str
     prompt_tokens: int
     sent: list[int]
+    complete: bool = False
     starting: bool = False
     request: Request | None = None
     windows: list[KVCacheBlock] = field(default_factory=list)
@@ -173,6 +175,7 @@ class Productions:
         if not complete:
             self._end(request_id)
             return None
+        production.complete = True
         return production.transfer_id, production.prompt_tokens
 
     def sent(self, request_ids: set[str]) -> None:
@@ -180,6 +183,13 @@ class Productions:
         for request_id in request_ids & self._productions.keys():
             self._end(request_id)
             self._outbox.stats.count("requests", "sent")
+
+    def reset(self) -> None:
+        """Send no KV of prompts in progress. vLLM computes them to their end."""
+        for request_id, production in self._productions.items():
+            if not production.complete:
+                reason = "the prefill engine was reset: its weights may have changed"
+                self._outbox.orders.finished.append(Finished(request_id, False, reason))
 
     def _end(self, request_id: str) -> None:
         self._blocks.drop(self._productions.pop(request_id).windows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 from connectors.protocol.params import prompt_digest
@@ -19,6 +20,7 @@ class Prompts:
 
     def __init__(self, whole_images: bool) -> None:
         self._whole_images = whole_images
+        self._salt = ""
 
     def digest(self, request: Request) -> str:
         """Return the prompt digest, which must be equal on both requests of a transfer.
@@ -28,7 +30,13 @@ class Prompts:
         others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
         if request.cache_salt is not None:
             others.append(request.cache_salt)
+        if self._salt:
+            others.append(f"reset {self._salt}")
         return prompt_digest(request.prompt_token_ids, others)
+
+    def reset(self) -> None:
+        """Make later digests differ from those of all engines, and from earlier ones."""
+        self._salt = uuid.uuid4().hex
 
     def divides_image(self, request: Request, token: int) -> bool:
         """Return whether a producer that stops at ``token`` would compute wrong KV for an image."""

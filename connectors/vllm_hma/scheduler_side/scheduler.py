@@ -85,7 +85,7 @@ class SchedulerConnector:
         self.blocks = Blocks(lookahead_tokens)
         self.quarantine = Quarantine(self.blocks)
         self._outbox = Outbox()
-        prompts = Prompts(whole_images)
+        self._prompts = prompts = Prompts(whole_images)
         self.productions = Productions(
             self._outbox, self.blocks, prompts, groups, step_tokens, drafts_read_next_token, speculates
         )
@@ -178,6 +178,19 @@ class SchedulerConnector:
             "remote_num_tokens": prompt_tokens,
         }
 
+    def reset(self) -> None:
+        """Share no KV from now on: the engine's weights may have been changed in memory.
+
+        Identities come from the weight files, so this holds until the engine restarts.
+        """
+        logger.warning(
+            "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "
+            "those of its files",
+            self._incarnation,
+        )
+        self._prompts.reset()
+        self.productions.reset()
+
     def stats(self) -> TandemStats | None:
         """Return the counts since the last call; None if there were none."""
         return self._outbox.take_stats()
@@ -198,7 +211,7 @@ class SchedulerConnector:
         """Return the workers' orders for this step."""
         orders = self._outbox.take_orders()
         orders.report = bool(self.quarantine) or self.consumptions.delayed
-        self.consumptions.ran(output.num_scheduled_tokens)
+        self.consumptions.ran(output.num_scheduled_tokens, output.preempted_req_ids or ())
         self.productions.schedule(output, orders)
         return orders
 
