@@ -287,3 +287,34 @@ def test_a_worker_that_is_dead_frees_the_blocks(worker: Callable[..., Worker], m
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)
     until(lambda: consumer.runtime.snapshot().probed == frozenset())
+
+
+def test_a_probe_that_cannot_start_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, child: tuple[subprocess.Popen[bytes], ProcessIdentity]
+) -> None:
+    """The machine may have no thread left, or the device no memory."""
+    process, identity = child
+    process.kill()
+    process.wait()
+    lost: list[Peer] = []
+    problems: list[Exception] = [RuntimeError("can't start new thread"), RuntimeError("no memory on the device")]
+    start = threading.Thread.start
+
+    def starts_later(thread: threading.Thread) -> None:
+        if len(problems) == 2:
+            raise problems.pop(0)
+        start(thread)
+
+    def no_device_at_first() -> None:
+        if problems:
+            raise problems.pop(0)
+
+    monkeypatch.setattr(threading.Thread, "start", starts_later)
+    prober = WorkerProbe(1.0, b"", lambda peer, reason: lost.append(peer), no_device_at_first)
+
+    def watched_and_lost() -> bool:
+        prober.watch([suspect(identity)], [])
+        return bool(lost)
+
+    until(watched_and_lost)
+    prober.close()

@@ -15,6 +15,7 @@ from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.worker_side import accelerator
+from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 NO_DEVICE = ("tandem-side-channel", "tandem-parent-watchdog")
@@ -47,6 +48,33 @@ def test_every_thread_of_a_worker_sets_its_device(
         if thread.ident not in others and thread.name.startswith("tandem-") and thread.name not in NO_DEVICE:
             assert thread.ident in seen, f"{thread.name} runs without a device"
     assert set(seen.values()) == {torch.device("cpu")}
+
+
+def test_a_verifier_without_a_device_fails_transfers(
+    monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Worker]
+) -> None:
+    """On a full device, for example. Nothing else would end the wait for the comparison."""
+
+    def full(_: torch.device) -> None:
+        if threading.current_thread().name.startswith("tandem-verify"):
+            raise RuntimeError("no memory on the device")
+
+    monkeypatch.setattr(runtime_module, "set_thread_device", full)
+    producer, consumer = worker("p", integrity="full"), worker("c", integrity="full")
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    assert results(consumer) == (set(), {"r"}, {"r"})
+
+
+def test_a_progress_thread_without_a_device_ends_the_start() -> None:
+    """No deadline would pass without it."""
+
+    def full() -> None:
+        raise RuntimeError("no memory on the device")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        ProgressThread(lambda: 1.0, 1.0, full).start()
 
 
 def test_the_platform_sets_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,12 @@ class Handshaker:
         self._on_connected = on_connected
         self._on_failed = on_failed
         self._warn = RateLimitedLog(logger)
-        self._connects = ThreadPoolExecutor(_CONNECT_THREADS, "tandem-connect", on_start)
-        self._accepts = ThreadPoolExecutor(_ACCEPT_THREADS, "tandem-accept", on_start)
+        self._on_start = on_start
+        self._connects = ThreadPoolExecutor(_CONNECT_THREADS, "tandem-connect")
+        self._accepts = ThreadPoolExecutor(_ACCEPT_THREADS, "tandem-accept")
+        for pool in (self._connects, self._accepts):
+            # One thread starts now: it runs what is submitted when no further thread can start.
+            pool.submit(on_start)
         self._lock = threading.Lock()
         self._connecting: set[str] = set()
         self._pending_hellos: set[Peer] = set()
@@ -151,7 +155,8 @@ class Handshaker:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
-        # A pool that has been shut down raises RuntimeError: this worker is closing.
+        # A pool raises RuntimeError if it has been shut down, as this worker is closing, or if no
+        # further thread can start. Then the work is queued, and a thread that exists runs it.
         with contextlib.suppress(RuntimeError):
             pool.submit(self._guarded, work, *arguments)
 
@@ -189,6 +194,7 @@ class Handshaker:
                 self._on_connected(engine.incarnation, found)
 
     def _shake_hands(self, engine: EngineAddress, handshakes: contextlib.ExitStack) -> list[Partner]:
+        self._on_start()
         deadline = time.monotonic() + self._handshake_s
         agent_metadata = fetch_metadata(engine.host, engine.port, engine.incarnation, self._handshake_s, self._identity)
         for worker in agent_metadata.workers:
@@ -261,6 +267,7 @@ class Handshaker:
 
     def _welcome(self, sender: Peer, message: Hello) -> None:
         try:
+            self._on_start()
             self._accept(sender, message)
         finally:
             with self._lock:

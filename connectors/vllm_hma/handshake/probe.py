@@ -60,8 +60,13 @@ class WorkerProbe:
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(target=self._run, name="tandem-probe", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="tandem-probe", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._warn("start", f"cannot probe prefill workers yet: {error}")
+                    return
+                self._thread = thread
 
     @property
     def watched(self) -> frozenset[Peer]:
@@ -73,8 +78,14 @@ class WorkerProbe:
         self._closed.set()
 
     def _run(self) -> None:
-        # `on_lost` calls NIXL to send messages, so this thread needs its device.
-        self._on_start()
+        try:
+            # `on_lost` calls NIXL to send messages, so this thread needs its device.
+            self._on_start()
+        except Exception as error:
+            self._warn("start", f"cannot probe prefill workers yet: {error!r}")
+            with self._lock:
+                self._thread = None
+            return
         gone: set[Suspect] = set()
         while True:
             with self._lock:

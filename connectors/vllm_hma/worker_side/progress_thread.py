@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 _JOIN_S = 5.0
 
@@ -21,11 +22,16 @@ class ProgressThread:
         self._rest_s = first_rest_s
         self._closed = threading.Event()
         self._awake = threading.Event()
+        self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call this once, when ``progress`` can run."""
+        """Start the thread. Call this once, when ``progress`` can run.
+
+        Raises what ``on_start`` raises: without this thread, no deadline would pass.
+        """
         self._thread.start()
+        self._started.result()
 
     @property
     def alive(self) -> bool:
@@ -46,7 +52,12 @@ class ProgressThread:
         self._thread.join(timeout=_JOIN_S)
 
     def _run(self) -> None:
-        self._on_start()
+        try:
+            self._on_start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
         while not self.closed:
             self._awake.wait(self._rest_s)
             self._awake.clear()

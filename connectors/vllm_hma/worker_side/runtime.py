@@ -165,7 +165,7 @@ class WorkerRuntime:
         self._due: list[Due] = []
         self._quarantine = QuarantineReport()
         self._warned_at: dict[str, float] = {}
-        set_device = partial(set_thread_device, fence.device)
+        self._set_device = set_device = partial(set_thread_device, fence.device)
         self._handshaker = Handshaker(
             agent_metadata,
             transport,
@@ -181,7 +181,10 @@ class WorkerRuntime:
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
         # A thread of its own: comparing digests is slow and must delay neither steps nor answers.
-        self._verifier = ThreadPoolExecutor(1, "tandem-verify", set_device)
+        # It starts now: a submission that cannot start a thread would never run. It has no
+        # initializer: after one that fails, the pool would run nothing more.
+        self._verifier = ThreadPoolExecutor(1, "tandem-verify")
+        self._verifier.submit(set_device)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
         self._progress_thread.start()
 
@@ -582,6 +585,7 @@ class WorkerRuntime:
         """Verify a digest and always report the result: the machine keeps the blocks until then."""
         started_at = time.monotonic()
         try:
+            self._set_device()
             problem = verify.problem()
         except Exception as error:
             logger.exception("Tandem: cannot verify the KV of transfer %s", verify.transfer_id)
