@@ -87,12 +87,15 @@ class Connect:
 class Due:
     """The producer is about to start a queued request's prompt: the request can allocate blocks.
 
-    ``failure``  None, or the reason why no KV will arrive; this engine then computes the prompt
+    ``failure``    None, or the reason why no KV will arrive; this engine then computes the prompt
+    ``cancelled``  whether this rank cancels the transfer at its partners; the other ranks have not
+                   queued the request, and must ``release`` it
     """
 
     request_id: str
     transfer_id: str
     failure: str | None
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ the requests and their queue; ``engines.py`` has the producer engines.
     --------------------------------------------------------------------------------------------
     (none)      queue                      queued      AwaitStart to one partner, without blocks
     queued      Starting                   (none)      Due(ok): allocate the blocks, then start
-    queued      Aborted, Failed, silence,  (none)      Due(failed), Cancel to all partners
-                connect_failed
+    queued      Aborted, Failed, silence   (none)      Due(cancelled), Cancel to all partners
+    queued      connect_failed             (none)      Due(failed)
     (none)      start                      CONNECTING  Connect to the producer engine
     (none)      start, id used before      gone        Received(failed): an id is valid once
     CONNECTING  connected                  OFFERED     an Offer to every partner rank
