@@ -88,13 +88,17 @@ class Connect:
 class Due:
     """A queued request's wait has ended.
 
-    ``failure``  None if the producer is about to start the prompt: the request can allocate blocks.
-                 Else the reason why no KV will arrive; this engine then computes the prompt
+    ``failure``    None if the producer is about to start the prompt: the request can allocate
+                   blocks. Else the reason why no KV will arrive; this engine then computes the
+                   prompt
+    ``cancelled``  whether this rank cancels the transfer at its partners; the other ranks have not
+                   queued the request, and must ``release`` it
     """
 
     request_id: str
     transfer_id: str
     failure: str | None
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ the requests and their queue; ``engines.py`` has the producer engines.
     (none)      queue                      queued      AwaitStart to one partner, without blocks
     (none)      queue, id used before      gone        Due(failed): an id is valid once
     queued      Starting                   (none)      Due(ok): allocate the blocks, then start
-    queued      Aborted, Failed, silence,  (none)      Due(failed), Cancel to all partners
+    queued      Aborted, Failed, silence,  (none)      Due(cancelled), Cancel to all partners
                 undelivered, worker_lost
     queued      connect_failed,            (none)      Due(failed)
                 engine_lost

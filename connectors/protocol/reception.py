@@ -145,13 +145,13 @@ class RequestQueue:
         queued.asked, queued.heard_at = partners[0].peer, now
         return Send(queued.asked, AwaitStart(transfer_id, self._engines.next_number()))
 
-    def _end(self, transfer_id: str, failure: str | None) -> Due:
-        return Due(self.requests.pop(transfer_id).request_id, transfer_id, failure)
+    def _end(self, transfer_id: str, failure: str | None, cancelled: bool = False) -> Due:
+        return Due(self.requests.pop(transfer_id).request_id, transfer_id, failure, cancelled)
 
     def _fail(self, transfer_id: str, reason: str, now: float) -> list[ConsumerAction]:
         """End the request's wait and the producer's lease; this engine then computes the prompt."""
         incarnation = self.requests[transfer_id].producer.incarnation
-        return [self._end(transfer_id, reason), *self._engines.release(transfer_id, incarnation, now)]
+        return [self._end(transfer_id, reason, cancelled=True), *self._engines.release(transfer_id, incarnation, now)]
 
 
 class ReceptionStage(Enum):

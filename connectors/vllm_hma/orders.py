@@ -84,7 +84,10 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A request needs no KV from its producer and has no blocks that the producer may write."""
+    """A request needs no KV from its producer and has no blocks that the producer may write.
+
+    Every rank cancels the transfer at its partners.
+    """
 
     transfer_id: str
     producer: EngineAddress

@@ -30,7 +30,7 @@ def queued() -> Consumer:
 
 def in_vain(reason: str, number: int = 2) -> list[object]:
     """Check that the prompt is computed here, and no rank of the producer holds blocks for it."""
-    return [Due("r", "t", reason), Send(P0, Cancel("t", number)), Send(P1, Cancel("t", number))]
+    return [Due("r", "t", reason, cancelled=True), Send(P0, Cancel("t", number)), Send(P1, Cancel("t", number))]
 
 
 # ---- the consumer --------------------------------------------------------------------------------
@@ -93,13 +93,14 @@ def test_a_producer_that_dies_ends_the_wait(whole: bool) -> None:
         assert consumer.engine_lost("engine-a", "dead", 1.0)[0] == Due("r", "t", "dead")
     else:
         assert consumer.worker_lost(P1, "dead", 1.0) == [], "another rank was asked"
-        assert consumer.worker_lost(P0, "dead", 1.0)[0] == Due("r", "t", "rank 0: dead")
+        assert consumer.worker_lost(P0, "dead", 1.0)[0] == Due("r", "t", "rank 0: dead", cancelled=True)
     assert empty(consumer)
 
 
 def test_a_question_that_cannot_be_sent_ends_the_wait() -> None:
     consumer = queued()
-    assert consumer.undelivered(P0, WAITS, 0.0) == [Due("r", "t", "rank 0 of the prefill engine is unreachable")]
+    (due,) = consumer.undelivered(P0, WAITS, 0.0)
+    assert due == Due("r", "t", "rank 0 of the prefill engine is unreachable", cancelled=True)
     assert empty(consumer)
 
 

@@ -35,6 +35,20 @@ def listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
+def test_a_process_that_is_killed_is_started_again(worker: Callable[..., Worker]) -> None:
+    """Without it, no further decode engine could connect to a prefill engine that works."""
+    server = MetadataProcess("127.0.0.1", 0, [encode_agent_metadata(worker("p").agent_metadata)])
+    try:
+        for _ in range(2):
+            os.kill(server.process_id, signal.SIGKILL)
+            until(lambda: not listens(server.port))
+            until(lambda: listens(server.port))
+            assert fetch_metadata("127.0.0.1", server.port, "p", 30.0).incarnation == "p"
+    finally:
+        server.close()
+    assert not listens(server.port)
+
+
 def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
     """All clients get the agent metadata, over TLS; after the end nothing listens."""
     identity = derive_keys(SECRET).identity

@@ -90,15 +90,18 @@ def test_a_queued_request_claims_nothing_until_it_is_due() -> None:
     assert half.consumptions.matched_tokens(one, 32) == 17
 
 
-def test_a_request_whose_prompt_will_not_come_is_computed_here() -> None:
-    """It has no blocks for a transfer, so nothing is released, and it counts as recomputed."""
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_request_whose_prompt_will_not_come_is_computed_here(cancelled: bool) -> None:
+    """Only rank 0 waits in the queue. If it has cancelled the transfer at its partners, the other
+    ranks do the same at theirs, which would hold the KV until the lease ends.
+    """
     half, one = scheduler(), request("d", 50, CONSUME)
     half.new_request(one)
     orders(half)
-    half.consumptions.due([Due("d", "t", "the lease has expired")])
+    half.consumptions.due([Due("d", "t", "no message arrived", cancelled)])
     assert half.consumptions.matched_tokens(one, 0) == 0
     half.consumptions.after_alloc(one, ([1, 2],), 0)
-    assert orders(half) == Orders()
+    assert orders(half) == Orders(releases=[Release("t", PRODUCER)] if cancelled else [])
     stats = half.stats()
     assert stats is not None
     # The 49 tokens are those of the request before it.

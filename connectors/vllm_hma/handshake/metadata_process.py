@@ -1,7 +1,8 @@
 """Runs the side channel in its own process, outside the engine core's interpreter lock.
 
 The engine core writes the agent metadata to the process's standard input and keeps it open. The
-process ends when that pipe closes, also if the core is killed.
+process ends when that pipe closes, also if the core is killed. If it ends before that, the core
+starts it again on the same port: without it, no further decode engine could connect.
 
     to the process    length (uint32) | JSON: host, port, identity (hex), lengths by rank | metadata
     from the process  one line of JSON: port, or error
@@ -9,6 +10,7 @@ process ends when that pipe closes, also if the core is killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,14 +18,19 @@ import select
 import struct
 import subprocess
 import sys
+import threading
 from typing import BinaryIO
 
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
+logger = logging.getLogger(__name__)
+
 _LENGTH = struct.Struct("<I")
 _START_S = 60.0
 _END_S = 5.0
+_RESTART_S = 1.0
+"""Pause before a process that has ended is started again, in seconds."""
 # Lower priority than the engine's processes.
 _NICE = 5
 
@@ -37,11 +44,21 @@ class MetadataProcess:
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
+        self._host = host
+        self._rank_metadata = rank_metadata
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self.port = self._start(port)
+        threading.Thread(target=self._restart, name="tandem-side-channel-owner", daemon=True).start()
+
+    def _start(self, port: int) -> int:
+        """Start the process and return its port. Raises ConfigurationError if it cannot listen."""
         header = {
-            "host": host,
+            "host": self._host,
             "port": port,
-            "identity": identity.hex(),
-            "lengths": [len(agent_metadata) for agent_metadata in rank_metadata],
+            "identity": self._identity.hex(),
+            "lengths": [len(agent_metadata) for agent_metadata in self._rank_metadata],
         }
         encoded = json.dumps(header).encode()
         # The process imports the package from the engine's sys.path. It needs no thread pools.
@@ -51,13 +68,32 @@ class MetadataProcess:
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         try:
-            self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(rank_metadata))
+            self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(self._rank_metadata))
             self._pipe.flush()
-            answer = self._answer()
+            return int(self._answer()["port"])
         except BaseException:
-            self.close()
+            self._end()
             raise
-        self.port = int(answer["port"])
+
+    def _restart(self) -> None:
+        """Start the process again whenever it ends, until ``close``."""
+        while True:
+            status = self._process.wait()
+            if self._closing.wait(_RESTART_S):
+                return
+            logger.error("Tandem: the side channel's process ended with status %d and is started again", status)
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                try:
+                    self._start(self.port)
+                except (ConfigurationError, OSError) as error:
+                    logger.error("Tandem: the side channel does not start: %s", error)
+
+    @property
+    def process_id(self) -> int:
+        """Id of the present process."""
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -66,8 +102,14 @@ class MetadataProcess:
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
         if not self._pipe.closed:
-            self._pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._pipe.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

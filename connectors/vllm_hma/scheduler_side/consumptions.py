@@ -107,6 +107,8 @@ class Consumptions:
             if due.failure is not None:
                 del self._consumptions[due.request_id]
                 self._outbox.stats.count("requests", "recomputed")
+            if due.cancelled:
+                self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
 
     def consumes(self, request_id: str) -> bool:
         """Return whether the request has a transfer that has not started."""
