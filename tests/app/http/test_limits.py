@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
+
+import httpx
 
 from actors.router.client_request import ClientRequest
 from app.http.routes import build_http
@@ -35,6 +38,24 @@ async def test_sequences_are_counted_and_not_requests() -> None:
     one.left.set()
     await at_rest(prefill, decode)
     assert (router.ongoing, router.ongoing_sequences) == (0, 0)
+
+
+async def test_a_body_that_never_ends() -> None:
+    """After `body_timeout_s` the request is no longer admitted, and gets an answer."""
+    router, prefill, decode = fleet([well], [hangs])
+    router.limits = LIMITS.model_copy(update={"body_timeout_s": 0.05})
+
+    async def endless() -> AsyncGenerator[bytes, None]:
+        yield b'{"prompt": "and then'
+        assert router.ongoing == 1
+        await asyncio.sleep(60)
+
+    surface: Any = build_http(router)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(surface), base_url="http://tandem") as client:
+        reply = await client.post("/v1/completions", content=endless())
+    assert (reply.status_code, reply.json()["error"]["message"]) == (408, "the body did not arrive within 0.05 s")
+    assert router.ongoing == 0
+    await at_rest(prefill, decode)
 
 
 def test_the_limit_follows_the_engines() -> None:
