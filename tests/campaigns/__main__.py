@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+NOISE = re.compile(
+    r"resource_tracker|site-packages/|^\s|^\[?W\d{4} |\[transformers\]|\b(INFO|WARNING) \d\d-\d\d |NIXL INFO|"
+    r"(checkpoint|model) shards:"
+)
+"""Log lines of engines and of Python, which would displace a campaign's own last lines."""
+
 SILENT = os.environ | {"MAKEFLAGS": "--no-print-directory"}
 
 
@@ -208,7 +215,7 @@ class Campaigns:
                 if self._interrupted:
                     return None
         lines = [line.rstrip() for line in _log(self._folder, step).read_text(errors="replace").splitlines()]
-        last = tuple([line for line in lines if line][-step.lines :])
+        last = tuple([line for line in lines if line and not NOISE.search(line)][-step.lines :])
         return Outcome(step.name, " ".join(command), status, round(time.monotonic() - began, 1), date, last)
 
 
