@@ -46,6 +46,7 @@ SETTINGS = RouterSettings(
     first_token_timeout_s=15,
     idle_timeout_s=20,
     body_timeout_s=20,
+    keep_alive_s=None,  # the first token may come after the default
     prefill_timeout_s=1.5,
     prefill_wait_s=0.2,
     replica_timeout_s=1,
