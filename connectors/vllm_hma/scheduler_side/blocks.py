@@ -1,7 +1,7 @@
-"""The blocks of requests in vLLM's KV cache manager, of which the scheduler side takes references.
+"""Blocks of requests in vLLM's KV cache manager, and the scheduler side's references to them.
 
-vLLM counts references to blocks. A block with a reference of ours stays allocated after vLLM has
-dropped its own, so no other request gets it.
+vLLM counts references to blocks. A block to which the scheduler side has a reference stays
+allocated after vLLM has dropped its own reference, so no other request gets it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ class Blocks:
         self._manager = manager
 
     def take(self, request_id: str, spans: Sequence[slice] | None = None) -> list[KVCacheBlock]:
-        """Take references to a request's blocks; return them in the order in which vLLM frees them.
+        """Take a reference to each of a request's blocks except null blocks, and return the blocks.
 
-        ``spans``  part of each group's block table; all blocks if None
+        They are in the order in which vLLM frees them.
+
+        ``spans``  part of each group's block table; the whole tables if None
         """
         groups = self._bound.get_blocks(request_id).blocks
         parts = groups if spans is None else [group[span] for group, span in zip(groups, spans, strict=True)]
@@ -38,19 +40,19 @@ class Blocks:
         return blocks
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Drop references that ``take`` has returned."""
+        """Drop one reference to each of these blocks, which ``take`` has returned."""
         if blocks:
             self._bound.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
         """Drop vLLM's references to a request's blocks.
 
-        A later call, also by vLLM, has no effect.
+        A later call for the same request, also by vLLM, has no effect.
         """
         self._bound.free(request)
 
     def held(self, without: Set[str]) -> set[int]:
-        """Return the ids of the blocks of all requests but those in ``without``."""
+        """Return the block ids of all requests except those in ``without``; no null blocks."""
         managers = self._bound.coordinator.single_type_managers
         request_ids = {each for manager in managers for each in manager.req_to_blocks} - without
         tables = (table for each in request_ids for table in self._bound.get_blocks(each).blocks)
@@ -58,11 +60,11 @@ class Blocks:
 
     @property
     def capacity(self) -> int:
-        """Number of blocks in the pool. One of vLLM's blocks is the null block."""
+        """Number of blocks in the pool that requests can use: all except the null block."""
         return self._bound.block_pool.num_gpu_blocks - 1
 
     def to_compute(self, request: Request) -> int:
-        """Return the number of blocks for the whole prompt of a request, if it had none.
+        """Return the number of blocks in which a request without blocks can compute its prompt.
 
         vLLM schedules the request's first step if as many are free (``allocate_slots`` in
         vllm/v1/core/kv_cache_manager.py). A prefix cache hit does not reduce the number: its blocks
@@ -84,5 +86,7 @@ class Blocks:
 
     @property
     def _bound(self) -> KVCacheManager:
-        assert self._manager is not None, "vLLM binds its cache manager before the first request"
+        assert self._manager is not None, (
+            "vLLM has not bound its KV cache manager to this connector (bind_kv_cache_manager)"
+        )
         return self._manager

@@ -1,15 +1,16 @@
-"""Delays requests whose load has failed until this engine can compute their prompts.
+"""Delays requests whose transfer has failed until this engine can compute their prompts.
 
-vLLM puts such a request at the head of the queue of requests with blocks, and schedules no request
+vLLM puts such a request at the head of its queue of requests with blocks, and schedules no request
 behind it until it fits. Requests in that queue that have received their KV, through this connector
 or another child of a MultiConnector, keep their blocks meanwhile, and blocks in quarantine are not
 free. If the request does not fit beside both, the queue never moves: computing a prompt needs more
 blocks of a window than receiving it. vLLM skips requests that wait for KV, so the scheduler side
 delays ``finished_recving`` of such a request.
 
-Blocks of running requests do not count: they end without a place in the queue. A delayed request's
-own blocks are freed unless they are in quarantine, where freeing returns nothing to the pool: vLLM
-reserves what a request without blocks needs before it admits another load.
+Blocks of running requests do not count: a running request ends, or is preempted, without entering
+the queue. The blocks of a delayed request are freed, except blocks in quarantine: freeing those
+returns nothing to the pool. Before vLLM admits another load, it reserves the blocks that a request
+without blocks needs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class FailedLoads:
-    """Requests whose load has failed on all ranks, in order; vLLM waits for their KV."""
+    """Requests whose transfer has ended on all ranks and failed on at least one.
+
+    vLLM still treats them as waiting for KV.
+    """
 
     def __init__(self, blocks: Blocks, quarantine: Quarantine) -> None:
         self._blocks = blocks
@@ -37,7 +41,7 @@ class FailedLoads:
         return len(self._delayed)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether the request's load has failed and too few blocks are left for it."""
+        """Return whether the request is delayed: ``take_fitting`` has not returned it yet."""
         return request_id in self._delayed
 
     def add(self, request: Request) -> None:
@@ -45,12 +49,12 @@ class FailedLoads:
         self._delayed[request.request_id] = request, self._blocks.to_compute(request)
 
     def left(self, request_id: str) -> None:
-        """Record that the request has ended: it needs no blocks."""
+        """Record that the request has ended: the next ``take_fitting`` returns it."""
         if request_id in self._delayed:
             self._delayed[request_id] = self._delayed[request_id][0], 0
 
     def take_fitting(self, running: Set[str]) -> set[str]:
-        """Remove and return the requests that no longer need to wait.
+        """Free blocks of delayed requests; remove and return the requests that fit into the pool.
 
         ``running``  requests that steps have run. All others with blocks load, wait for a step, or
                      have ended while a connector uses their blocks

@@ -1,4 +1,4 @@
-"""Orders and counts of the scheduler side, until vLLM asks for them."""
+"""Collects orders and counts of the scheduler side until vLLM's next call takes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from connectors.vllm_hma.orders import Orders
 
 @dataclass(slots=True)
 class Outbox:
-    """The workers' orders of the next step, and counts since the last report."""
+    """Orders to the workers for the next step, and counts since the last ``take_stats``."""
 
     orders: Orders = field(default_factory=Orders)
     stats: TandemStats = field(default_factory=TandemStats)
@@ -20,7 +20,7 @@ class Outbox:
         return taken
 
     def take_stats(self) -> TandemStats | None:
-        """Return the counts; None if there are none."""
+        """Return the counts and start new ones; None if there are none."""
         if self.stats.is_empty():
             return None
         taken, self.stats = self.stats, TandemStats()

@@ -1,12 +1,14 @@
 """Holds blocks that a prefill rank may still write to after their request has released them.
 
 If a transfer was cancelled and its producer does not answer, vLLM drops its references to the
-request's blocks and computes the request in other blocks. The scheduler side takes its own
-references before that. It drops them when no producer rank can write to the blocks any more.
+request's blocks. It computes the request in other blocks, unless the request was aborted. The
+scheduler side takes its own references before that, and drops them when no producer rank can write
+to the blocks any more.
 
     consumer machine of a rank  Received(quarantine) ... Freed
     QuarantineReport            of all ranks, with each step's output, not later than Received
-    Quarantine                  the scheduler's references, from the first rank's report to the last
+    Quarantine                  the scheduler's references, from the first rank's ``begun`` to the
+                                last rank's ``ended``
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class _Hold:
 
 
 class Quarantine:
-    """The scheduler's references to blocks in quarantine, for one engine."""
+    """The scheduler side's references to blocks in quarantine, for one engine."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -49,7 +51,10 @@ class Quarantine:
         return {block.block_id for hold in self._holds.values() for block in hold.blocks}
 
     def take(self, report: QuarantineReport) -> None:
-        """Apply a report, before vLLM reads the step's results and frees blocks of requests."""
+        """Apply the report of a step.
+
+        Call it before vLLM handles the step's ``finished_recving`` and frees blocks of requests.
+        """
         for kept in report.begun:
             if kept not in self._holds:
                 self._holds[kept] = _Hold(self._blocks.take(kept.request_id))

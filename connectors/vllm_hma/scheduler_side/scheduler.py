@@ -1,7 +1,7 @@
 """Scheduler side of the connector: orders the workers to send and receive KV of requests.
 
-``productions.py`` has the prefill requests, ``consumptions.py`` the decode requests. An engine may
-have both.
+``productions.py`` handles the prefill requests, ``consumptions.py`` the decode requests. An engine
+may have both.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 class SchedulerSnapshot:
     """Copy of the scheduler side's state.
 
-    ``productions``        prefill requests with a transfer
+    ``productions``        prefill requests with a transfer, by request id
     ``consumptions``       decode requests whose transfer has not started
-    ``queued``             consumptions whose prompt has not started
+    ``queued``             consumptions that wait until prefill is about to start their prompt
     ``receptions``         decode requests whose transfer is in progress
     ``followers``          decode requests that share another request's transfer
     ``has_orders``         whether orders for the next step are pending
-    ``side_channel_port``  port of the side channel; None before ``publish``
+    ``side_channel_port``  TCP port of the side channel; None before ``publish``
     """
 
     productions: Mapping[str, ProductionSnapshot]
@@ -96,7 +96,13 @@ class SchedulerConnector:
     # Start and end.
 
     def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> None:
-        """Start the side channel, after all workers have registered their memory."""
+        """Start the side channel, after all workers have registered their memory.
+
+        ``rank_metadata``  metadata of each worker, by (pipeline-parallel rank, TP rank)
+
+        Raises WireError if the workers' metadata do not match, and ConfigurationError if the side
+        channel cannot listen.
+        """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine_metadata(workers)
         encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
@@ -131,7 +137,11 @@ class SchedulerConnector:
             params = parse_params(request.kv_transfer_params)
         except WireError as error:
             # The request itself is valid: this engine computes its prompt.
-            logger.warning("request %s: %s; this engine computes its prompt", request.request_id, error)
+            logger.warning(
+                "request %s has invalid parameters, so its KV is not transferred: %s; this engine computes its prompt",
+                request.request_id,
+                error,
+            )
             # vLLM also reads the parameters and expects a dict (vllm/v1/core/sched/scheduler.py).
             request.kv_transfer_params = None
             return
@@ -141,7 +151,10 @@ class SchedulerConnector:
             self._lose(request.request_id, params)
         elif params is not None and request.prompt_embeds is not None:
             # No digest covers prompt embeddings, so the two requests could not be compared.
-            logger.warning("request %s has prompt embeddings, so this engine computes its prompt", request.request_id)
+            logger.warning(
+                "request %s has prompt embeddings, so its KV is not transferred; this engine computes its prompt",
+                request.request_id,
+            )
         elif isinstance(params, ConsumeParams):
             self.consumptions.new(request, params)
         elif isinstance(params, ProduceParams) and not params.describe:
@@ -155,14 +168,14 @@ class SchedulerConnector:
             self._warn(
                 "supervisor",
                 f"ignored the report of request {request_id[:80]!r} that engines "
-                f"{params.engines[:80]!r} have ended: its supervisor token is wrong",
+                f"{params.engines[:80]!r} have ended: it does not have this engine's supervisor token",
             )
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request.
 
         Return whether its blocks stay allocated until ``finished_sending``, and the
-        kv_transfer_params of the response.
+        kv_transfer_params of the response, if any.
         """
         self.consumptions.finished(request.request_id)
         if request.request_id not in self.productions:
@@ -179,9 +192,11 @@ class SchedulerConnector:
         }
 
     def reset(self) -> None:
-        """Share no KV from now on: the engine's weights may have been changed in memory.
+        """Stop sharing KV: the engine's weights may have been changed in memory.
 
-        Identities come from the weight files, so this holds until the engine restarts.
+        This engine sends no KV of prompts in progress, and the digests of later prompts match no
+        other engine's. Transfers of complete prompts continue. Identities come from the weight
+        files, so this holds until the engine restarts.
         """
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "
@@ -216,14 +231,19 @@ class SchedulerConnector:
         return orders
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
-        """Return this engine's address for a request with ``describe``; else None."""
+        """Return this engine's address and ``first_token_multiple``, if the request has ``describe``.
+
+        Return None for other requests.
+        """
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and params.get("describe"):
             return self._address() | {"first_token_multiple": self.productions.first_token_multiple}
         return None
 
     def _address(self) -> dict[str, Any]:
-        assert self._server is not None, "the side channel is open before the first request"
+        assert self._server is not None, (
+            "the side channel has not been started: vLLM has not passed the workers' metadata"
+        )
         address = EngineAddress(self._incarnation, self._config.reachable_host, self._server.port)
         return {
             "do_remote_prefill": True,

@@ -1,27 +1,28 @@
 """Requests that share one transfer: the choices of a client request (``n``).
 
-vLLM copies the transfer parameters to the engine request of each choice. The first one receives the
-KV. The others, its followers, wait until the transfer has ended and find the prompt in the engine's
-prefix cache (docs/decisions/0056).
+vLLM copies the transfer parameters to the engine request of each choice. The first one to arrive
+receives the KV. The others, its followers, wait until the transfer has ended. If it succeeded, they
+find the prompt in the engine's prefix cache (docs/decisions/0056).
 """
 
 from __future__ import annotations
 
 REMEMBERED_TRANSFERS = 4096
-"""Number of transfer ids whose receiving request is known. Requests that share one arrive
-together."""
+"""Maximum number of transfer ids whose receiving request is remembered. Requests that share an id
+arrive together."""
 
 
 class SharedTransfers:
-    """The receiver of each transfer, and the followers of receivers, by request id."""
+    """Receiving requests by transfer id, and the receiving request of each follower."""
 
     def __init__(self) -> None:
-        # Also of transfers that have ended, because a follower may arrive late; the latest ones.
+        # By transfer id, of the latest REMEMBERED_TRANSFERS ids. Ended transfers stay, because a
+        # follower may arrive late.
         self._receivers: dict[str, str] = {}
         self._followers: dict[str, str] = {}
 
     def join(self, transfer_id: str, request_id: str) -> bool:
-        """Add a request of a transfer; return whether it is the one that receives the KV."""
+        """Add a request of a transfer; return whether this request receives the KV."""
         receiver = self._receivers.setdefault(transfer_id, request_id)
         if len(self._receivers) > REMEMBERED_TRANSFERS:
             del self._receivers[next(iter(self._receivers))]
@@ -30,7 +31,7 @@ class SharedTransfers:
         return receiver == request_id
 
     def receiver_of(self, request_id: str) -> str | None:
-        """Return the request that receives the KV for a follower; None for other requests."""
+        """Return the id of a follower's receiving request; None for other requests."""
         return self._followers.get(request_id)
 
     def left(self, request_id: str) -> None:

@@ -1,8 +1,8 @@
-"""Ends an engine core when the process that started it ends.
+"""Ends an engine core, or vLLM's data-parallel coordinator, when the process that started it ends.
 
 vLLM stops its engine core when the parent process shuts down, but not when the parent is killed:
-the core would keep its memory and answer its peers. vLLM ends the workers of a larger engine with
-the core (vllm/v1/executor/multiproc_executor.py, ``death_writer``).
+the core would keep its memory and answer its peers. If the engine's workers are processes of their
+own, vLLM ends them with the core (vllm/v1/executor/multiproc_executor.py, ``death_writer``).
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def end_with_parent() -> None:
 
 def _wait_for(sentinel: int) -> None:
     wait([sentinel])
-    logger.critical("Tandem: the parent process of this engine has ended, so the engine core ends")
+    logger.critical("Tandem: the process that started this process of vLLM has ended, so this process ends")
     os.kill(os.getpid(), signal.SIGKILL)

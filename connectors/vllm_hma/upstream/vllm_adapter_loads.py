@@ -24,8 +24,9 @@ _LOAD = WorkerLoRAManager._load_adapter  # noqa: SLF001
 def watch_adapter_loads(watch: Callable[[LoRARequest, Path], AbstractContextManager[None]]) -> None:
     """Make the workers in this process read each adapter within ``watch(request, folder)``.
 
-    The last call counts. ``folder`` has the adapter's files: vLLM downloads an adapter of a hub
-    before. The adapter is not in memory yet when ``watch`` ends, and not at all if it raises.
+    A later call replaces ``watch``. ``folder`` has the adapter's files: an adapter of a hub has
+    been downloaded. When the context of ``watch`` ends, vLLM has read the files and not yet put the
+    adapter into use; if reading raises, it never does.
     """
 
     def load(manager: WorkerLoRAManager, request: LoRARequest) -> LoRAModel:

@@ -26,5 +26,5 @@ def run_coordinator(*arguments: Any, **named: Any) -> None:
 
 
 def end_coordinator_with_parent() -> None:
-    """Make vLLM start the coordinator with `run_coordinator`. Repeated calls have no effect."""
+    """Make vLLM start the coordinator with ``run_coordinator``. Repeated calls have no effect."""
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

@@ -1,6 +1,6 @@
-"""Removes, hides or samples the last token of a request's prompt before vLLM schedules the request.
+"""Removes or hides last tokens of a request's prompt, or makes them the only ones to sample.
 
-vLLM has no public call for this and stores the prompt's tokens twice: the scheduler computes
+vLLM has no public call for this and stores the prompt's tokens twice: the scheduler schedules
 ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/request.py
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def drop_last_token(request: Request) -> None:
     """Remove the prompt's last token, which the consumer computes.
 
-    A prompt of one token is kept.
+    A prompt of one token, or of embeddings, is kept.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
         return
@@ -49,7 +49,9 @@ def send_whole_prompt(new: NewRequestData) -> None:
 
 def show_last_tokens(request: Request) -> None:
     """Restore the hidden tokens of the prompt, so that the next step computes them."""
-    assert request.prompt_token_ids is not None, "the connector does not hide tokens of embeddings"
+    assert request.prompt_token_ids is not None, (
+        f"request {request.request_id} has prompt embeddings, so it has no hidden tokens"
+    )
     request._all_token_ids += request.prompt_token_ids[request.num_tokens :]  # noqa: SLF001 - see above
 
 

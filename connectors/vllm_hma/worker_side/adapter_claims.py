@@ -1,8 +1,9 @@
 """Adds the identities of LoRA adapters to prompt digests, and checks them while prompts run.
 
-The two requests of a transfer must use the same adapter. Each rank names the content that it has
-loaded (``model/adapters.py``). A producer's rank also checks before each step that the adapter has
-not been replaced since: vLLM may load one in place, or again from changed files.
+The two requests of a transfer must use the same adapter. Each rank adds the identity of the content
+that it has loaded (``model/adapters.py``). A producer rank also checks in each step, before, during
+and after the forward pass, that the adapter has not been replaced since: vLLM may load an adapter
+in place, or again from changed files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class AdapterClaims:
         return len(self._claims)
 
     def expect(self, expect: Expect) -> Expect:
-        """Return the order with the adapter in its digest. Remembers it until ``finished``."""
+        """Return the order with the adapter's identity in its digest.
+
+        Remember the adapter until ``finished``, or until ``take_outdated`` returns the request.
+        """
         if expect.adapter is None:
             return expect
         identity = self._loads.identity(expect.adapter)
@@ -36,13 +40,13 @@ class AdapterClaims:
         return replace(expect, prompt_digest=_digest(expect.prompt_digest, identity))
 
     def receive(self, receive: Receive) -> Receive:
-        """Return the order with the adapter in its digest."""
+        """Return the order with the adapter's identity in its digest."""
         if receive.adapter is None:
             return receive
         return replace(receive, prompt_digest=_digest(receive.prompt_digest, self._loads.identity(receive.adapter)))
 
     def finished(self, request_id: str) -> None:
-        """Forget a prefill request."""
+        """Forget the adapter of a prefill request that has ended."""
         self._claims.pop(request_id, None)
 
     def take_outdated(self) -> set[str]:
@@ -59,5 +63,5 @@ class AdapterClaims:
 
 
 def _digest(prompt: str, identity: str) -> str:
-    """Return the digest of a prompt with an adapter. An unknown adapter equals no other."""
+    """Return the digest of a prompt with an adapter; unequal to all others if it is UNKNOWN."""
     return prompt_digest((), [prompt, identity if identity != UNKNOWN else uuid.uuid4().hex])

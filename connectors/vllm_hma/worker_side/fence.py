@@ -1,4 +1,4 @@
-"""Fence between a step's computation and the readers of its KV.
+"""Device events after which the KV of a step can be read.
 
 On an accelerator, the forward pass returns before its kernels have run. Its KV may be read only
 after the device has reached an event that follows these kernels. On a CPU, the forward pass has
@@ -31,5 +31,5 @@ class StepFence:
 
     @staticmethod
     def passed(event: torch.Event | None) -> bool:
-        """Return whether the device has reached the event."""
+        """Return whether the device has reached the event; True for None."""
         return event is None or event.query()

@@ -13,7 +13,10 @@ class ProgressThread:
     """Calls ``on_start`` once, then ``progress`` in a loop.
 
     ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause.
-    ``progress`` must not raise: it checks all deadlines and answers peers.
+    ``progress`` must not raise: an exception would end the thread, which checks all deadlines and
+    answers peers.
+
+    ``first_rest_s``  pause before the first call of ``progress``, in seconds
     """
 
     def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
@@ -28,7 +31,7 @@ class ProgressThread:
     def start(self) -> None:
         """Start the thread. Call this once, when ``progress`` can run.
 
-        Raises what ``on_start`` raises: without this thread, no deadline would pass.
+        Raises what ``on_start`` raises: without this thread, no deadline would be checked.
         """
         self._thread.start()
         self._started.result()
@@ -42,11 +45,11 @@ class ProgressThread:
         return self._closed.is_set()
 
     def wake(self) -> None:
-        """End the current pause."""
+        """End the current pause; without one, skip the next."""
         self._awake.set()
 
     def close(self) -> None:
-        """Stop the thread. Waits at most _JOIN_S for the current call."""
+        """Stop the thread. Wait at most _JOIN_S seconds for the current call of ``progress``."""
         self._closed.set()
         self._awake.set()
         self._thread.join(timeout=_JOIN_S)

@@ -1,9 +1,9 @@
 """Queue of the engine steps' results, in order, until the device has computed them.
 
 The engine's thread appends the start of a step, its computed layers and its end. On an accelerator
-this thread is ahead of the device, so every entry has an event of the ``StepFence`` and is returned
-after the event has passed. Only one thread appends, without a lock, so that a forward pass never
-waits for a peer.
+this thread is ahead of the device, so entries of layers and ends have an event of the ``StepFence``
+and are yielded after the event has passed. Only this thread appends, and layers without a lock, so
+that a forward pass does not wait while the progress thread holds the lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A step starts to compute these chunks, layer by layer."""
+    """A step starts to compute these chunks, and reports each computed layer."""
 
     chunks: tuple[Chunk, ...]
 
@@ -41,7 +41,10 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The step has computed these chunks. ``begun``: request ids of the step's ``Begun``."""
+    """The step has computed these chunks.
+
+    ``begun``  request ids of the step's ``Begun``; empty without one
+    """
 
     chunks: tuple[Chunk, ...]
     begun: frozenset[str]
@@ -51,7 +54,7 @@ Entry = Begun | LayersComputed | Ended
 
 
 class Steps:
-    """Entries of the steps in progress on the device."""
+    """Entries of steps that ``passed`` has not yielded yet."""
 
     def __init__(self, groups: Sequence[Group], fence: StepFence) -> None:
         self._fence = fence
@@ -102,7 +105,7 @@ class Steps:
         self._begun = ()
 
     def drop(self, request_id: str) -> None:
-        """Remove a request from all entries: its blocks have been freed."""
+        """Remove a request from all entries: its blocks have been freed, or its KV is wrong."""
         kept: deque[tuple[torch.Event | None, Entry]] = deque()
         for event, entry in self._entries:
             match entry:
@@ -114,6 +117,6 @@ class Steps:
         self._entries = kept
 
     def passed(self) -> Iterator[Entry]:
-        """Remove and yield the entries that the device has completed."""
+        """Remove and yield entries in order, up to the first that the device has not completed."""
         while self._entries and self._fence.passed(self._entries[0][0]):
             yield self._entries.popleft()[1]

@@ -30,7 +30,7 @@ class Trace:
         try:
             self._stream.write(json.dumps(record) + "\n")
         except OSError as error:
-            logger.warning("Tandem: cannot write to trace_path, the trace ends here: %s", error)
+            logger.warning("Tandem: cannot write to the file trace_path, so this rank's trace ends: %s", error)
             self.close()
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Trace:
 def read_trace(path: Path, from_byte: int = 0) -> list[dict[str, Any]]:
     """Return the events after the first ``from_byte`` bytes of a trace file, in file order.
 
-    Incomplete lines are skipped.
+    Lines that are not complete JSON are skipped, for example one that is being written.
     """
     with path.open("rb") as stream:
         stream.seek(from_byte)
