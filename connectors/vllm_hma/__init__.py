@@ -1,1 +1,1 @@
-"""The connector that vLLM loads: carries out the state machines' actions inside vLLM's hooks."""
+"""The connectors that vLLM loads; they carry out the state machines' actions in its processes."""

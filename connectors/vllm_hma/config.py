@@ -21,18 +21,19 @@ from connectors.vllm_hma.streaming import Streaming
 class ConnectorConfig:
     """Parsed ``kv_connector_extra_config``.
 
-    ``side_channel_host``  interface of the side channel; the default serves one machine only
+    ``side_channel_host``  address on which the side channel listens; the default serves one machine
+                           only
     ``side_channel_port``  port of the side channel; 0 selects a free one. Data-parallel rank r
                            listens on this port + r
     ``advertise_host``     host name or address at which peers reach side_channel_host; required if
-                           that is 0.0.0.0
+                           that is 0.0.0.0 or ::
     ``backends``           NIXL backends
-    ``devices``            network devices for UCX; if empty, all on a host with RDMA devices, else
-                           the interface of side_channel_host
+    ``devices``            network devices for UCX; if empty, ``net_devices`` chooses
     ``integrity``          full: compare digests of all transferred bytes before a request runs;
                            off: compute none; auto: same as full
     ``streaming``          chunk: write blocks when their chunk is computed; layer: write a prompt's
-                           last chunk layer by layer; auto: the mode with the lower measured cost
+                           last chunk layer by layer; auto: the mode with the lower measured cost,
+                           and chunk on an accelerator
     ``store``              settings of the KV store; None: no store
     ``trace_path``         file for one JSON line per transfer event, for benchmarks; empty: no
                            trace
@@ -71,9 +72,9 @@ class ConnectorConfig:
         """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
         Without a choice, UCX may bind to a transient interface and hang when it disappears. An
-        engine with its side channel on a loopback address has peers on this host only. Otherwise
-        peers reach it on the side channel's interface, unless the host has RDMA
-        (docs/decisions/0006).
+        engine with its side channel on a loopback address has peers on this host only. On a host
+        with RDMA devices, UCX chooses. On other hosts, the result is the interface with the address
+        ``reachable_host``, if there is one (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices
@@ -134,7 +135,8 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     config = ConnectorConfig(**own, limits=limits, keys=keys)
     if config.reachable_host in ("0.0.0.0", "::", ""):
         raise ConfigurationError(
-            f"kv_connector_extra_config: set advertise_host to an address of {config.side_channel_host!r}"
+            f"kv_connector_extra_config: set advertise_host to an address at which peers can reach this host, "
+            f"not {config.reachable_host!r}"
         )
     return config
 

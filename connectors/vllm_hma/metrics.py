@@ -31,7 +31,7 @@ COUNTERS = {
         "vllm:tandem_kv_requests",
         "outcome",
         "Requests with a transfer, by outcome: sent (the blocks held for decode have been freed), received (all KV "
-        "arrived), recomputed (the transfer failed, and this engine computed the prompt).",
+        "arrived), recomputed (the transfer failed or was not possible, and this engine computed the prompt).",
     ),
     "bytes": (
         "vllm:tandem_kv_sent_bytes",
@@ -59,7 +59,7 @@ COUNTERS = {
     "store_requests": (
         "vllm:tandem_store_requests",
         "outcome",
-        "Lookups of prompts in the KV store: hit (at least one chunk was loaded) or miss.",
+        "Lookups of prompts in the KV store: hit (tokens beyond the engine's own cache were loaded) or miss.",
     ),
     "store_tokens": (
         "vllm:tandem_store_tokens",
@@ -84,7 +84,8 @@ COUNTERS = {
         "vllm:tandem_store_problems",
         "kind",
         "Lookups, loads and stores that were given up: late_lookup (a call to a tier), late_load (a request), "
-        "failed_load, no_staging_for_load, dropped_store, failed_store (objects).",
+        "failed_load, dropped_store, failed_store (an object), no_staging_for_load (an object, or a request that "
+        "loads a shorter prefix).",
     ),
 }
 """Metric name, label and description, by key in ``TandemStats.data["counts"]``."""
@@ -118,7 +119,7 @@ PEERS_KEPT = 64
 """Maximum number of peers with series, per engine. Each decode engine start is a new peer."""
 
 ARRIVALS_KEPT = 1024
-"""Maximum number of arrivals, and of fetches, in merged reports, which vLLM may never read."""
+"""Maximum number of arrivals, and of fetches, in reports that vLLM merges and may never read."""
 
 
 @dataclass
@@ -126,7 +127,7 @@ class TandemStats(KVConnectorStats):
     """Counts since the last report, in ``data``.
 
     ``counts``    ``{counter: {label: number}}``
-    ``ranks``     ``{rank: transfers by stage}``
+    ``ranks``     ``{rank: transfers by stage}``; under ``store``, the pending loads of the KV store
     ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer and the end
                   on the last rank, in ``time.monotonic()`` seconds of the engine's host
     ``fetches``   ``{request id: [began_at, ended_at]}``: start and end of the last fetch from the
@@ -270,7 +271,7 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             held_up.labels(*values).set(largest[key])
 
     def _keep(self, engine_idx: int, peer: str) -> None:
-        """Mark a peer as used. Above PEERS_KEPT, remove the least recently used one."""
+        """Mark a peer as used. Above PEERS_KEPT, remove the series of the least recently used."""
         self._peers.pop((engine_idx, peer), None)
         self._peers[engine_idx, peer] = None
         own = [key for key in self._peers if key[0] == engine_idx]

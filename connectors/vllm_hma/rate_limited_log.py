@@ -11,7 +11,9 @@ _MAX_CHARACTERS = 500
 
 
 class RateLimitedLog:
-    """Writes one line per kind and 10 s, with the number of omitted lines. Thread-safe.
+    """Writes at most one line per kind in _EVERY_S seconds. Thread-safe.
+
+    A line has at most _MAX_CHARACTERS of its message, and the number of lines omitted before it.
 
     ``kind`` must be one of a few constants, never text from a peer.
     """

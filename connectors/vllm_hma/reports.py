@@ -1,4 +1,4 @@
-"""Reports from the connector's worker side to its scheduler side, one per step."""
+"""Reports from the connector's worker side to its scheduler side, at most one per step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Report of one or several ranks.
 
     ``quarantine``  changes of quarantine
-    ``due``         queued requests whose prompts are about to start or whose transfers failed
+    ``due``         queued requests whose wait has ended: prefill starts the prompt, or sends no KV
     ``store``       copies of the KV store; None if there were none
     ``requested``   whether the scheduler side has requested a report even without changes
     """

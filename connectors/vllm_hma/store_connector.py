@@ -53,7 +53,10 @@ if TYPE_CHECKING:
 
 
 class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores chunks of every request, and loads stored chunks instead of computing them."""
+    """Stores chunks of requests, and loads stored chunks instead of computing them.
+
+    ``StoreScheduler.new_request`` excludes requests whose KV has no stable name.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -80,12 +83,16 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> StoreScheduler:
-        assert self._scheduler is not None, "vLLM calls scheduler methods on the scheduler's instance"
+        assert self._scheduler is not None, (
+            "this instance of TandemStoreConnector has the worker role, so it has no scheduler side"
+        )
         return self._scheduler
 
     @property
     def worker(self) -> StoreWorker:
-        assert self._worker is not None, "vLLM calls worker methods on the workers' instances"
+        assert self._worker is not None, (
+            "this instance of TandemStoreConnector has the scheduler role, so it has no worker side"
+        )
         return self._worker
 
     @property
@@ -133,7 +140,10 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Reset the store. Called by ``reset_prefix_cache(reset_connector=True)``."""
+        """Discard all fetches and use a random namespace until the engine restarts.
+
+        Called by ``reset_prefix_cache(reset_connector=True)``.
+        """
         self.scheduler.reset()
         return True
 

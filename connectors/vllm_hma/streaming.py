@@ -24,7 +24,7 @@ class Streaming(StrEnum):
 
     ``CHUNK``  after each chunk
     ``LAYER``  the last chunk layer by layer
-    ``AUTO``   whichever mode has the lower measured cost
+    ``AUTO``   the one of these modes that has the lower measured cost
     """
 
     CHUNK = "chunk"
@@ -66,7 +66,7 @@ class Governor:
     def cost(self, by_layers: bool, exposed_s: float, engine_s: float) -> None:
         """Record the measured cost of a step.
 
-        ``exposed_s``  time from the end of the step to the arrival of its last bytes, in seconds
+        ``exposed_s``  time from the end of the step to the end of its last write, in seconds
         ``engine_s``   engine time spent on handing over layers, in seconds
         """
         self._costs[by_layers].add(exposed_s + engine_s)

@@ -20,6 +20,9 @@ _PURPOSE = b"tandem peers 1"
 class Keys:
     """Keys of 32 bytes each.
 
+    ``messages``  key of the tags of messages between workers
+    ``identity``  private key of the TLS certificate on the side channel
+
     Both are empty without a secret: the engine then accepts every client as a peer.
     """
 
@@ -31,7 +34,7 @@ class Keys:
 def derive_keys(secret: str) -> Keys:
     """Return the keys for ``secret``; empty keys for an empty secret.
 
-    Raises ConfigurationError for a short secret.
+    Raises ConfigurationError for a secret of fewer than MIN_SECRET_CHARACTERS characters.
     """
     if not secret:
         return Keys()

@@ -16,11 +16,12 @@ from connectors.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-# Minimum interval between reconnects to one peer.
+# Minimum interval between reconnects to one peer, in seconds.
 _RECONNECT_EVERY_S = 1.0
 
-# A write to a broken connection puts the consumer's blocks into quarantine; a message before it
-# costs microseconds.
+# Time in seconds since the last message to a peer after which ``check`` sends one. A write to a
+# broken connection puts the consumer's blocks into quarantine; a message before it costs
+# microseconds.
 _CHECK_EVERY_S = 1.0
 
 
@@ -53,8 +54,8 @@ class MessageSender:
     def check(self, peer: Peer, message: Message) -> None:
         """Send ``message`` to detect a broken connection and reopen it.
 
-        Does nothing within _CHECK_EVERY_S of the last message. Raises TransportError if it cannot
-        be sent.
+        Does nothing if the last message to ``peer`` is less than _CHECK_EVERY_S seconds old. Raises
+        TransportError if ``message`` cannot be sent.
         """
         if time.monotonic() - self._sent_at.get(agent_name(peer), float("-inf")) >= _CHECK_EVERY_S:
             self.send(peer, message)
@@ -68,7 +69,8 @@ class MessageSender:
     def reconnect(self, name: str, error: TransportError) -> None:
         """Reopen the connection to ``name``.
 
-        Raises ``error`` within _RECONNECT_EVERY_S of the last time.
+        Raises ``error`` if the last attempt is less than _RECONNECT_EVERY_S seconds old, and
+        TransportError if the connection cannot be reopened.
         """
         with self._lock:
             now = time.monotonic()

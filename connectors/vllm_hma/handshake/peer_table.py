@@ -1,8 +1,8 @@
 """Bounded table of a worker's peers: workers of other engines.
 
-Every start of an engine is a new peer that never unregisters. The table evicts peers that have only
-sent Hello before those that have sent messages of a transfer, so a flood of Hellos evicts its own
-entries. It never evicts a busy peer.
+Every start of an engine adds new peers, which never unregister. The table evicts peers without a
+message of a transfer before peers that have sent one, so a flood of Hellos evicts its own entries.
+It never evicts a busy peer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PeerTable:
     def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
         self._busy = busy
         self._most = most
-        # Ordered from least to most recently heard.
+        # Peers without and with a message of a transfer, from least to most recently used.
         self._new: dict[Peer, None] = {}
         self._regular: dict[Peer, None] = {}
 
@@ -39,7 +39,7 @@ class PeerTable:
         return len(self._new) + len(self._regular)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """Add a peer that sent Hello; return the evicted peer, if any.
+        """Add a peer whose handshake begins; return the evicted peer, if any.
 
         Raises HandshakeError if all peers are busy.
         """

@@ -4,10 +4,11 @@
     welcome      a consumer worker is compatible: record its plan, and add it to the producer state
                  machine
     forget       a state machine has removed the peer: release its plan if the producer state
-                 machine has no such peer, and its connection if neither state machine has it
+                 machine has no such peer, and its connection if neither a state machine nor a
+                 handshake needs it
 
-Every start of an engine is a new peer that never unregisters, so the table has a limit
-(``PeerTable``): when it is full, the least recently used idle peer is removed.
+Every start of an engine adds new peers, which never unregister. The table therefore has a limit:
+when it is full, it evicts an idle peer (``PeerTable``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PeersSnapshot:
     """Copy of the peers of a worker.
 
     ``admitted``  workers with an entry in the peer table
-    ``planned``   workers with a plan
+    ``planned``   consumer workers with a plan
     """
 
     admitted: frozenset[Peer]
@@ -45,7 +46,8 @@ class PeersSnapshot:
 class Peers:
     """Peers of one worker.
 
-    Thread-safe. ``lock`` also guards the Producer and Consumer state machines.
+    ``lock``  guards these peers and the Producer and Consumer state machines. The caller of
+              ``plan``, ``spoke`` and ``forget`` holds it; the other methods take it
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Peers:
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
-        """Record a message of a transfer: peers that have only sent Hello are evicted first."""
+        """Record that a peer has sent a message of a transfer: others are evicted before it."""
         self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
@@ -118,7 +120,11 @@ class Peers:
             return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
 
     def _evict(self, peer: Peer) -> None:
-        """Remove an idle peer from both state machines, with its plan and connection."""
+        """Remove an idle peer from both state machines, with its plan and connection.
+
+        The consumer state machine removes all workers of the peer's engine, unless requests still
+        depend on them.
+        """
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):
             self.forget(sibling.peer)

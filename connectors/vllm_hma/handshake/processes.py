@@ -1,8 +1,8 @@
 """Liveness of a process of this host, by its identity: a dead process writes no more.
 
 Process ids are valid in one pid namespace of one running kernel only, and are reused. An identity
-therefore contains the boot id, the namespaces and the start time. A process of another host is
-UNKNOWN, never GONE.
+therefore contains the boot id, the namespaces and the start time. A process of another host or
+namespace is UNKNOWN, never GONE.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
 
 _PROC = Path("/proc")
 _STATE, _STARTED_AT = 0, 19
-"""Field numbers in ``/proc/PID/stat``, counted after the command name (proc_pid_stat(5))."""
+"""Indices from 0 of the fields after the command name in ``/proc/PID/stat`` (proc_pid_stat(5))."""
 
 
 class Liveness(Enum):
-    """State of a process."""
+    """State of a process. UNKNOWN: this host cannot tell."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -36,7 +36,7 @@ def own_process() -> ProcessIdentity:
 
 
 def liveness(process: ProcessIdentity) -> Liveness:
-    """Return whether ``process`` is alive. A stopped process is alive, a zombie is not."""
+    """Return the state of ``process``. A stopped process is ALIVE, a zombie is GONE."""
     try:
         if not process.host or process.host != _host():
             return Liveness.UNKNOWN
@@ -69,7 +69,7 @@ def _liveness(process: ProcessIdentity, stat: list[str], threads: int) -> Livene
 
 @cache
 def _host() -> str:
-    """Return this kernel's boot id and the namespaces in which pids and start times are counted."""
+    """Return this kernel's boot id, and the inodes of the namespaces of pids and start times."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.stat(_PROC / "self/ns" / name).st_ino for name in ("pid", "time")]
     return "/".join([boot, *map(str, namespaces)])

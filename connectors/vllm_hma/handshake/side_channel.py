@@ -1,14 +1,16 @@
-r"""The side channel: a TCP server through which peers fetch an engine's agent metadata.
+r"""The side channel: a TCP server from which peers fetch agent metadata and states of processes.
 
-Each connection carries one request and one response: a decode rank fetches metadata at first
-contact. KV does not use this channel. With a secret, the connection is TLS, and only peers with the
+Each connection carries one request and one response. A decode rank fetches an engine's metadata at
+first contact, and asks whether a silent prefill worker's process lives. KV does not use this
+channel. With a secret, the connection is TLS, and only peers with the
 secret can complete the TLS handshake (``tls.py``): a client with the agent metadata can write to
 this engine's memory.
 
-Each connection is limited to TALK_S and to a few kilobytes. Above MAX_CONNECTIONS, the server
-closes the oldest. Engines run it in its own process (``metadata_process.py``), so a flood does not
-block the scheduler's interpreter; elsewhere, it accepts one connection per PACE_S. A rejected
-client retries until its deadline.
+Each connection is limited to TALK_S seconds, and each request to _MAX_REQUEST_BYTES. Above
+MAX_CONNECTIONS, the server closes the oldest connection. Engines run the server in its own process
+(``metadata_process.py``), so a flood does not block the scheduler's interpreter; elsewhere, it
+accepts one connection per PACE_S seconds. A client whose connection breaks retries until its
+deadline.
 
     request    b"tandem/VERSION metadata\n"
     response   b"TDA" | version | n | n lengths | n agent metadata
@@ -66,11 +68,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Serves one engine's agent metadata until ``close``.
+    """Serves one engine's agent metadata, and states of its host's processes, until ``close``.
 
     ``port``      listening port
     ``identity``  key of the TLS certificate (``Keys.identity``); empty: plain TCP for every client
     ``pace_s``    pause between accepted connections, in seconds
+
+    Raises ConfigurationError if it cannot listen.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class MetadataServer:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Stop listening and close all connections. Idempotent."""
         if self._thread.is_alive():
             # The loop may have been closed after the check.
             with contextlib.suppress(RuntimeError):
@@ -152,7 +156,7 @@ class MetadataServer:
             async with asyncio.timeout(TALK_S):
                 await self._answer_one(connection, streams, who)
         except TimeoutError:
-            self._warn("slow", f"side channel: {who} sent no complete request within {TALK_S:g} s")
+            self._warn("slow", f"side channel: closed the connection of {who}, which did not end within {TALK_S:g} s")
         except ssl.SSLError as error:
             self._warn("secret", f"side channel: {_meaning(error, who)}")
         except (OSError, EOFError) as error:
@@ -219,7 +223,7 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket on this interface only."""
+    """Return a listening socket on this address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
@@ -245,7 +249,7 @@ def _text_frame(kind: bytes, text: str) -> bytes:
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
-    """Return the cause of a failed TLS handshake: another secret, or a broken connection."""
+    """Return the cause of a failed TLS handshake: a different secret, or TLS's own error."""
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
         return str(PeerSecretError(f"peer {who}", "its secret differs from this engine's"))
     return f"peer {who}: TLS failed: {error}"
@@ -255,10 +259,11 @@ def _meaning(error: ssl.SSLError, who: str) -> str:
 
 
 def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineMetadata:
-    """Fetch an engine's agent metadata. Blocks for at most ``timeout_s``.
+    """Fetch an engine's agent metadata. Blocks for at most ``timeout_s`` seconds.
 
-    Raises PeerSecretError if the secrets differ, HandshakeError without a response in time,
-    StaleReferenceError if another incarnation responds, and WireError for a malformed response.
+    Raises PeerSecretError if the secrets differ, HandshakeError if the engine is unreachable or
+    sends no response in time, StaleReferenceError if another incarnation responds, and WireError
+    for a malformed response.
     """
     rank_metadata = [decode_agent_metadata(part) for part in _ask(_METADATA_REQUEST, host, port, timeout_s, identity)]
     agent_metadata = engine_metadata({worker.rank: worker for worker in rank_metadata})
@@ -271,8 +276,9 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
-    """Ask an engine whether a process of its host is alive. Blocks for at most ``timeout_s``.
+    """Ask an engine whether a process is alive. Blocks for at most ``timeout_s`` seconds.
 
+    UNKNOWN if the engine's host cannot tell, for example because the process is on another host.
     Raises TandemError without a valid response.
     """
     request = b"tandem/%d process %s %d %d\n" % (
@@ -293,7 +299,8 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
     """Send a request; return the parts of the response.
 
-    Retries until the deadline, because an overloaded engine rejects connections.
+    Retries broken connections until the deadline, because an overloaded engine closes connections.
+    A refused connection is not retried: no engine listens there.
     """
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
@@ -359,7 +366,10 @@ class _Attempt:
                 raise PeerSecretError(self._where, f"its error is: {text}")
             raise WireError(f"{self._where} answered with an error: {text}")
         if version != PROTOCOL_VERSION:
-            raise WireError(f"{self._where} has protocol version {version}, this engine {PROTOCOL_VERSION}")
+            raise WireError(
+                f"{self._where} has protocol version {version}, this engine {PROTOCOL_VERSION}; run the same "
+                "release of Tandem on both"
+            )
         if kind == _LIVENESS:
             return [self._receive(connection, min(number, _MAX_REQUEST_BYTES))]
         if number > _MAX_RANKS:
@@ -367,7 +377,8 @@ class _Attempt:
         lengths = struct.unpack(f"<{number}I", self._receive(connection, 4 * number))
         if max(lengths, default=0) > MAX_METADATA_BYTES or sum(lengths) > _MAX_ANSWER_BYTES:
             raise WireError(
-                f"{self._where} has agent metadata of {sum(lengths)} bytes; the limit is {_MAX_ANSWER_BYTES}"
+                f"{self._where} has agent metadata of {sum(lengths)} bytes, {max(lengths)} for one rank; the limits "
+                f"are {_MAX_ANSWER_BYTES} and {MAX_METADATA_BYTES}"
             )
         return [self._receive(connection, length) for length in lengths]
 

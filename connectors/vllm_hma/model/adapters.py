@@ -1,4 +1,4 @@
-"""Content of the LoRA adapters in this process's memory, as vLLM has read them from files.
+"""Identifies the content of LoRA adapters in this process's memory, as vLLM read it from files.
 
 KV belongs to the weights in memory, and the files of an adapter may have changed since vLLM read
 them. So an adapter's digest is taken when vLLM reads it (docs/decisions/0031).
@@ -53,11 +53,12 @@ class AdapterLoads:
 
     An identity is equal on two engines only if they have loaded the same content. It is UNKNOWN,
     until the engine ends, for a path that has had two contents, and for a path whose weights have
-    been replaced by those of another path: KV of both may be in vLLM's prefix cache.
+    been replaced by those of another path: KV of both may be in vLLM's prefix cache. It is also
+    UNKNOWN for files that changed or could not be read while vLLM read them.
     """
 
     def __init__(self) -> None:
-        # Number of records that have made an identity unknown.
+        # How often an identity has become UNKNOWN.
         self.replaced = 0
         self._identities: dict[Adapter, str] = {}
         self._read: dict[Path, tuple[_State, str]] = {}
@@ -83,13 +84,16 @@ class AdapterLoads:
         self._record(Adapter(request.lora_int_id, request.lora_path), content)
 
     def _digest(self, folder: Path) -> tuple[_State | None, str]:
-        """Return the state of the files before their digest was taken, and the digest."""
+        """Return the state of the files before their digest was taken, and the digest.
+
+        (None, UNKNOWN) if they cannot be read.
+        """
         state = _state(folder)
         if state is None:
             return None, UNKNOWN
         known = self._read.get(folder)
         if known is None or known[0] != state:
-            # Without a record of the last digest, an adapter loaded in place costs one per step.
+            # Without this record, an adapter loaded in place would cost one digest per step.
             try:
                 known = self._read[folder] = (state, _digest(folder, state))
             except OSError:
@@ -140,7 +144,7 @@ def _state(folder: Path) -> _State | None:
 
 
 def _digest(folder: Path, state: _State) -> str:
-    """Return the digest of names and content of the files. Raises OSError."""
+    """Return the digest of names and content of the files. Raises OSError if one is unreadable."""
     whole = hashlib.blake2b(digest_size=16)
     for name, *_ in state:
         whole.update(f"{name}:{digest_file(folder / name)};".encode())

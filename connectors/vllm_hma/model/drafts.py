@@ -37,7 +37,7 @@ def check_method(config: VllmConfig) -> None:
 
 
 def check_store(config: VllmConfig) -> None:
-    """Raise ConfigurationError if the cache holds KV of drafts, which no test stores yet."""
+    """Raise ConfigurationError if the cache holds KV of drafts: storing it is not tested."""
     speculative = drafting(config)
     if speculative is not None:
         raise ConfigurationError(
@@ -58,7 +58,7 @@ def reads_next_token(config: VllmConfig) -> bool:
 
 
 def draft_identity(config: VllmConfig) -> str:
-    """Return a digest of the draft model; empty if the cache holds no drafts.
+    """Return a digest of the draft model; empty if the cache holds no KV of drafts.
 
     The digest excludes the number of speculated tokens, which may differ between two engines.
     """

@@ -11,8 +11,8 @@ Part of ``translate.py``. vLLM stores one int8 page per state, with the tensors 
 
 Each section in brackets is split evenly over the ranks. B and C of a Mamba-2 model with a single
 group are replicated on every rank. A convolution state holds its last tokens as (channels, tokens),
-called DS, or as (tokens, channels), SD. Any other state moves as one opaque page, between engines
-of equal TP size.
+called DS, or as (tokens, channels), SD. Any other state moves as one opaque page: between any
+engines if vLLM replicates it on every rank, else between engines of equal TP size.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Translates vLLM's cache specs and tensors to an ``EngineLayout``. No other module reads them.
+"""Translates vLLM's cache specs and tensors to an ``EngineLayout``.
 
 vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), where content
 is K and V of one token of one head, for any strides. CPU attention keeps that shape but packs a
-head's tokens differently: K first, then V, each in tiles by instruction set
+head's tokens differently: K first, then V, each in stripes by instruction set
 (``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per state
 (``states.py``).
 
-A new model family needs a branch in this module only. For an unknown cache, the module raises
-UnsupportedCacheError with the layer and the spec.
+Only this module and ``states.py`` read the specs and tensors, so only they need a branch for a new
+model family. For an unknown cache, they raise UnsupportedCacheError with the layer and the reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def engine_layout(
 ) -> EngineLayout:
     """Return the layout of this worker's cache.
 
-    ``views[layer]`` is an attention layer's (blocks, KV heads, states, content) tensor.
+    ``views[layer]`` is an attention layer's (blocks, KV heads, states, content) tensor, or a state
+    layer's (blocks, 1, 1, bytes) tensor.
 
     Raises UnsupportedCacheError for a layer whose bytes cannot be mapped.
     """
@@ -75,7 +76,7 @@ def engine_layout(
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the groups without layers, for the scheduler, which has no tensors.
+    """Return the groups without layers, for which no tensors are needed, as in the scheduler.
 
     Raises UnsupportedCacheError for unsupported caches before the engine accepts requests.
     """
@@ -92,7 +93,9 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
         specs = {layer: _layer_spec(group.kv_cache_spec, layer) for layer in group.layer_names}
         kinds = {(*_kind(layer, spec), spec.block_size) for layer, spec in specs.items()}
         if len(kinds) != 1:
-            raise UnsupportedCacheError(group.layer_names[0], "its group mixes kinds of attention", _SEPARATE)
+            raise UnsupportedCacheError(
+                group.layer_names[0], "its group mixes kinds of attention, window sizes or block sizes", _SEPARATE
+            )
         if not group.enable_kv_transfer or group.host_resident:
             raise UnsupportedCacheError(group.layer_names[0], "vLLM excludes its group from KV transfers", _SEPARATE)
         ((kind, window, block_tokens),) = kinds
@@ -259,7 +262,7 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
 
 
 def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
-    """Return the KV heads of this layer in the whole model.
+    """Return the number of KV heads of this layer in the whole model.
 
     vLLM splits heads evenly and puts ``spec.num_kv_heads`` on this rank. Several heads per rank
     determine the total. A single head per rank is either one of ``tp_size`` heads or a replica;
@@ -280,7 +283,7 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
 
 
 def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int | None:
-    """Return the KV heads that the model's configuration states for this layer; None if unknown."""
+    """Return the number of KV heads that the configuration states for a layer; None if unknown."""
     model = model_of(config, layer)
     text = model.hf_text_config
     if getattr(text, "block_configs", None):

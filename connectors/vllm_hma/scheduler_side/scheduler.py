@@ -231,10 +231,7 @@ class SchedulerConnector:
         return orders
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
-        """Return this engine's address and ``first_token_multiple``, if the request has ``describe``.
-
-        Return None for other requests.
-        """
+        """Return this engine's address and ``first_token_multiple``; None without ``describe``."""
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and params.get("describe"):
             return self._address() | {"first_token_multiple": self.productions.first_token_multiple}

@@ -1,4 +1,4 @@
-"""Removes or hides last tokens of a request's prompt, or makes them the only ones to sample.
+"""Removes or hides the last tokens of a request's prompt, or allows only the last one as sample.
 
 vLLM has no public call for this and stores the prompt's tokens twice: the scheduler schedules
 ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
