@@ -1,9 +1,9 @@
 """LoRA adapters of one engine, changed at run time and synchronized with the engine's peers.
 
-Each load or unload has a version, the time of its request. An engine stores the newest change of
-each adapter name, unloads included, and applies newer changes of its peers. So a replica that
-starts, or that missed a change, ends up with the same adapters. When all engines have ended,
-adapters loaded at run time are lost, as in vLLM.
+Each load or unload has a version, the time of its request; a client's unload has one above that of
+the change before it. An engine stores the newest change of each adapter name, unloads included, and
+applies newer changes of its peers. So a replica that starts, or that missed a change, ends up with
+the same adapters. When all engines have ended, adapters loaded at run time are lost, as in vLLM.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 5.0
-"""Interval at which an engine applies its peers' changes."""
+"""Interval in seconds at which an engine applies its peers' changes."""
 
 AdapterStates = Mapping[str, tuple[int, str | None, bool]]
 """Fields of the `AdapterState` of each adapter, by adapter name."""
@@ -35,7 +35,8 @@ AdapterStates = Mapping[str, tuple[int, str | None, bool]]
 class AdapterState:
     """Last change of one adapter.
 
-    ``version``  time of the request in ns of Unix time; 0 for an adapter of the configuration
+    ``version``  time of the request in ns of Unix time, or a higher number after an unload; 0 for
+                 an adapter of the configuration
     ``path``     folder of the adapter; None after an unload
     """
 
@@ -104,7 +105,9 @@ class EngineAdapters:
             problem = repr(error)
         if problem is not None and (name, change.version) not in self._refused:
             self._refused.add((name, change.version))
-            logger.error("cannot load adapter %s, which peers have: %s", name, problem)
+            logger.error(
+                "cannot apply a peer's change of adapter %s; trying again at each synchronization: %s", name, problem
+            )
 
     async def _take(self, name: str, change: AdapterState) -> str | None:
         """Apply one change of a peer. Return None, or why the adapter cannot be loaded."""

@@ -39,7 +39,7 @@ OWNED = {
     ),
     "enable_elastic_ep": "remove it; the number of data-parallel ranks of a replica is fixed",
 }
-"""Engine arguments that Tandem sets, and the remedy for the error message."""
+"""Engine arguments that Tandem sets or does not support, and the remedy for the error message."""
 
 _NO_ENDPOINT = "remove it; the router does not serve these endpoints"
 
@@ -273,21 +273,22 @@ SAMPLING_ARGUMENTS = (
     "return_sampling_mask",
     "structured_outputs_config",
 )
-"""Engine arguments that change tokens or logprobs of an answer."""
+"""Engine arguments for sampling and output. Prefill samples no first token for a decode engine
+whose values differ from its own."""
 
 
 def why_no_first_token(settings: ServiceSettings) -> str | None:
     """Return why a prefill engine cannot sample the first token of decode's answers, or None."""
     prefill, decode = engine_arguments(settings, "prefill"), engine_arguments(settings, "decode")
     if prefill.get("speculative_config") or decode.get("speculative_config"):
-        return "with speculative decoding, a step may have several tokens"
+        return "with speculative decoding, a step may generate several tokens"
     for name in SAMPLING_ARGUMENTS:
         if prefill.get(name) != decode.get(name):
             return f"prefill.engine.{name} differs from decode.engine.{name}"
     if settings.allow_runtime_lora_updating:
-        return "the two engines may have different adapters of one name for a moment"
+        return "after a client has loaded an adapter, the two engines may briefly have different adapters of one name"
     if settings.store.enabled:
-        return "it has not been tested with the KV store"
+        return "sampling by prefill has not been tested with the KV store"
     return None
 
 

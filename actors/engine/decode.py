@@ -42,7 +42,8 @@ class Decode(EngineActor):
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
         """Fetch the probes of a starting prefill replica.
 
-        ``probes``  transfer parameters, by engine id of this replica's rank that fetches them
+        ``probes``  transfer parameters of the probes that a rank of this replica fetches, by the
+                    rank's name (`engines`)
         """
         for rank, name in enumerate(self.engines):
             for probe in probes.get(name, ()):
@@ -50,11 +51,14 @@ class Decode(EngineActor):
 
     @property
     def warm(self) -> frozenset[str]:
-        """Ids of the prefill engines whose probe every rank of this replica has fetched."""
+        """Ids of the prefill engines whose probe every rank of this replica has served.
+
+        After a failed transfer, a rank computes the probe itself.
+        """
         return frozenset.intersection(*map(frozenset, self._warm))
 
     async def warm_up_new_pairs(self) -> None:
-        """Fetch a probe from each new prefill engine, all at once: unreachable engines time out."""
+        """Fetch a probe from each new prefill engine, in parallel: unreachable ones time out."""
         await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
 
     async def _warm_up_new_pairs(self, rank: int) -> None:
@@ -65,7 +69,10 @@ class Decode(EngineActor):
         for probe, problem in zip(probes, fetches, strict=True):
             if isinstance(problem, TimeoutError):
                 # Not fatal: after a failed transfer the decode engine computes the prompt.
-                logger.warning("warm-up with prefill engine %s timed out", probe.get("remote_engine_id"))
+                logger.warning(
+                    "warm-up with prefill engine %s timed out; it is repeated, and requests use the engine meanwhile",
+                    probe.get("remote_engine_id"),
+                )
             elif problem is not None:
                 raise problem
 

@@ -2,8 +2,8 @@
 
 Before Serve marks a new replica ready, the replica exchanges a probe with each running replica of
 the other role. Two replicas that start at the same time do not find each other, so decode also
-looks for new prefill replicas every `WARM_UP_INTERVAL_S`. Without warm-up, the first request of a
-pair waits for the handshake.
+looks for new prefill replicas every `WARM_UP_INTERVAL_S` seconds. Without warm-up, the first
+request of a pair waits for the handshake.
 """
 
 import asyncio
@@ -26,17 +26,18 @@ ProbeParams = Mapping[str, Any]
 """`kv_transfer_params` with which a decode engine fetches the KV of a probe."""
 
 FETCH_MARGIN_S = 10.0
-"""Time for a probe besides the handshake: prompt, transfer, recomputation if the transfer fails."""
+"""Time in seconds for a probe besides the handshake: prompt, transfer, and recomputation if the
+transfer fails."""
 
 CALL_MARGIN_S = 5.0
-"""Time for Serve's calls between replicas."""
+"""Time in seconds for Serve's calls between replicas."""
 
 WARM_UP_INTERVAL_S = 5.0
-"""Interval at which a decode replica looks for new prefill replicas."""
+"""Interval in seconds at which a decode replica looks for new prefill replicas."""
 
 
 def probe_timeout_s(transfer: TransferSettings) -> float:
-    """Return the timeout of one probe: a failing handshake reports its reason earlier."""
+    """Return the timeout of a probe in seconds: a failing handshake reports its reason earlier."""
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
@@ -47,7 +48,7 @@ def peer_deployment(role: RoleName) -> str:
 
 
 class PeerReplicas:
-    """Calls all replicas of a role of this model, within `probe_timeout_s` + CALL_MARGIN_S."""
+    """Calls all replicas of a role of this model, for at most `probe_timeout_s` + CALL_MARGIN_S."""
 
     def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
         """Use `handle` for the role, or get it from Serve at the first call."""
@@ -56,23 +57,26 @@ class PeerReplicas:
         self._handle = handle
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Return the results of the replicas that reply in time; empty without replicas."""
+        """Return the results of the replicas that reply in time; empty if none does."""
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
             return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.timeout_s)
         except (RayError, RayServeException, TimeoutError) as error:
-            logger.debug("no replica to warm up with: %r", error)
-        except Exception as error:  # warm-up is optional
+            logger.debug("no replica answers: %r", error)
+        except Exception as error:  # the caller continues without these replicas
             logger.warning("cannot call %s replicas (%s): %r", self.role, method, error)
         return []
 
 
 async def every(seconds: float, work: Any) -> None:
-    """Call the coroutine function `work` every `seconds`; log its exceptions and continue."""
+    """Call the coroutine function `work` again and again, `seconds` after the end of each call.
+
+    Log its exceptions and continue.
+    """
     while True:
         await asyncio.sleep(seconds)
         try:
             await work()
         except Exception:
-            logger.exception("cannot look for new replicas; trying again")
+            logger.exception("a periodic task of this replica failed; it is repeated")

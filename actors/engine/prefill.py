@@ -79,7 +79,7 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank whose id is not in `known`; return transfer parameters."""
+        """Compute a probe on each rank whose engine id is not in `known`; return its parameters."""
         return [
             await self.engine.produce_probe(self._probe_s, rank)
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
@@ -95,6 +95,6 @@ class Prefill(EngineActor):
             await decode.ask("fetch_probes", probes)
 
     async def discard(self, rank: int, transfer_id: str) -> None:
-        """Free the KV of a transfer of `rank`; ignore transfers without a call on this replica."""
+        """Free the KV of a transfer of `rank`; ignore transfers without an open call here."""
         if transfer_id in self._held:
             await self.engine.discard(transfer_id, rank)

@@ -15,7 +15,7 @@ from actors.router.single_flight import SingleFlight
 from actors.telemetry.recent_requests import newest_of
 
 STATUS_AGE_S = 1.0
-"""Maximum age of a status. Limits the load on engines when many status pages are open."""
+"""Maximum age of a status in seconds. Limits the load on engines if many status pages are open."""
 
 RECENT_SHOWN = 60
 """Number of recent requests in a status."""
@@ -60,7 +60,7 @@ class RouterReplica(Router):
         return dict(counts)
 
     async def router_metrics(self) -> list[RouterMetricsText]:
-        """Return the expositions of this replica and its peers, without peers that time out."""
+        """Return the expositions of this replica and of the peers that answer, by replica id."""
         own = await self.own_metrics()
         others = dict(await self._ask_peers("own_metrics")) | dict([own])
         return sorted(others.items())

@@ -1,8 +1,8 @@
-"""Derives the bodies of both legs from a client's request. Pure.
+"""Derives the bodies of both legs from a client's request, and the request's route. Pure.
 
 The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
 omits fields that concern only the output. If prefill samples the first token, its leg is the
-client's request, too. Both carry the same single-use transfer id.
+client's request, too. Both legs carry transfer parameters with the same single-use transfer id.
 """
 
 from collections.abc import Mapping
@@ -120,9 +120,9 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
 def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
     """Return the reason why decode must sample the first token, or None if prefill can do it.
 
-    Decode samples the same token again. The router drops decode's events of this token, as in a
-    resumed stream. If decode samples a different token, the router resumes the stream with
-    prefill's token.
+    If prefill samples it, decode samples the same token again. The router drops decode's events of
+    this token, as in a resumed stream. If decode samples a different token, the router resumes the
+    stream with prefill's token.
     """
     if body.get("stream") is not True:  # vLLM converts other values
         return "not streamed"

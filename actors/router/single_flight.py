@@ -9,7 +9,10 @@ Answer = TypeVar("Answer")
 
 
 class SingleFlight(Generic[Answer]):
-    """Returns a result at most `age_s` old; concurrent callers wait for the same call."""
+    """Returns the result of a call that ended at most `age_s` seconds ago.
+
+    Concurrent callers wait for the same call.
+    """
 
     def __init__(self, make: Callable[[], Awaitable[Answer]], age_s: float) -> None:
         self._make = make

@@ -35,11 +35,11 @@ class MixCosts:
             self._transfers.append((size_bytes, seconds))
 
     def transfer_s(self, size_bytes: int) -> float:
-        """Return the estimated time of a transfer; infinite before the first one."""
+        """Return the estimated seconds of a transfer; infinite before the first transfer."""
         return size_bytes * min((seconds / size for size, seconds in self._transfers), default=math.inf)
 
     def load_s(self, size_bytes: int) -> float:
-        """Return the estimated time of a load; 0 before the first, infinite if none read a byte."""
+        """Return the estimated seconds of a load; 0 before the first, infinite if none read any."""
         seconds = sum(each[1] for each in self._loads)
         read = sum(each[0] for each in self._loads)
         if not seconds:
@@ -47,10 +47,10 @@ class MixCosts:
         return size_bytes * seconds / read if read else math.inf
 
     def patience_s(self, size_bytes: int) -> float:
-        """Return the time to wait for a load of ``size_bytes``.
+        """Return the longest time to wait for a load of ``size_bytes``, in seconds.
 
-        The result is 0 if a transfer would take no longer. Each such result discards the oldest
-        measured load, so a tier that recovers is used again.
+        The result is 0 if a transfer of the same bytes would take no longer than the load. Each
+        such result discards the oldest measured load, so a tier that recovers is used again.
         """
         transfer_s = self.transfer_s(size_bytes)
         if self.load_s(size_bytes) < transfer_s:

@@ -21,11 +21,12 @@ class StoreSettings:
     ``memory_gib``    budget of host memory in GiB, shared by all engines of this host; 0: no memory
                       tier
     ``memory_path``   folder on a tmpfs; engines with the same folder share its objects
-    ``chunk_tokens``  tokens per object
+    ``chunk_tokens``  tokens per chunk, for which each KV cache group has an object
     ``staging_mib``   shared memory of this engine between files and KV blocks, in MiB
-    ``lookup_s``      time after which a lookup without an answer is a miss, and a read that
-                      delivers nothing has failed, in seconds
-    ``load_s``        time after which unverified loads are not used, in seconds
+    ``lookup_s``      time after which a lookup without an answer is a miss, and after which a fetch
+                      ends if the tiers deliver no bytes to it, in seconds
+    ``load_s``        time from the start of a fetch after which unverified objects are not loaded,
+                      in seconds
     ``store_s``       time after which an unwritten object is dropped, in seconds
     """
 

@@ -50,8 +50,8 @@ def root_cause(log: str) -> str | None:
     """Return the exception that stopped the engine, from the end of its traceback, or None.
 
     The process that failed is the first one to log an exception: a worker logs before the engine
-    core, the engine core before the process that started it. Returns the last of chained
-    exceptions.
+    core, the engine core before the process that started it. Of chained exceptions, the result is
+    the last.
     """
     for record in _error_records(log.splitlines()):
         cause = _last_exception(record.lines)

@@ -66,7 +66,7 @@ class StartProgress:
 
     @property
     def log(self) -> str:
-        """Path of the engine's stdout log on this node, in the same folder as the stderr log."""
+        """Path of the engine's stdout log on this node, beside the stderr log; "" without a log."""
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:

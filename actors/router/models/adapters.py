@@ -10,13 +10,13 @@ from actors.router.models.model_router import ModelRouter
 from configs.settings.base import RoleName
 
 CHANGE_S = 120.0
-"""Timeout of a change on one engine, which may read an adapter from a slow disk."""
+"""Timeout in seconds of a change on one engine, which may read an adapter from a slow disk."""
 
 NAMES_S = 2.0
-"""Timeout of the call that reads the adapters of an engine."""
+"""Timeout in seconds of the call that reads the adapters of an engine."""
 
 NAMES_AGE_S = 5.0
-"""Maximum age of the known names of adapters."""
+"""Maximum age in seconds of the known names of adapters."""
 
 Replies = Mapping[tuple[RoleName, str], Any]
 """Result by role and replica: None, an error body in OpenAI's format, or an exception."""
@@ -54,9 +54,9 @@ class AdapterNames:
     async def model_of(self, name: str) -> ModelRouter | None:
         """Return the model that has the adapter `name`, or None.
 
-        For an unknown name, reads the engines' adapters first: another router may have just loaded
-        it. Raises UnavailableError if no model that answers has the adapter and another model does
-        not answer.
+        Reads the engines' adapters first if the name is unknown, as another router may have just
+        loaded it, or if the known names are older than NAMES_AGE_S. Raises UnavailableError if no
+        model that answers has the adapter and another model does not answer.
         """
         if not self._with(name) or time.monotonic() - self._read_at > NAMES_AGE_S:
             await self._read()
@@ -137,8 +137,8 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
 async def unload(model: ModelRouter, name: str) -> None:
     """Unload an adapter on all engines of `model`; running requests keep it.
 
-    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer. This
-    engine applies its peers' change later (`EngineAdapters.merge`).
+    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer. An
+    engine that does not answer applies its peers' change later (`EngineAdapters.merge`).
     """
     replies = await _tell(model, "unload_adapter", name, time.time_ns())
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}

@@ -1,7 +1,8 @@
 """Names of stored objects, by model (namespace), tokens (prefix) and KV cache group.
 
     namespace  weights and configuration, dtypes, vLLM release, layout of objects
-    prefix     all token ids from the first one, the adapter, the salt, and images at their offsets
+    prefix     all token ids from the first one, the adapter, the salt, and multimodal inputs at
+               their offsets
     key        namespace, prefix up to the object's end, group
 
 All are BLAKE2b of bytes defined here. They do not depend on Python's ``hash``, the TP size, block
@@ -61,7 +62,10 @@ class Feature:
 
 
 def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> bytes:
-    """Return the namespace of a model's objects. ``store`` is the layout of the virtual engine."""
+    """Return the namespace of a model's objects, NAMESPACE_BYTES long.
+
+    ``store``  layout of the virtual engine
+    """
     groups = [
         {
             "kind": spans.group.kind.value,
@@ -89,11 +93,11 @@ def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> 
 
 
 class PrefixChain:
-    """Digests of one request's prefixes at the ends of objects, extended as tokens are computed.
+    """Digests of one request's prefixes at the ends of objects, extended as tokens become known.
 
     A digest covers all tokens from the first one, and is the same for any division into ``extend``
-    calls. The chain keeps the digest at each multiple of ``spans`` (``StorePlan.spans``). Features
-    must be given before the tokens at which they begin.
+    calls. The chain keeps the digest at each multiple of ``spans`` (``StorePlan.spans``). A feature
+    is part of all digests of prefixes that end after its offset.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class PrefixChain:
         self.tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens. Raises PlanError for negative ids and features within hashed tokens."""
+        """Append tokens. Raises PlanError for a negative id, or a feature at a negative offset."""
         ids = np.asarray(token_ids, "<i8")
         if len(ids) and int(ids.min()) < 0:
             raise PlanError("token ids must not be negative")
@@ -139,7 +143,10 @@ class PrefixChain:
                 self._add("feature", self._features.pop().identifier)
 
     def prefix(self, end_token: int) -> bytes:
-        """Return the digest of the first ``end_token`` tokens, a multiple of one of ``spans``."""
+        """Return the digest of the first ``end_token`` tokens.
+
+        ``end_token`` is a multiple of one of ``spans`` that ``extend`` has reached.
+        """
         return self._digests[end_token]
 
     def key(self, ref: ObjectRef) -> bytes:

@@ -22,7 +22,7 @@ from connectors.planning.plan import PairPlan, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.store.planning.spans import GroupSpans, StorePlan
 
-# Processes on x86-64 and AArch64 have no memory above this address.
+# By default, processes on x86-64 and AArch64 have no memory above this address.
 _ADDRESSES = 1 << 48
 
 
@@ -72,7 +72,8 @@ def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
     """Plan both directions for one rank, and prove that a load fills the rank's blocks.
 
-    ``prove_store`` proves that all ranks together fill an object. Raises PlanError and CoverError.
+    ``prove_store`` proves that all ranks together fill an object. Raises PlanError if the bytes
+    cannot be mapped, and CoverError if the proof fails.
     """
     store, rank = store_layout(plan, layout), stored_part(plan, layout)
     plans = RankPlans(plan_pair(rank, store), plan_pair(store, rank))
@@ -83,7 +84,8 @@ def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
 def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayout:
     """Prove that an engine's ranks together write each byte of an object once.
 
-    Return the layout of the virtual engine. Raises PlanError and CoverError.
+    Return the layout of the virtual engine. Raises PlanError if the ranks' layouts of objects
+    differ, and CoverError if the proof fails.
     """
     stores = [store_layout(plan, layout) for layout in layouts]
     if any(store != stores[0] for store in stores):

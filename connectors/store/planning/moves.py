@@ -24,7 +24,7 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 
 
 def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) -> bool:
-    """Return whether a block table still has all blocks of an object."""
+    """Return whether a group's block table still has all blocks of an object's kept tokens."""
     if spans.is_state:
         first = state_position(spans.group, ref.end_token)
     else:

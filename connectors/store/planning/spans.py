@@ -1,4 +1,4 @@
-"""Plans how each KV cache group is divided into stored objects. Runs once, when an engine starts.
+"""Plans how each KV cache group is divided into stored objects, when an engine starts.
 
 chunk  ``chunk_tokens`` tokens of a request
 row    tokens that a kernel packs together (``planning/layout.py``)
@@ -12,7 +12,7 @@ An object *keeps* the tokens that a reader needs:
 
     full attention     its whole span
     sliding window     the last tokens that attention after the chunk's end reads, their number
-                       rounded up to a power of two
+                       rounded up to a power of two and then to whole rows; at most the chunk
     chunked attention  the whole chunk; nothing if attention chunks end at every chunk end
     state              the state at the chunk's end
 """
@@ -117,7 +117,7 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
 
 
 def granule_tokens(group: Group) -> int:
-    """Return the tokens between adjacent positions at which all layers can be cut."""
+    """Return the number of tokens between adjacent positions at which all layers can be cut."""
     return math.lcm(*(group.row_tokens(pages) for pages in group.layers))
 
 

@@ -24,7 +24,7 @@ class _Entry:
 
 
 class EvictionOrder(Generic[K]):
-    """Objects by value. Operations take logarithmic time."""
+    """Objects by value. Operations other than ``size_bytes`` take amortized logarithmic time."""
 
     def __init__(self) -> None:
         self._entries: dict[K, _Entry] = {}
@@ -44,7 +44,7 @@ class EvictionOrder(Generic[K]):
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def add(self, key: K, size_bytes: int, cost: float) -> None:
-        """Add an object as just used, or update its size and cost. All costs have one unit."""
+        """Add an object as just used, or update its size and cost; all costs have the same unit."""
         self._entries[key] = _Entry(size_bytes, cost / max(1, size_bytes), 0)
         self.use(key)
 

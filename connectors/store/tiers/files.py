@@ -14,7 +14,8 @@ from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES
 
 PIECE_BYTES = 256 << 10
-"""Bytes per read call. Each call reports progress, which shows a hanging disk (``reads.py``)."""
+"""Bytes per read call. A read reports progress after each call: a disk without progress hangs
+(``reads.py``)."""
 
 
 class Files:
@@ -23,7 +24,7 @@ class Files:
     def head(self, path: Path) -> tuple[bytes, os.stat_result]:
         """Return the header's bytes (fewer if the file is shorter) and the file's stat result.
 
-        Also raises CorruptObjectError.
+        Also raises CorruptObjectError if ``path`` is not a regular file.
         """
         with _opened(path) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
@@ -31,7 +32,8 @@ class Files:
     def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
         """Fill ``payload``; return the header's bytes, the file size and the payload bytes read.
 
-        Calls ``piece_read`` after each piece. Also raises CorruptObjectError.
+        Calls ``piece_read`` after each piece. Also raises CorruptObjectError if ``path`` is not a
+        regular file.
         """
         with _opened(path) as (fd, state):
             header = bytearray(HEADER_BYTES)
@@ -73,13 +75,13 @@ class Files:
             os.fdatasync(fd)
 
     def publish(self, part: Path, path: Path) -> None:
-        """Rename a complete file to its final name."""
+        """Rename a complete file to its final name, and create its folder if necessary."""
         path.parent.mkdir(exist_ok=True)
         part.rename(path)
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether the process that was writing this file has ended."""
+    """Return whether the process that was writing this file has ended; False if unknown."""
     try:
         with _opened(path, os.O_RDWR) as (fd, _):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,9 +5,9 @@
     <path>/objects/<namespace>/<key>  complete objects; renamed into place, never changed
 
 The folder is on a disk, or on tmpfs for host memory. The files are the index: a lookup opens the
-file of a key. Each process reads the eviction order from the files when it starts. All methods
-block on the file system: callers run them in threads with deadlines (``lanes.py``). A failure is a
-miss or a dropped store.
+file of a key. Each process reads the eviction order from the files when it starts, and again when
+it counts their bytes. All methods block on the file system: callers run them in threads with
+deadlines (``lanes.py``). A failure is a miss or a dropped store.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class FolderTier:
             return self._ledger.used_bytes
 
     def find(self, name: ObjectName) -> ObjectHeader | None:
-        """Look up an object and check its header; None if the file is missing or corrupt.
+        """Look up an object and check its header; None if it is missing, unreadable or corrupt.
 
         Removes a corrupt file.
         """
@@ -138,7 +138,7 @@ class FolderTier:
         return None
 
     def find_all(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return whether each object exists."""
+        """Return for each object whether it exists with a valid header."""
         return [self.find(name) is not None for name in names]
 
     def read(
@@ -168,7 +168,10 @@ class FolderTier:
     def write(self, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
         """Store an object; return False if it already exists.
 
-        Raises StoreError if there is no room, or after ``deadline``.
+        ``cost_ns``   time to recompute the payload, in nanoseconds
+        ``deadline``  in ``time.monotonic()`` seconds
+
+        Raises StoreError if there is no room, if the file system fails, or after ``deadline``.
         """
         path = self._path(name)
         if path.exists():
@@ -216,7 +219,7 @@ class FolderTier:
     def _reserve(self, part: Path, size_bytes: int, deadline: float) -> int:
         """Make room, create a file of ``size_bytes`` and return its descriptor.
 
-        Raises StoreError.
+        Raises StoreError if there is no room, if the file system fails, or after ``deadline``.
         """
         with self._ledger.locked(deadline):
             self._make_room(allocated(size_bytes), deadline)
@@ -246,7 +249,10 @@ class FolderTier:
             self._ledger.distrust()
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Evict objects until ``size_bytes`` fit. Requires the ledger's lock. Raises StoreError."""
+        """Evict objects until ``size_bytes`` fit. Requires the ledger's lock.
+
+        Raises StoreError if they do not fit before ``deadline``.
+        """
         if size_bytes > self.budget_bytes:
             raise StoreError(f"{self.path}: {size_bytes} bytes exceed the budget of {self.budget_bytes}")
         while self._ledger.used_bytes + size_bytes > self.budget_bytes:
@@ -258,7 +264,10 @@ class FolderTier:
                 # Objects of other processes may fill the budget.
                 self._ledger.recount()
             else:
-                raise StoreError(f"{self.path}: the budget of {self.budget_bytes} bytes is full of files being written")
+                raise StoreError(
+                    f"{self.path}: {size_bytes} bytes do not fit into the budget of {self.budget_bytes}: files being "
+                    "written, or objects that other processes have just stored, use the rest"
+                )
             if time.monotonic() >= deadline:
                 raise StoreError(f"{self.path}: eviction did not make room before the deadline")
 
@@ -298,8 +307,9 @@ class FolderTier:
     def _scan(self) -> int:
         """Rebuild the index; return the bytes of all files. Remove corrupt and abandoned files.
 
-        Raises OSError if a file cannot be read. A file counts as missing only if it is missing
-        relative to its folder's descriptor: paths also fail while a disk is briefly unavailable.
+        Raises OSError if the files cannot be counted. A file counts as missing only if it is
+        missing relative to its folder's descriptor: paths also fail while a disk is briefly
+        unavailable.
         """
         found: list[tuple[float, Path, int, float]] = []
         used = 0
@@ -334,9 +344,10 @@ class FolderTier:
         return used
 
     def _inspect(self, path: Path, space: str) -> tuple[os.stat_result, float]:
-        """Return the stat result and recompute cost of an object of any model.
+        """Return the stat result and recompute cost, in nanoseconds, of an object of any model.
 
-        Raises CorruptObjectError and OSError.
+        The cost is 0 if the file cannot be read or has the format of another release. Raises
+        CorruptObjectError, and OSError if the file is missing.
         """
         try:
             head, state = self.files.head(path)
@@ -379,7 +390,7 @@ def check_folder(path: Path) -> None:
     """Raise ConfigurationError if a folder cannot be a tier.
 
     The folder must belong to this user or root and be writable for this user, but not for all
-    users. It must not contain files other than a store's.
+    users. It must not contain files other than a store's and ``lost+found``.
     """
     state = path.stat()
     if state.st_uid not in (0, os.geteuid()):

@@ -27,7 +27,7 @@ _MAGIC = b"TandemLd"
 _POLL_S = 0.001
 _CLOSE_S = 1.0
 BLOCK_BYTES = 4096
-"""Allocation unit of the file system."""
+"""Assumed allocation unit of the file system, in bytes."""
 
 
 def allocated(size_bytes: int) -> int:
@@ -36,9 +36,12 @@ def allocated(size_bytes: int) -> int:
 
 
 class Ledger:
-    """Byte count of a folder. In ``with ledger.locked(deadline)``, only this process changes files.
+    """Byte count of a folder.
 
-    ``count``  returns the bytes of all files; called under the lock if the ledger is unreliable
+    In ``with ledger.locked(deadline)``, no other thread or process stores or evicts objects.
+
+    ``count``  returns the bytes of all files; called under the lock if the ledger file is dirty,
+               damaged or missing, or after ``distrust``
 
     ``used_bytes``, ``begin``, ``add`` and ``recount`` require the lock.
     """
@@ -59,7 +62,11 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self, deadline: float) -> Iterator[None]:
-        """Hold the lock. Raises StoreError after ``deadline``, or if the folder was replaced."""
+        """Hold the lock.
+
+        Raises StoreError after ``deadline`` (``time.monotonic()`` seconds), after ``close``, if the
+        folder was replaced, and for an OSError.
+        """
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise StoreError(f"{self._folder}: another thread holds the store's lock")
         try:
@@ -97,7 +104,7 @@ class Ledger:
             raise
 
     def distrust(self) -> None:
-        """Mark the count as wrong, after changes without the ledger. The next lock recounts."""
+        """Mark the count as wrong, after changes without the lock. The next ``locked`` recounts."""
         self._distrusted = True
 
     def close(self) -> None:
@@ -159,7 +166,7 @@ class Ledger:
         self.recount()
 
     def _write(self, dirty: bool) -> None:
-        assert self._fd is not None, "the caller must hold the lock"
+        assert self._fd is not None, f"{self._folder}: the ledger was written without its lock"
         fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
         os.pwrite(self._fd, fields + xxhash.xxh3_128_digest(fields), 0)
 

@@ -33,7 +33,7 @@ class ObjectName:
 
     ``space``  namespace
     ``key``    key within the namespace
-    ``group``  KV cache group, for people who inspect files; not compared
+    ``group``  KV cache group, for people who inspect files; not checked by lookups
     """
 
     space: bytes
@@ -59,7 +59,7 @@ class ObjectHeader:
 
 
 def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
-    """Return the header of a payload. Hashes all of the payload."""
+    """Return the header of a payload, with the digest of the whole payload."""
     fields = _FIELDS.pack(
         MAGIC,
         FORMAT,
@@ -102,6 +102,8 @@ def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
 def check_payload(header: ObjectHeader, payload: memoryview) -> None:
     """Raise CorruptObjectError unless this is the payload that was stored."""
     if payload.nbytes != header.payload_bytes:
-        raise CorruptObjectError(f"its payload has {header.payload_bytes} bytes, expected {payload.nbytes}")
+        raise CorruptObjectError(
+            f"its header states {header.payload_bytes} bytes of payload, but {payload.nbytes} were read"
+        )
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:
         raise CorruptObjectError("its payload has changed since it was written")

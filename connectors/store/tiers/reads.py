@@ -16,14 +16,14 @@ from connectors.store.tiers.objects import ObjectHeader, ObjectName
 
 @dataclass(slots=True)
 class Progress:
-    """Time of a read's last piece, in ``time.monotonic()`` seconds; 0 while it is queued."""
+    """Time of a read's last progress, in ``time.monotonic()`` seconds; 0 while it is queued."""
 
     at: float = 0.0
 
 
 @dataclass(slots=True)
 class TierReads:
-    """Reads of one tier by several threads. ``progress``: time of the last piece of any read."""
+    """Reads of one tier by several threads. ``progress``: the last piece of any of them."""
 
     folder: FolderTier
     progress: Progress = field(default_factory=Progress)
@@ -39,5 +39,8 @@ class TierReads:
         return self.folder.read(name, payload, piece_read)
 
     def progress_at(self, progress: Progress) -> float:
-        """Return the time of a read's last progress, in seconds; 0 if there was none."""
+        """Return the time of a read's last progress: for a queued read, of any read of the tier.
+
+        In ``time.monotonic()`` seconds; 0 if there was none.
+        """
         return progress.at or self.progress.at

@@ -91,7 +91,7 @@ async def test_an_adapter_that_cannot_be_taken_leaves_the_others(caplog: pytest.
     for _ in range(2):
         await engine.take_from(peer)
     assert engine.paths == {"good": "/good"}
-    assert caplog.text.count("cannot load adapter bad") == 1
+    assert caplog.text.count("change of adapter bad") == 1
     reply = await engine.adapters.load("bad", unreadable, False, 2)
     assert reply is not None
     assert (reply["error"]["code"], "cannot be read" in reply["error"]["message"]) == (400, True)
