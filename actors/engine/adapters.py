@@ -70,12 +70,12 @@ class EngineAdapters:
         return {name: (one.version, one.path, one.is_3d) for name, one in self._states.items()}
 
     async def load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
-        """Load an adapter. Return None, or an error body in vLLM's format."""
+        """Load an adapter. Return None, or an error body in OpenAI's format."""
         async with self._lock:
             return await self._load(name, path, is_3d, version)
 
     async def unload(self, name: str, version: int) -> dict[str, Any] | None:
-        """Unload an adapter for later requests. Return None, or an error body in vLLM's format."""
+        """Unload an adapter for later requests. Return None, or an error body as `load` does."""
         async with self._lock:
             own = self._states.get(name)
             # The clock of the router that unloads may be behind that of the router that loaded.

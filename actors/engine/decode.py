@@ -51,9 +51,9 @@ class Decode(EngineActor):
 
     @property
     def warm(self) -> frozenset[str]:
-        """Ids of the prefill engines whose probe every rank of this replica has served.
+        """Ids of the prefill engines with which every rank of this replica has run a probe.
 
-        After a failed transfer, a rank computes the probe itself.
+        After a failed transfer, a rank has computed the probe itself.
         """
         return frozenset.intersection(*map(frozenset, self._warm))
 

@@ -70,7 +70,7 @@ class PeerReplicas:
 
 
 async def every(seconds: float, work: Any) -> None:
-    """Call the coroutine function `work` again and again, `seconds` after the end of each call.
+    """Call the coroutine function `work` until cancelled, after a pause of `seconds` each time.
 
     Log its exceptions and continue.
     """
@@ -79,4 +79,4 @@ async def every(seconds: float, work: Any) -> None:
         try:
             await work()
         except Exception:
-            logger.exception("a periodic task of this replica failed; it is repeated")
+            logger.exception("a periodic task of this replica failed; trying again after its interval")

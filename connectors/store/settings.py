@@ -21,7 +21,7 @@ class StoreSettings:
     ``memory_gib``    budget of host memory in GiB, shared by all engines of this host; 0: no memory
                       tier
     ``memory_path``   folder on a tmpfs; engines with the same folder share its objects
-    ``chunk_tokens``  tokens per chunk, for which each KV cache group has an object
+    ``chunk_tokens``  tokens per chunk; ``planning/spans.py`` derives each group's objects from it
     ``staging_mib``   shared memory of this engine between files and KV blocks, in MiB
     ``lookup_s``      time after which a lookup without an answer is a miss, and after which a fetch
                       ends if the tiers deliver no bytes to it, in seconds

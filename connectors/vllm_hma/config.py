@@ -29,11 +29,11 @@ class ConnectorConfig:
                            that is 0.0.0.0 or ::
     ``backends``           NIXL backends
     ``devices``            network devices for UCX; if empty, ``net_devices`` chooses
-    ``integrity``          full: compare digests of all transferred bytes before a request runs;
-                           off: compute none; auto: same as full
+    ``integrity``          full: compare digests of all received bytes before a request runs;
+                           off: compare none; auto: same as full
     ``streaming``          chunk: write blocks when their chunk is computed; layer: write a prompt's
                            last chunk layer by layer; auto: the mode with the lower measured cost,
-                           and chunk on an accelerator
+                           and chunk on an accelerator. With drafts or ubatching it is always chunk
     ``store``              settings of the KV store; None: no store
     ``trace_path``         file for one JSON line per transfer event, for benchmarks; empty: no
                            trace

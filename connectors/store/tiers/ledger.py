@@ -166,7 +166,7 @@ class Ledger:
         self.recount()
 
     def _write(self, dirty: bool) -> None:
-        assert self._fd is not None, f"{self._folder}: the ledger was written without its lock"
+        assert self._fd is not None, f"{self._folder}: the ledger can only be written while its lock is held"
         fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
         os.pwrite(self._fd, fields + xxhash.xxh3_128_digest(fields), 0)
 

@@ -23,7 +23,7 @@ class Progress:
 
 @dataclass(slots=True)
 class TierReads:
-    """Reads of one tier by several threads. ``progress``: the last piece of any of them."""
+    """Reads of one tier by several threads. ``progress``: last piece of any of these reads."""
 
     folder: FolderTier
     progress: Progress = field(default_factory=Progress)

@@ -69,7 +69,7 @@ class MessageSender:
     def reconnect(self, name: str, error: TransportError) -> None:
         """Reopen the connection to ``name``.
 
-        Raises ``error`` if the last attempt is less than _RECONNECT_EVERY_S seconds old, and
+        Raises ``error`` if the last attempt was made less than _RECONNECT_EVERY_S seconds ago, and
         TransportError if the connection cannot be reopened.
         """
         with self._lock:

@@ -2,9 +2,8 @@ r"""The side channel: a TCP server from which peers fetch agent metadata and sta
 
 Each connection carries one request and one response. A decode rank fetches an engine's metadata at
 first contact, and asks whether a silent prefill worker's process lives. KV does not use this
-channel. With a secret, the connection is TLS, and only peers with the
-secret can complete the TLS handshake (``tls.py``): a client with the agent metadata can write to
-this engine's memory.
+channel. With a secret, the connection is TLS, and only peers with the secret can complete the TLS
+handshake (``tls.py``): a client with the agent metadata can write to this engine's memory.
 
 Each connection is limited to TALK_S seconds, and each request to _MAX_REQUEST_BYTES. Above
 MAX_CONNECTIONS, the server closes the oldest connection. Engines run the server in its own process

@@ -11,8 +11,7 @@ def set_thread_device(device: torch.device) -> None:
 
     Each of the connector's threads that calls NIXL or reads the KV cache calls this first. Without
     a CUDA context UCX disables NVLink (vllm#36475), or crashes in its progress call (nixl#2102).
-    vLLM's ``set_device`` creates the context; ``torch.cuda.set_device`` does not do so for device
-    0.
+    vLLM's ``set_device`` creates the context; ``torch.cuda.set_device`` does not for device 0.
     """
     if device.type != "cpu":
         current_platform.set_device(device)
