@@ -152,7 +152,11 @@ class Production:
         """
         self._intact_at = now
         unconfirmed, self._unconfirmed = self._unconfirmed, {}
-        return [action for transfer in unconfirmed.values() for action in self._advance(transfer, now)]
+        actions: list[ProducerAction] = []
+        for transfer in unconfirmed.values():
+            if transfer.request_id is not None:  # else its end has released it meanwhile
+                actions += self._advance(transfer, now)
+        return actions
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
         """Write computed units, close complete deliveries, and release a delivered transfer."""
@@ -177,10 +181,14 @@ class Production:
             elif delivery.taken(transfer) and not delivery.in_flight and not self._intact(transfer, delivery):
                 self._unconfirmed[transfer.transfer_id] = transfer
             elif delivery.taken(transfer) and not delivery.in_flight:
-                missing = delivery.missing()
-                digest = "" if delivery.digest is None else delivery.digest.hexdigest()
+                problem = delivery.missing()
+                digest = ""
+                try:
+                    digest = "" if delivery.digest is None else delivery.digest.hexdigest()
+                except Exception as error:  # for example, no memory on a device
+                    problem = f"its digest cannot be computed: {error!r}"
                 fin = Fin(transfer.transfer_id, delivery.written_bytes, digest)
-                delivery.ending = fin if missing is None else Aborted(transfer.transfer_id, missing)
+                delivery.ending = fin if problem is None else Aborted(transfer.transfer_id, problem)
         if delivery.ending is not None and not delivery.in_flight:
             delivery.closed = True
             delivery.offer = delivery.pending = delivery.digest = None

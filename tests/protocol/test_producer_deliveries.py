@@ -325,6 +325,15 @@ def test_late_orders_do_not_delay_fin_after_the_end() -> None:
     assert producer.finished("r", True, "", 1.3) == [Send(C0, Fin("t", 61)), Sent("r")]
 
 
+def test_late_orders_after_an_end_in_the_same_step() -> None:
+    """The end sends Fin and releases the request; the next step's orders find nothing to do."""
+    producer = live(late_orders=True)
+    producer.message(C0, offer(), 0.5)
+    assert finish_write(producer, only_write(producer.progress("r", *TABLES, 1.0)), 61, 1.2) == []
+    producer.finished("r", True, "", 1.3)
+    assert producer.orders_applied(1.4) == []
+
+
 def test_late_preemption_aborts_only_what_the_step_may_have_overwritten() -> None:
     """Writes that had finished before the last step began stay valid."""
     producer = live(late_orders=True)
