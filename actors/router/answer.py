@@ -28,7 +28,10 @@ MOST_BYTES = 2**16
 
 
 class Answer:
-    """Answer of the decode engine after its first bytes: the handover is complete."""
+    """Answer of a request, from its first bytes.
+
+    If prefill sampled the first token, decode may not have taken over yet.
+    """
 
     def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics) -> None:
         self.start = attempt.start
@@ -238,7 +241,8 @@ class Answer:
 def _check_resumable(request: ClientRequest, replay_log: RecordedGroups) -> None:
     if reason := why_not_resumable(request.endpoint, request.body):
         raise CannotResumeError(
-            f"the decode engine has died, and a stream with {reason} cannot be continued on another engine"
+            f"the decode engine has died, and a stream with {reason} cannot be continued on another engine; "
+            "send the request again"
         )
     if not replay_log:
         raise CannotResumeError("the decode engine has died without a record of the stream")

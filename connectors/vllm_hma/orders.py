@@ -42,7 +42,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A prefill request with a transfer has ended.
+    """End of a prefill request with a transfer, or of the transfer alone after a reset.
 
     ``held``    whether its blocks stay allocated until they are sent
     ``reason``  why this engine does not send the KV; empty if held

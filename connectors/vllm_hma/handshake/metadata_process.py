@@ -87,8 +87,8 @@ class MetadataProcess:
                     return
                 try:
                     self._start(self.port)
-                except (ConfigurationError, OSError) as error:
-                    logger.error("Tandem: the side channel does not start: %s", error)
+                except Exception:  # the next round tries again
+                    logger.exception("Tandem: the side channel does not start")
 
     @property
     def process_id(self) -> int:
@@ -103,6 +103,8 @@ class MetadataProcess:
     def close(self) -> None:
         """Stop listening. Idempotent."""
         self._closing.set()
+        if self._lock.locked():
+            self._process.kill()  # it is being started again; the start must not delay this call
         with self._lock:
             self._end()
 

@@ -69,7 +69,7 @@ class StoreWorker:
 
     @property
     def spoiled(self) -> bool:
-        """Whether this step may compute KV from the blocks of a failed load.
+        """True if this step may compute KV from the blocks of a failed load.
 
         Any request of the step may: vLLM's prefix cache has the blocks of a load once it is
         ordered.
