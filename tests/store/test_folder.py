@@ -393,6 +393,18 @@ def start_writer(path: Path, budget_blocks: int, first: int, stop: int) -> subpr
     return process
 
 
+def test_two_processes_may_start_on_a_new_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_folder = Path.iterdir
+
+    def list_while_another_starts(path: Path) -> list[Path]:
+        monkeypatch.undo()
+        FolderTier(path, 2**20).close()
+        return list(list_folder(path))
+
+    monkeypatch.setattr(Path, "iterdir", list_while_another_starts)
+    FolderTier(tmp_path / "new", 2**20).close()
+
+
 def test_processes_share_a_path_and_may_be_killed(tmp_path: Path) -> None:
     """Two writers of the same keys are killed during their work: the budget holds, and no parts
     remain.

@@ -405,10 +405,10 @@ def check_folder(path: Path) -> None:
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigurationError(f"store: this process has no write permission for {path}; configure another path")
-    if not (path / _MARKER).exists():
-        others = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}
-        if others:
-            raise ConfigurationError(
-                f"store: {path} contains {sorted(others)[0]!r}, which is not part of a store; configure a separate "
-                "folder"
-            )
+    # The marker is created before all other files: if another process has created some of the
+    # listed ones in the meantime, it exists now.
+    others = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}
+    if others and not (path / _MARKER).exists():
+        raise ConfigurationError(
+            f"store: {path} contains {sorted(others)[0]!r}, which is not part of a store; configure a separate folder"
+        )
