@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -165,6 +166,40 @@ def test_the_budget_is_never_exceeded(tmp_path: Path) -> None:
     assert [number for number in range(50) if holds(tier, number)] == list(range(40, 50))
     with pytest.raises(StoreError, match="exceed the budget"):
         write(tier, 99, size=11 * BLOCK)
+
+
+class FullDisk(Files):
+    """A disk with room for a number of objects, less than the tier's budget."""
+
+    def __init__(self, folder: Path, objects: int) -> None:
+        self._folder, self._bytes = folder, objects * BLOCK
+
+    def create(self, path: Path, size_bytes: int) -> int:
+        used = sum(each.stat().st_size for each in (self._folder / "objects").glob("*/*"))
+        if used + size_bytes > self._bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path, size_bytes)
+
+
+def test_new_objects_replace_old_ones_on_a_full_disk(tmp_path: Path) -> None:
+    tier = FolderTier(tmp_path, 100 * BLOCK, files=FullDisk(tmp_path, 4))
+    tier.open()
+    assert all(write(tier, number) for number in range(10))
+    assert [number for number in range(10) if holds(tier, number)] == [6, 7, 8, 9]
+    assert tier.counts.evicted == 6
+    assert tier.used_bytes(soon()) == disk_bytes(tier) == 4 * BLOCK
+
+
+def test_a_disk_full_of_other_files_costs_only_the_store(tmp_path: Path) -> None:
+    tier = FolderTier(tmp_path, 100 * BLOCK)
+    tier.open()
+    write(tier, 0)
+    tier.files = FullDisk(tmp_path, 0)
+    with pytest.raises(StoreError, match="No space left"):
+        write(tier, 1)
+    assert tier.used_bytes(soon()) == disk_bytes(tier)
+    tier.files = Files()
+    assert write(tier, 1) and holds(tier, 1)
 
 
 def test_costly_objects_stay_longer(tmp_path: Path) -> None:

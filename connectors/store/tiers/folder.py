@@ -13,6 +13,7 @@ deadlines (``lanes.py``). A failure is a miss or a dropped store.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import stat
@@ -225,14 +226,33 @@ class FolderTier:
             self._make_room(allocated(size_bytes), deadline)
             self._ledger.begin()
             try:
-                fd = self.files.create(part, size_bytes)
+                fd = self._create(part, size_bytes)
             except OSError as error:
-                # No file has changed, so the release of the lock marks the ledger clean.
+                # The ledger counts the evicted files, so the release of the lock marks it clean.
                 failure = error
             else:
                 self._ledger.add(allocated(size_bytes))
                 return fd
         raise StoreError(f"{part}: {failure.strerror}") from failure
+
+    def _create(self, part: Path, size_bytes: int) -> int:
+        """Create a file. If the file system is full, evict as many bytes and try once more.
+
+        Raises OSError. Requires the ledger's lock.
+        """
+        try:
+            return self.files.create(part, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            goal = self._ledger.used_bytes - allocated(size_bytes)
+            while self._ledger.used_bytes > goal:
+                with self._order_lock:
+                    victim = self._order.pop()
+                if victim is None:
+                    raise
+                self._evict(*victim)
+        return self.files.create(part, size_bytes)
 
     def _give_up(self, part: Path, size_bytes: int) -> None:
         """Remove an unfinished file and return its bytes to the budget."""
