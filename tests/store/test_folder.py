@@ -199,7 +199,8 @@ def test_a_disk_full_of_other_files_costs_only_the_store(tmp_path: Path) -> None
         write(tier, 1)
     assert tier.used_bytes(soon()) == disk_bytes(tier)
     tier.files = Files()
-    assert write(tier, 1) and holds(tier, 1)
+    assert write(tier, 1)
+    assert holds(tier, 1)
 
 
 def test_costly_objects_stay_longer(tmp_path: Path) -> None:
