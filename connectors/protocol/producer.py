@@ -321,7 +321,7 @@ class Producer(Production):
         for transfer in list(self._transfers.values()):
             delivery = transfer.deliveries.get(peer.rank)
             if delivery is not None and delivery.peer == peer:
-                actions += self._end(transfer, delivery, "the consumer engine has ended", now)
+                actions += self._end(transfer, delivery, "the consumer worker has ended or has been removed", now)
         return actions
 
     # Events of the transport and the clock.

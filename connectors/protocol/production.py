@@ -206,7 +206,7 @@ class Production:
         """Return whether the finished writes of a delivery are known to have read its request's KV.
 
         With late orders, a write that finished after the last ``orders_applied`` may have read
-        blocks that the next step had overwritten, unless the request's blocks are held.
+        blocks that the next step already overwrites, unless the request's blocks are held.
         """
         held = transfer.stage is Stage.HELD
         return not self._late_orders or held or delivery.moved_at < self._intact_at
