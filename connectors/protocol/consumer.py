@@ -196,7 +196,7 @@ class Consumer:
         actions = self._queue.worker_lost(peer, reason, now)
         for reception in self._of_engine(peer.incarnation):
             if reception.writing.pop(peer, None) is not None:
-                actions += self._fail(reception, f"rank {peer.rank}: {reason}", now)
+                actions += self._fail(reception, f"prefill rank {peer.rank}: {reason}", now)
         return actions
 
     def awaits(self, peer: Peer) -> bool:
@@ -243,7 +243,7 @@ class Consumer:
             reception.heard_at[peer] = now
             return []
         if isinstance(message, Failed):
-            return self._write_failed(reception, f"rank {peer.rank}: {message.reason}", now)
+            return self._write_failed(reception, f"prefill rank {peer.rank}: {message.reason}", now)
         del reception.writing[peer]
         return self._answered(reception, partner, message, now)
 
@@ -252,7 +252,7 @@ class Consumer:
         reception = self._by_transfer[transfer_id]
         reception.verifying.remove(peer)
         if problem is not None:
-            return self._fail(reception, f"rank {peer.rank}: {problem}", now)
+            return self._fail(reception, f"prefill rank {peer.rank}: {problem}", now)
         return self._end_if_over(reception, now)
 
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
@@ -357,7 +357,7 @@ class Consumer:
         reception.check_at = reception.silent_since(now) + silence_s
         if now < reception.check_at:
             return []
-        return self._fail(reception, f"no message about the transfer arrived for {silence_s:g} s", now)
+        return self._fail(reception, f"a prefill rank sent no message about the transfer for {silence_s:g} s", now)
 
     def _of_engine(self, incarnation: str) -> list[Reception]:
         return [r for r in self._all() if r.order.producer.incarnation == incarnation]
@@ -381,12 +381,12 @@ class Consumer:
         if isinstance(message, Fin):
             expected = expected_bytes(self._groups, reception.order, partner)
             if message.total_bytes != expected:
-                failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes, expected {expected}"
+                failure = f"prefill rank {partner.peer.rank} wrote {message.total_bytes} bytes, expected {expected}"
                 return self._fail(reception, failure, now)
             if partner.new_digest is not None and reception.stage is ReceptionStage.OFFERED:
                 if not message.digest:
                     return self._fail(
-                        reception, f"rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
+                        reception, f"prefill rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
                     )
                 reception.verifying.add(partner.peer)
                 units = units_from(partner, self._groups, reception.order)
@@ -394,7 +394,7 @@ class Consumer:
                 return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]
         elif reception.stage not in GIVEN_UP:
             reason = message.reason if isinstance(message, Aborted) else "the producer cancelled the transfer"
-            return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
+            return self._fail(reception, f"prefill rank {partner.peer.rank}: {reason}", now)
         return self._end_if_over(reception, now)
 
     def _fail(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:

@@ -100,7 +100,7 @@ class RequestQueue:
         actions: list[ConsumerAction] = []
         for transfer_id, queued in self._of_engine(peer.incarnation):
             if queued.asked == peer:
-                actions += self._fail(transfer_id, f"rank {peer.rank}: {reason}", now)
+                actions += self._fail(transfer_id, f"prefill rank {peer.rank}: {reason}", now)
         return actions
 
     def undelivered(self, peer: Peer, message: AwaitStart, now: float) -> list[ConsumerAction]:
