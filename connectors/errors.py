@@ -2,7 +2,7 @@
 
 A message states what is wrong, where, and the remedy if there is one. Invalid input from a peer, a
 request or a configuration raises one of these classes; ``assert`` checks internal invariants. An
-error of a peer fails a transfer; it never ends the engine.
+error of a peer fails a handshake or a transfer; it never ends the engine.
 """
 
 
@@ -31,7 +31,11 @@ class UnsupportedCacheError(TandemError):
 
 
 class PlanError(TandemError):
-    """A cache layout, block ids or tokens are invalid, so the bytes to copy cannot be planned."""
+    """The bytes to copy cannot be planned.
+
+    A cache layout, a grid of ranks, a block id, a range of tokens or an object of the KV store is
+    invalid, is missing or does not fit the others.
+    """
 
 
 class CoverError(PlanError):
@@ -54,7 +58,10 @@ class IncompatiblePeerError(TandemError):
 
 
 class WireError(TandemError):
-    """A message, agent metadata, a side channel's response or kv_transfer_params are invalid."""
+    """A message, agent metadata, a side channel's response or kv_transfer_params are invalid.
+
+    Metadata, messages and responses of another protocol version are invalid, too.
+    """
 
 
 class HandshakeError(TandemError):
@@ -75,10 +82,10 @@ class StaleReferenceError(HandshakeError):
 
 
 class TransportError(TandemError):
-    """The transport could not start, register memory, reach a peer, write or send a message.
+    """An operation of the transport failed, or the transport has been closed.
 
-    ``peer``  name of the peer's agent in the transport, or of this agent if the operation concerns
-              no peer
+    ``peer``  name of the peer's agent in the transport (``?`` if unknown), or of this agent if the
+              operation concerns no peer
 
     A write that raises TransportError, and not FailedWriteError, has posted nothing.
     """
@@ -91,12 +98,12 @@ class TransportError(TandemError):
 class FailedWriteError(TransportError):
     """A write failed while or after it was posted.
 
-    Parts of the write may reach the peer's memory while this process lives.
+    Parts of the write may still reach the peer's memory while this process lives.
     """
 
 
 class StoreError(TandemError):
-    """An operation of the KV store failed: it ran out of time or space, or its files are unusable.
+    """An operation of the KV store failed: for example, time or space ran out, or a file is bad.
 
     After a failed load, the engine computes the request's tokens.
     """

@@ -1,14 +1,14 @@
-"""Selects the blocks and units of a request that a transfer must fill.
+"""Selects the blocks and units of a request that a transfer or a load of the KV store must fill.
 
 position  index into a group's block table; position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the
           request, ``B`` being the block size in tokens
 unit      largest range of tokens that lies in one block and one kernel block on both sides; unit
-          ``u`` covers tokens ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes. If DCP divides
-          the tokens of a block differently on the two sides, each unit lies on one DCP rank of each
-          side
+          ``u`` covers tokens ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes. Where DCP
+          divides the tokens of blocks, each unit lies on one DCP rank of each side, unless both
+          sides divide every unit by the same rule (``UnitShape.spread``)
 
-Block id 0 is the allocator's null block: a placeholder for a block outside the window. A state
-group has one position and one unit, both 0: the state itself.
+Block id 0 is the allocator's null block: a placeholder in block tables where nothing is stored, for
+example before the window. A state group has one position and one unit, both 0: the state itself.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BlockSet:
-    """Blocks of one group.
+    """Blocks of one group to fill.
 
-    ``positions``  ascending positions in the block table, shape (N,)
+    ``positions``  ascending positions in the block table, shape (N,); ``[0]`` for a state
     ``ids``        block id at each position, shape (N,)
+
+    Raises PlanError unless both are vectors of equal length.
     """
 
     positions: Ints
@@ -52,11 +54,12 @@ class UnitShape:
     """Units of one group between two ranks.
 
     ``tokens``     tokens per unit
-    ``src_units``  units per block of the producer
-    ``dst_units``  units per block of the consumer
+    ``src_units``  units per block of the producer, over all its DCP ranks
+    ``dst_units``  units per block of the consumer, over all its DCP ranks
     ``src_shard``  selects the units that the producer rank stores
     ``dst_shard``  selects the units that the consumer rank stores
-    ``spread``     number of DCP ranks over which both engines divide each unit's tokens by one rule
+    ``spread``     number of DCP ranks over which both engines divide each unit's tokens by the same
+                   rule; every rank then stores a part of every unit. 1: units are not divided
     """
 
     tokens: int
@@ -73,9 +76,9 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class UnitSet:
-    """Units to fill at the consumer; three vectors of shape (N,).
+    """Units of one group to fill at the consumer; three vectors of shape (N,).
 
-    ``units``      unit numbers
+    ``units``      unit numbers within the request
     ``dst_ids``    consumer's block of each unit
     ``dst_parts``  index of each unit within that block
     """
@@ -96,7 +99,11 @@ def empty_blocks() -> BlockSet:
 
 
 def first_needed_token(group: Group, resume_token: int) -> int:
-    """Return the oldest token that attention reads when the engine resumes at ``resume_token``."""
+    """Return the oldest token that attention reads to compute token ``resume_token``.
+
+    Return 0 for full attention and for states. The result is ``resume_token`` itself if its window
+    or attention chunk starts there.
+    """
     if group.kind is GroupKind.SLIDING:
         assert group.window_tokens is not None
         return max(0, resume_token - group.window_tokens + 1)
@@ -107,14 +114,15 @@ def first_needed_token(group: Group, resume_token: int) -> int:
 
 
 def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_token: int) -> BlockSet:
-    """Return the blocks to fill so that a consumer can resume at ``end_token``.
+    """Return the blocks of ``table`` to fill so that a consumer can resume at ``end_token``.
 
-    Tokens before ``start_token`` are a prefix cache hit of the consumer. Other requests may share
-    their blocks, so a transfer never writes to these blocks. Tokens before the window need no
-    block. For a state group, the result is the block that holds the state after ``end_token``
-    tokens, at position 0.
+    Tokens before ``start_token`` are in the consumer's prefix cache, or come from the KV store.
+    Other requests may share cached blocks, so the result starts with the block of ``start_token``.
+    Tokens before the window need no block. For a state group, the result is the block that holds
+    the state after ``end_token`` tokens, at position 0. The result is empty if ``start_token``
+    equals ``end_token``.
 
-    Raises PlanError if ``start_token`` exceeds ``end_token``, or if the table has no block for a
+    Raises PlanError unless ``0 <= start_token <= end_token``, or if the table has no block for a
     needed token. The engine must then compute the tokens itself.
     """
     if not 0 <= start_token <= end_token:
@@ -151,10 +159,10 @@ def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
     """Return the units of ``blocks`` that a producer rank writes for a resume at ``end_token``.
 
-    The units of a window start with the producer's first block of the window, not with the window
-    itself: a consumer with prefix caching treats a full block as complete. Units that start at or
-    after ``end_token`` are left out. Producer and consumer both call this function, so they count
-    the same bytes.
+    The units of a window start with the producer's block in which the window starts, not with the
+    window itself: a consumer with prefix caching treats a full block as complete. The result has
+    only units that start before ``end_token`` and that both ranks store. Producer and consumer both
+    call this function, so they count the same bytes.
     """
     if group.kind is GroupKind.STATE:
         return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))
@@ -170,10 +178,10 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the units whose tokens below ``end_token`` are all computed.
 
-    ``computed``  number of computed tokens
+    ``computed``  number of computed tokens of the request
 
     The last unit may extend past ``end_token``. A state is complete when exactly ``end_token``
-    tokens have been computed.
+    tokens have been computed: later tokens change it.
     """
     if group.kind is GroupKind.STATE:
         return np.full(len(units), computed == end_token)

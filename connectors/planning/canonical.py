@@ -1,9 +1,9 @@
-"""Describes a worker's cache without layer layouts: tensors of (blocks, page bytes) and references.
+"""Describes a worker's cache as tensors of (blocks, page bytes), and layers as ranges of pages.
 
-This form suffices for copies that need only block ids and bytes. Layers that share memory refer to
-one tensor: layers of different groups in a hybrid cache, or all layers if the block is the
-outermost dimension. vLLM's ``CanonicalKVCaches`` (vllm/v1/kv_offload/base.py) has the same shape.
-Only tests use this module; the KV store plans its copies with ``plan.py``.
+This form suffices for copies that need only block ids and bytes, not heads or tokens. Layers that
+share memory refer to one tensor: layers of different groups in a hybrid cache, or all layers if the
+block is the outermost dimension. vLLM's ``CanonicalKVCaches`` (vllm/v1/kv_offload/base.py) is
+similar. Only tests use this module; the KV store plans its copies with ``plan.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from connectors.planning.layout import EngineLayout
 
 @dataclass(frozen=True, slots=True)
 class CanonicalTensor:
-    """Consecutive pages of equal size.
+    """Consecutive pages of equal size, one per block.
 
-    ``address``     address of block 0
+    ``address``     address of block 0's page
     ``num_blocks``  number of pages
     ``page_bytes``  bytes per page, padding included
     """
@@ -74,7 +74,10 @@ def canonical_cache(layout: EngineLayout) -> CanonicalCache:
 
 
 def _spans(layout: EngineLayout, group: int) -> list[tuple[str, int, int, int]]:
-    """Return (layer, block stride, start address, end address) of block 0's page, per layer."""
+    """Return (layer, block stride, start address, end address) of block 0's page, for each layer.
+
+    Raises PlanError as described in ``canonical_cache``.
+    """
     found: dict[str, tuple[str, int, int, int]] = {}
     for pages in layout.groups[group].layers:
         start, stop = pages.address, pages.address + pages.last_offset

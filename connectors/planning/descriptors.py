@@ -1,7 +1,8 @@
-"""Applies plans to block ids: returns runs, vectors of (source, destination, length).
+"""Applies plans to block ids: returns the contiguous byte ranges to copy (*runs*) as numpy vectors.
 
-The code merges adjacent runs. It creates no Python object per block: 10,000 blocks take a few numpy
-operations.
+Adjacent runs are merged. No Python object is created per block: 10,000 blocks take a few numpy
+operations. For copies of the KV store, the two ends called producer and consumer are a rank's cache
+and objects in this process (``store/planning/layout.py``).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from connectors.planning.plan import GroupPlan, PairPlan
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """N copies from the producer's memory to the consumer's; vectors of shape (N,).
+    """N copies of contiguous bytes, from the producer's memory to the consumer's.
 
-    ``src``     addresses in the producer's memory
-    ``dst``     addresses in the consumer's memory
-    ``length``  bytes of each copy
+    ``src``     addresses in the producer's memory, shape (N,)
+    ``dst``     addresses in the consumer's memory, shape (N,)
+    ``length``  bytes of each copy, shape (N,)
     """
 
     src: Ints
@@ -45,7 +46,8 @@ class Moves:
     ``src_parts``  index of each unit within that block
     ``dst_ids``    consumer's block of each unit
     ``dst_parts``  index of each unit within that block
-    ``layers``     ``(first, stop)`` range of the group's layers; None means all layers
+    ``layers``     ``(first, stop)`` range of the producer rank's layers of the group, as in
+                   ``GroupPlan.layer_of``; ``stop`` may be too large. None means all layers
     """
 
     group: int
@@ -60,7 +62,10 @@ class Moves:
 
 
 def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
-    """Return the runs of all moves, with adjacent runs merged."""
+    """Return the runs of all moves, merged by ``coalesce``.
+
+    Raises PlanError if a move has unequal numbers of source and destination units.
+    """
     parts = [_expand(plan.groups[move.group], move) for move in moves]
     if not parts:
         empty = np.empty(0, np.int64)
@@ -77,7 +82,9 @@ def move_bytes(plan: PairPlan, move: Moves) -> int:
 
 
 def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
-    """Return (source, destination, length) of every piece of every range of contiguous units.
+    """Return (source addresses, destination addresses, lengths) of the runs of a move.
+
+    There is one run for every piece of every range of contiguous units (``_contiguous_units``).
 
     The order is by piece, then by unit, so that runs of neighbouring units are adjacent and can
     merge. Raises PlanError if the numbers of source and destination units differ.
@@ -95,10 +102,10 @@ def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
 
 
 def _contiguous_units(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints, Ints]:
-    """Return (first unit, number of units) of each range of units that is contiguous in all pieces.
+    """Return (index of the first unit, number of units) of each contiguous range of units.
 
-    If units are whole blocks and pages are dense on both sides, the block ids determine the ranges
-    of all pieces. Otherwise each unit is a range of its own.
+    If units are whole blocks and pages are dense on both sides, units with consecutive block ids on
+    both sides are one range, for all pieces. Otherwise each unit is a range of its own.
     """
     size = plan.piece_bytes[pieces]
     whole = plan.src.unit_offset.shape[1] == plan.dst.unit_offset.shape[1] == 1

@@ -4,8 +4,10 @@ vLLM numbers an engine's workers as (PP, PCP, TP), TP fastest (vllm/distributed/
 
     rank = (pp_rank * pcp_size + pcp_rank) * tp_size + tp_rank
 
-PP divides the layers and TP the heads. DCP divides the tokens of every block; it adds no ranks, but
-reuses the PCP and TP ranks. PCP without DCP stores the same KV on every PCP rank.
+PP divides the layers and TP the heads. Decode context parallelism (DCP) divides the tokens of each
+block of full attention; it adds no ranks, but reuses those of prefill context parallelism (PCP) and
+TP. PCP without DCP stores the same KV on every PCP rank. Plans support all axes; the connector
+serves engines with TP only (``vllm_hma/model/translate.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Shard:
 
     Token t lies on rank ``t // interleave_tokens % size``. Example: rank 1 of 2 with
     ``interleave_tokens`` 2 stores tokens 2, 3, 6, 7, 10, 11, ... (vllm/v1/worker/block_table.py).
+    A size of 1 means all tokens. Raises PlanError for values out of range.
     """
 
     rank: int = 0
@@ -51,11 +54,11 @@ class Shard:
         return stored
 
     def local(self, tokens: Tokens) -> Tokens:
-        """Return the index of each stored token among this rank's tokens."""
+        """Return the index of each token among this rank's tokens; valid if the rank stores it."""
         return tokens // self.period * self.interleave_tokens + tokens % self.interleave_tokens
 
     def divides_like(self, other: Shard) -> bool:
-        """Return whether both engines divide tokens by the same rule."""
+        """Return whether ``other`` divides tokens by the same rule: equal size and interleave."""
         return self.size == other.size and self.period == other.period
 
     def meets(self, other: Shard) -> bool:
@@ -78,6 +81,8 @@ class Grid:
     """Sizes of one engine's parallel axes, with vLLM's names.
 
     ``interleave_tokens``  vLLM's ``cp_kv_cache_interleave_size``
+
+    Raises PlanError for sizes that vLLM does not allow.
     """
 
     tp_size: int
@@ -96,7 +101,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the engine."""
         return self.pp_size * self.stage_size
 
     @property

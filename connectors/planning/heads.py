@@ -22,7 +22,8 @@ from connectors.planning.grid import EVERY_TOKEN, Grid, Shard
 class HeadShare:
     """Heads ``[first, stop)`` of a layer that one producer rank sends to one consumer rank.
 
-    Heads are numbered over the whole model, ranks within a pipeline stage.
+    Heads are numbered within the layer over all TP ranks, and ranks within their pipeline stage.
+    With DCP, the producer rank sends the tokens that both ranks store.
     """
 
     producer_rank: int
@@ -32,7 +33,10 @@ class HeadShare:
 
 
 def held_heads(rank: int, tp_size: int, kv_heads: int) -> range:
-    """Return the model-wide numbers of the KV heads that ``rank`` of ``tp_size`` holds."""
+    """Return the numbers of a layer's KV heads that TP rank ``rank`` of ``tp_size`` holds.
+
+    Heads are numbered over all TP ranks. Raises PlanError for values out of range.
+    """
     if tp_size <= 0 or kv_heads <= 0 or not 0 <= rank < tp_size:
         raise PlanError(f"invalid split of {kv_heads} KV heads: rank {rank} of {tp_size}")
     first = rank * kv_heads // tp_size
@@ -48,9 +52,10 @@ class Holding:
 
 
 def holdings(grid: Grid, kv_heads: int, *, sharded: bool) -> list[Holding]:
-    """Return what each rank of a pipeline stage stores of a layer with ``kv_heads`` heads.
+    """Return what each rank of a pipeline stage stores of a layer, by rank within the stage.
 
-    ``sharded``  whether DCP divides the layer's tokens; False for states, for example
+    ``kv_heads``  KV heads of the layer over all TP ranks
+    ``sharded``   whether DCP divides the layer's tokens; False for states, for example
     """
     return [
         Holding(held_heads(tp_rank, grid.tp_size, kv_heads), grid.shard(pcp_rank, tp_rank) if sharded else EVERY_TOKEN)
@@ -70,7 +75,8 @@ def shares_of_layer(
 ) -> tuple[HeadShare, ...]:
     """Return all shares of one layer, sorted by consumer rank, then by head, then by shard.
 
-    ``layer_index``  selects the replica
+    ``kv_heads``     KV heads of the layer over all TP ranks
+    ``layer_index``  number of the layer in the model; spreads layers over replicas
     ``sharded``      whether DCP divides the layer's tokens, at the producer and at the consumer
 
     Heads that one producer rank sends to one consumer rank are contiguous and form one share.
@@ -97,11 +103,11 @@ def _overlap(held: Holding, wanted: Holding) -> range:
 
 
 def _replica(replicas: list[int], position: int, wanting: int, layer_index: int) -> int:
-    """Return the producer rank that sends to consumer rank number ``position`` of ``wanting``.
+    """Return the replica that sends to consumer rank number ``position`` of ``wanting``.
 
-    ``replicas`` are producer ranks with the same heads and tokens. If there are at most as many as
-    consumer ranks, each consumer rank has one. If there are more, ``layer_index`` selects one of
-    those assigned to the consumer rank.
+    ``replicas`` are producer ranks with the same heads and tokens. If there are at most as many
+    replicas as consumer ranks, one replica is assigned to each consumer rank. If there are more,
+    several may be assigned to it, and ``layer_index`` selects one of these.
     """
     first = position * len(replicas) // wanting
     stop = max(first + 1, (position + 1) * len(replicas) // wanting)

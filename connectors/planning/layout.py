@@ -1,9 +1,10 @@
 """Describes the KV cache of one worker in bytes: regions, groups and pages.
 
-region        one registered range of memory, unique by base address
+region        one range of memory registered with the transport, unique by base address
 group         a cache group of vLLM's hybrid memory allocator (HMA), with its own block ids
 page          content of one block in one layer
-row           smallest part of a page that can be cut: one token, or several packed together
+row           smallest part of a page that can be cut: one token, or several packed together; in a
+              state, a range of bytes
 stripe        part of a head's content that a kernel stores separately for all tokens of a block,
               for example K by columns
 kernel block  block of the attention kernel, if it is smaller than the allocator's block
@@ -77,11 +78,16 @@ class Region:
 class LayerPages:
     """Pages of one layer, or of one part of a layer, on one worker. Strides are in bytes.
 
-    ``total_heads``  KV heads of the layer over all TP ranks, or other divisions of a page that TP
-                     splits evenly over ranks; 1 for MLA's latent
-    ``heads``        KV heads, or other divisions, on this worker (``heads.held_heads``)
-    ``rows``         rows of one head's stripe in one kernel block
-    ``packing``      name of the byte order within a row; equal packings are interchangeable
+    ``address``        address of the first content byte of block 0
+    ``total_heads``    KV heads of the layer over all TP ranks, or other divisions of a page that TP
+                       splits evenly over ranks; 1 for MLA's latent
+    ``heads``          KV heads, or other divisions, on this worker (``heads.held_heads``)
+    ``rows``           rows of one head's stripe in one kernel block
+    ``packing``        name of the byte order within a row; equal packings are interchangeable
+    ``kernel_blocks``  kernel blocks per block; with 1, ``kernel_block_stride_bytes`` is 0
+    ``stripes``        stripes per head and kernel block; with 1, ``stripe_stride_bytes`` is 0
+
+    Raises PlanError for values that contradict each other or are not positive.
     """
 
     layer: str
@@ -133,14 +139,17 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A cache group of vLLM's hybrid memory allocator: layers that share block tables.
+    """A cache group of vLLM's hybrid memory allocator: layers that share a request's block table.
 
     ``block_tokens``   tokens per block, over all DCP ranks; for a state group, the number of tokens
                        between two states
-    ``window_tokens``  window or chunk size; None for full attention and state groups
-    ``layers``         pages of this rank's layers, one entry per part
+    ``window_tokens``  window or attention chunk size in tokens; None for full attention and states
+    ``layers``         pages of this rank's layers, one entry per part, a layer's parts adjacent;
+                       empty in the scheduler, which has no tensors
     ``shard``          tokens of each block that this rank stores
     ``stages``         names of the group's layers, by pipeline stage; empty without PP
+
+    Raises PlanError for values that contradict each other or are not positive.
     """
 
     index: int
@@ -183,7 +192,7 @@ class Group:
         return sum(pages.page_bytes for pages in self.layers)
 
     def row_tokens(self, pages: LayerPages) -> int:
-        """Return the number of tokens in one row of ``pages``."""
+        """Return the number of tokens in one row of ``pages``; meaningless for a state group."""
         return self.block_tokens // (self.shard.size * pages.kernel_blocks * pages.rows)
 
     @property
@@ -215,8 +224,12 @@ class Group:
 class EngineLayout:
     """Cache layout of one worker, with its rank on each parallel axis and the sizes of the axes.
 
+    ``num_blocks``       blocks of the pool that all groups share, vLLM's null block included
+    ``regions``          memory of all layers
     ``caches_prefixes``  whether prefix caching is on. A later request may then reuse any full
                          block, so a transfer must fill the whole block
+
+    Raises PlanError for values that contradict each other.
     """
 
     tp_rank: int
@@ -236,7 +249,7 @@ class EngineLayout:
         for axis in ("tp", "pp", "pcp"):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
             if not 0 <= rank < size:
-                raise PlanError(f"{axis}_rank {rank} is not below {axis}_size {size}")
+                raise PlanError(f"{axis}_rank {rank} must be at least 0 and below {axis}_size {size}")
         if [group.index for group in self.groups] != list(range(len(self.groups))):
             raise PlanError("groups must be sorted by index, without gaps")
         if len({region.memory_kind for region in self.regions}) != 1:
@@ -272,13 +285,16 @@ class EngineLayout:
         return self.pcp_rank * self.tp_size + self.tp_rank
 
     def _check_share(self, group: Group) -> None:
-        """Raise PlanError unless the group has this rank's layers, and its shard or all tokens."""
+        """Raise PlanError unless the group's shard and layers fit this rank.
+
+        The shard is this rank's in the grid, or all tokens.
+        """
         if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
             raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its shard in the grid is {shard}")
         if len(group.stages) != (self.pp_size if self.pp_size > 1 else 0):
             raise PlanError(f"group {group.index}: stages describes {len(group.stages)} of {self.pp_size} stages")
         if len({*group.model_layers}) < len(group.model_layers):
-            raise PlanError(f"group {group.index}: a layer is on two pipeline stages")
+            raise PlanError(f"group {group.index}: the pipeline stages contain a layer twice")
         if group.stages and tuple(group.parts) != group.stages[self.pp_rank]:
             raise PlanError(
                 f"group {group.index}: stage {self.pp_rank} has layers {group.stages[self.pp_rank]}, but this rank "
@@ -294,8 +310,10 @@ class EngineLayout:
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
     """Return (layer index, pages) of each part of a group on this rank.
 
-    Layer indices count the model's layers over all groups and pipeline stages. Parts of one layer
-    have the same index.
+    ``groups``  all groups of the worker
+
+    Layer indices number the model's layers over all pipeline stages, group by group. All parts of a
+    layer have its index.
     """
     first = sum(len(before.model_layers) for before in groups[: group.index])
     index_of = {layer: index for index, layer in enumerate(group.model_layers, first)}

@@ -1,9 +1,10 @@
 """Plans the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
-The connector plans a pair of ranks in their handshake, not for each transfer. For each piece of a
-unit and each side, a plan has the piece's address, the distance to the next block, and the offsets
-of a block's units. Applying a plan to block ids takes one numpy broadcast per group and side
-(``descriptors.py``), for every model.
+The connector plans a pair of ranks in their handshake, and a rank's copies to and from the KV store
+when the engine starts; never for each request. A *piece* is a byte range of a unit that is
+contiguous on both sides. For each piece and each side, a plan has the piece's address in block 0,
+the distance to the next block, and the offsets of a block's units. Applying a plan to block ids
+takes one numpy broadcast per group and side (``descriptors.py``), for every model.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class Side:
     unit_offset: Ints
 
     def at(self, pieces: slice, ids: Ints, parts: Ints) -> Ints:
-        """Return the address of every piece of every unit, shape (pieces, units)."""
+        """Return the address of every piece of every unit, shape (pieces, units).
+
+        ``ids``    block of each unit, shape (units,)
+        ``parts``  index of each unit within its block, shape (units,)
+        """
         blocks = self.address[pieces, None] + self.block_stride[pieces, None] * ids[None, :]
         if self.unit_offset.shape[1] == 1:
             return blocks
@@ -46,7 +51,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The K pieces of one unit of one group, sorted by layer.
+    """The K pieces of one unit of one group that one rank sends to another, sorted by layer.
 
     ``piece_bytes``  bytes of each piece, shape (K,)
     ``layer_of``     index of each piece's layer among the producer rank's layers of the group,
@@ -65,7 +70,10 @@ class GroupPlan:
         return int(self.piece_bytes.sum())
 
     def pieces_of(self, layers: tuple[int, int] | None) -> slice:
-        """Return the range of the pieces of layers ``[first, stop)``; None means all layers."""
+        """Return the slice of the pieces of layers ``[first, stop)``; None means all layers.
+
+        Layers are numbered as in ``layer_of``; ``stop`` may exceed their number.
+        """
         if layers is None:
             return slice(0, len(self.piece_bytes))
         first, stop = np.searchsorted(self.layer_of, layers)
@@ -90,7 +98,10 @@ class PairPlan:
 
 
 def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
-    """Raise IncompatiblePeerError with the first difference that makes a plan impossible."""
+    """Raise IncompatiblePeerError with the first difference that prevents a correct transfer.
+
+    ``plan_pair`` can still raise PlanError, for block sizes without a common unit of whole rows.
+    """
     same_model = "start both engines with the same model and dtype"
     if len(producer.groups) != len(consumer.groups):
         ours, theirs = len(consumer.groups), len(producer.groups)
@@ -119,10 +130,11 @@ def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
     """Raise IncompatiblePeerError if a partly filled block of the consumer gives wrong results.
 
-    The producer may fill a block in part if its block size is not a multiple of the consumer's.
-    This gives wrong results in two cases. If a window starts within the block, the consumer's
-    prefix cache treats the block as complete. In a model with state groups, attention past the end
-    of the prompt reads the rest of the block, because vLLM does not clear it.
+    The producer may fill only a part of a consumer's block if its block size is not a multiple of
+    the consumer's. This gives wrong results in two cases. If a window starts within the block, the
+    consumer's prefix cache treats the block as complete. In a model with state groups, the rest of
+    the block may hold bytes of an old state, which attention past the end of the prompt reads: vLLM
+    does not zero blocks that a connector fills.
     """
     theirs, ours = producer.groups[index], consumer.groups[index]
     if ours.kind is GroupKind.STATE or not theirs.block_tokens % ours.block_tokens:
@@ -169,7 +181,8 @@ def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
 def unit_shape(src: Group, dst: Group) -> UnitShape:
     """Return the largest unit that lies in one block and one kernel block on both sides.
 
-    If DCP divides tokens differently on the two sides, a unit also lies on one DCP rank per side.
+    Where DCP divides tokens, a unit also lies on one DCP rank of each side, unless both sides
+    divide every unit by the same rule (``UnitShape.spread``).
 
     Raises PlanError if a unit would not be a whole number of rows.
     """
@@ -197,11 +210,12 @@ def unit_shape(src: Group, dst: Group) -> UnitShape:
 
 
 def consumer_ranks(producer: EngineLayout, consumer: EngineLayout) -> frozenset[int]:
-    """Return the consumer ranks that exchange messages with this producer rank per transfer.
+    """Return the consumer ranks that exchange messages with this producer rank in each transfer.
 
-    ``consumer`` may be any rank of its engine. The result is the ranks to which the producer rank
-    sends a share. A producer rank without any share also holds blocks until the transfer ends, so
-    it exchanges messages, without bytes, with consumer rank ``rank % size``.
+    The layouts must be compatible (``check_compatible``). ``consumer`` may be any rank of its
+    engine. The result is the ranks to which the producer rank sends a share. A producer rank
+    without any share also holds blocks until the transfer ends, so it exchanges messages, without
+    bytes, with one consumer rank: its own number modulo the number of consumer ranks.
     """
     ranks = set()
     for src, dst in zip(producer.groups, consumer.groups, strict=True):
@@ -223,8 +237,10 @@ def _shares(
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
     """Plan the copies from one producer rank to one consumer rank.
 
-    The layouts must be compatible (``check_compatible``). The plan of two ranks without a common
-    layer, head or token has no pieces; these ranks exchange messages only.
+    The layouts must be compatible (``check_compatible``). The plan has no pieces if the ranks have
+    no common layer, head or token, or if replicas of the producer rank send all of them.
+
+    Raises PlanError if the block sizes have no common unit of whole rows.
     """
 
     def plan_group(src: Group, dst: Group) -> GroupPlan:
@@ -336,10 +352,13 @@ def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int
 
     ``first``  index of the first head among the producer rank's heads, and among the consumer
                rank's heads
+    ``rows``   rows per unit, head and stripe
+
+    Raises PlanError if a rank holds fewer heads.
     """
     src_head, dst_head = first
     if src_head + heads > src.heads or dst_head + heads > dst.heads:
-        raise PlanError(f"layer {src.layer!r}: a share of {heads} heads exceeds the rank's heads")
+        raise PlanError(f"layer {src.layer!r}: a share of {heads} heads exceeds the heads of a rank")
     axes = [
         (heads, src.head_stride_bytes, dst.head_stride_bytes),
         (src.stripes, src.stripe_stride_bytes, dst.stripe_stride_bytes),

@@ -1,4 +1,7 @@
-"""Proves that plans write each requested byte of a consumer rank once, and no other byte."""
+"""Proves that plans write each requested byte of a consumer rank once, and no other byte.
+
+For copies into the KV store, the consumer is the virtual engine of ``store/planning/layout.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from connectors.planning.plan import PairPlan
 def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Ints, Ints]:
     """Return (addresses, lengths) of all rows of the given blocks, sorted and merged.
 
-    ``block_ids[g]`` are the blocks of group g. Raises CoverError if rows overlap.
+    ``block_ids[g]`` are the blocks to fill of group g. Raises CoverError if rows overlap.
     """
     addresses: list[Ints] = []
     lengths: list[Ints] = []
@@ -38,9 +41,9 @@ def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Int
 
 
 def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequence[Runs]) -> None:
-    """Raise CoverError unless the runs cover all bytes of the given blocks exactly once.
+    """Raise CoverError unless the runs write each byte of the given blocks once, and no other byte.
 
-    ``runs`` has one entry per producer rank.
+    ``block_ids[g]`` are the blocks of group g; ``runs`` has one entry per producer rank.
     """
     want_address, want_length = wanted_bytes(consumer, block_ids)
     if runs and sum(len(part) for part in runs):
@@ -55,12 +58,16 @@ def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequen
 
 
 def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
-    """Prove the plans of one consumer rank on one block of each group. Raises CoverError.
+    """Prove the plans of one consumer rank on one block of each group.
+
+    ``plans``  one per producer rank that sends to the consumer rank
 
     One block is enough: pieces are the same for every block, and pages of different blocks do not
     overlap. If DCP divides tokens at the producer, a block's position determines the ranks that
     write the block. This function therefore proves each position of one period. It proves each
     group separately because groups may share memory.
+
+    Raises CoverError if the plans miss a byte, write one twice or write another byte.
     """
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]
@@ -71,7 +78,10 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
 
 
 def _block_runs(plan: PairPlan, group: int, position: int, block_id: Ints) -> Runs:
-    """Return a plan's runs into the block at one position of a block table."""
+    """Return a plan's runs into block ``block_id`` at one position of a block table.
+
+    ``block_id`` has shape (1,). It is also the source block: the proof compares destinations only.
+    """
     shape = plan.groups[group].shape
     units = np.arange(shape.dst_units, dtype=np.int64) + position * shape.dst_units
     units = units[shape.on_both(units)]
@@ -80,7 +90,10 @@ def _block_runs(plan: PairPlan, group: int, position: int, block_id: Ints) -> Ru
 
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
-    """Sort the intervals and merge adjacent ones. Raises CoverError if two overlap."""
+    """Sort the byte ranges and merge adjacent ones. Raises CoverError if two overlap.
+
+    ``what``  participle for the message: wanted or written
+    """
     if not len(address):
         return address, length
     order = np.argsort(address, kind="stable")

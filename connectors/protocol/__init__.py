@@ -1,4 +1,4 @@
-"""Sans-I/O transfer protocol: messages, and the state machines of producer and consumer.
+"""Protocol with which prefill engines send KV to decode engines: messages and state machines.
 
-No module here uses clocks, sockets or threads.
+It is sans-I/O: no module here uses clocks, sockets or threads.
 """

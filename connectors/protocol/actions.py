@@ -1,4 +1,7 @@
-"""Actions that the producer and consumer state machines return to their owner, the worker."""
+"""Actions that the producer and consumer state machines return to their owner.
+
+The owner (``vllm_hma/worker_side/runtime.py``) carries them out in order.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from connectors.protocol.wire import Message, Peer
 class Digest(Protocol):
     """Digest of one transfer between two ranks, at one end.
 
-    The owner of the state machine adds the bytes of writes; ``Verify`` adds received bytes.
+    At the producer, the owner of the state machine adds the bytes of writes; at the consumer,
+    ``Verify.problem`` adds the received bytes.
     """
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
@@ -22,11 +26,14 @@ class Digest(Protocol):
 
         ``ids``     block of each unit at this end
         ``parts``   index of each unit within its block
-        ``layers``  ``(first, stop)`` range of the group's layers; None means all layers
+        ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None means
+                    all layers
+
+        Raises PlanError for a block that does not exist at this end.
         """
 
     def hexdigest(self) -> str:
-        """Return 32 hexadecimal digits."""
+        """Return the digest of all bytes added so far: 32 hexadecimal digits."""
         ...
 
 
@@ -34,7 +41,8 @@ class Digest(Protocol):
 class Send:
     """Send ``message`` to ``peer``.
 
-    The message may be lost: every wait for an answer has a deadline.
+    If it cannot be sent, the owner calls ``Consumer.undelivered``. It may also be lost without an
+    error: every wait for an answer has a deadline.
     """
 
     peer: Peer
@@ -48,8 +56,9 @@ class Write:
     ``digest``  digest to which the owner adds the source bytes after it has posted the write; None
                 if the offer requests none
 
-    The owner calls ``write_posted`` after the post and ``write_done`` or ``write_failed`` at the
-    end, or only ``write_refused`` if nothing was posted.
+    The owner calls ``write_posted`` after the post, and ``write_done`` or ``write_failed`` at the
+    end. If nothing was posted, it calls only ``write_refused``; if the post failed, but parts of
+    the write may arrive, only ``write_failed``.
     """
 
     write_id: int
@@ -61,10 +70,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The state machine has removed this peer and has no message or write to it in progress.
+    """The state machine has removed this peer and needs no connection to it any more.
 
-    The owner releases the peer's plans and connection, unless the other state machine (``knows``)
-    or a handshake in progress needs them. A peer that is still alive starts a new handshake.
+    The owner releases the peer's plan and connection, unless the other state machine (``knows``) or
+    a handshake in progress needs them. A later transfer with this peer needs a new handshake.
     """
 
     peer: Peer
@@ -72,14 +81,20 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank sends no more KV from the request's blocks: the scheduler may free them."""
+    """This rank sends no more KV from the request's blocks.
+
+    The scheduler may free them when all ranks of the engine have returned this action.
+    """
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Start a handshake with this engine, then report ``connected`` or ``connect_failed``."""
+    """Start a handshake with this producer engine, unless one is in progress.
+
+    At its end, the owner calls ``connected`` or ``connect_failed``.
+    """
 
     engine: EngineAddress
 
@@ -119,7 +134,11 @@ class Verify:
     expected: str
 
     def problem(self) -> str | None:
-        """Return None if the digests are equal, else a description of the difference."""
+        """Add the received bytes to ``digest``, and compare it with ``expected``. Call this once.
+
+        Return None if they are equal, else a description of the difference. Raises what ``digest``
+        raises.
+        """
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)
         found = self.digest.hexdigest()
@@ -130,7 +149,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The request's wait for KV has ended.
+    """The request's wait for KV on this rank has ended.
 
     ``failure``     None if all KV has arrived and all requested digests match, else the reason
     ``quarantine``  transfer id if a producer rank may still write to the blocks, else None
@@ -145,7 +164,10 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """No producer rank can write to this transfer's blocks any more; their quarantine ends."""
+    """No producer rank can write to this transfer's blocks on this rank any more.
+
+    The quarantine of the blocks ends when this holds for all ranks of the engine.
+    """
 
     request_id: str
     transfer_id: str

@@ -1,8 +1,8 @@
 """Describes each worker to its peers (agent metadata) and checks that two engines match.
 
-Agent metadata describes one worker and its NIXL agent. Engine metadata is the agent metadata of all
-workers of one incarnation. The encoding is JSON: engines exchange metadata only in handshakes, and
-operators can read it to debug a refusal.
+Agent metadata describes one worker and its agent in the transport (NIXL). Engine metadata is the
+agent metadata of all workers of one incarnation. The encoding is JSON: engines exchange metadata
+only in handshakes, so its size matters little, and operators can read it to debug a refusal.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _T = TypeVar("_T")
 class ModelIdentity:
     """Properties besides the layout that must be equal for two engines to exchange KV.
 
-    ``model``           digest of the weights and configuration; paths may differ between hosts
+    ``model``           digest of the configuration and of the weights' identity: their digest, or
+                        the commit of a Hugging Face Hub model
     ``dtype``           dtype of the model
-    ``cache_dtype``     dtype of the KV cache
+    ``cache_dtype``     dtype of the KV cache, never ``auto``
     ``engine_version``  vLLM release
     ``draft``           digest of the draft model whose KV the cache also holds; empty: none
     """
@@ -50,7 +51,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Identity of a process, for liveness checks by other processes.
+    """Identity of a process, for liveness checks by other processes (``handshake/processes.py``).
 
     ``host``        boot id of the kernel, and the namespaces in which ``pid`` and ``started_at``
                     are valid; empty if unknown
@@ -99,7 +100,10 @@ class EngineMetadata:
 
 
 def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
-    """Raise IncompatiblePeerError with the first difference that prevents the transfer of KV."""
+    """Raise IncompatiblePeerError with the first difference that prevents a correct transfer.
+
+    Differences of transport, identity or layout count.
+    """
     if producer.transport != consumer.transport:
         raise IncompatiblePeerError(
             "transport", consumer.transport, producer.transport, "run the same Tandem release on both sides"
@@ -122,7 +126,7 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
 
 
 def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
-    """Return agent metadata as JSON."""
+    """Return agent metadata as JSON, with the protocol version."""
     fields = asdict(agent_metadata)
     fields["transport_metadata"] = base64.b64encode(agent_metadata.transport_metadata).decode()
     return json.dumps({"version": PROTOCOL_VERSION, "worker": fields}, separators=(",", ":")).encode()
@@ -153,7 +157,7 @@ def decode_agent_metadata(payload: bytes) -> AgentMetadata:
 
 
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
-    """Combine the agent metadata of all workers.
+    """Combine the agent metadata of all n workers of an engine, by rank.
 
     Raises WireError unless the workers are ranks 0 to n-1 of one incarnation with one grid and
     equal layers.
@@ -214,7 +218,11 @@ def _pages(fields: dict[str, Any]) -> LayerPages:
 
 
 def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
-    """Build a dataclass of strings and whole numbers. Raises WireError for other values."""
+    """Build a dataclass of strings and whole numbers.
+
+    Raises WireError for other values, TypeError for unknown or missing fields, and what the class
+    raises.
+    """
     built = kind(**values)
     for field in fields_of(kind):  # type: ignore[arg-type]
         value = getattr(built, field.name)
@@ -241,7 +249,10 @@ def _flag(value: object) -> bool:
 
 
 def _few(value: object) -> int:
-    """Return a rank, a size of an axis or an interleave. Raises WireError above ``_MOST``."""
+    """Return ``value``: a rank, a size of an axis or an interleave.
+
+    Raises WireError unless it is a whole number from 0 to ``_MOST``.
+    """
     if _whole(value) > _MOST:
         raise WireError(f"a rank, a number of ranks or interleave_tokens is {value!r}; the limit is {_MOST}")
     return _whole(value)

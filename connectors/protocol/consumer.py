@@ -8,48 +8,48 @@ the requests and their queue; ``engines.py`` has the producer engines.
     (none)      queue                      queued      AwaitStart to one partner, without blocks
     (none)      queue, id used before      gone        Due(failed): an id is valid once
     queued      Starting                   (none)      Due(ok): allocate the blocks, then start
-    queued      Aborted, Failed, silence,  (none)      Due(cancelled), Cancel to all partners
-                undelivered, worker_lost
+    queued      Aborted, Failed, silence,  (none)      Due(cancelled), Cancel to all partners; if
+                undelivered, worker_lost               the engine is stale, after a handshake
     queued      connect_failed,            (none)      Due(failed)
                 engine_lost
     (none)      start                      CONNECTING  Connect to the producer engine
     (none)      start, id used before      gone        Received(failed): an id is valid once
     CONNECTING  connected                  OFFERED     an Offer to every partner rank
     CONNECTING  connect_failed, silence,   gone        Received(failed): no peer has the block ids
-                abort
-    OFFERED     Fin, expected byte count   OFFERED     Verify if a digest was requested
-    OFFERED     all verified               gone        Received(ok)
+                abort, engine_lost
+    OFFERED     Fin, expected byte count   OFFERED     Verify, if a digest was requested
+    OFFERED     last Fin, all verified     gone        Received(ok)
     OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
     OFFERED     Aborted, abort, silence,   ENDING      Cancel
                 worker_lost, wrong count
                 or digest
     OFFERED     Failed                     QUARANTINE  Received(failed, quarantine), Cancel
-    ENDING      last partner answers       gone        Received(failed)
+    ENDING      no partner may write       gone        Received(failed)
     ENDING      Failed                     QUARANTINE  Received(failed, quarantine)
     ENDING      cancel_s                   QUARANTINE  Received(failed, quarantine), Cancel, Connect
     ENDING      connected                  ENDING      Cancel
     QUARANTINE  cancel_s                   QUARANTINE  Cancel, Connect: the producer may have
                                                        removed this consumer
     QUARANTINE  connected                  QUARANTINE  Cancel
-    QUARANTINE  last partner answers       gone        Freed
+    QUARANTINE  no partner may write       gone        Freed
 
 Silence is progress_s without a message of one partner; during a handshake, at least handshake_s.
-Cancel goes to all partners that may write. A request of a known engine skips CONNECTING unless the
-engine is stale: since its last handshake, a message could not be sent, a worker was lost or
-removed, or a transfer went into quarantine. A transfer id counts as used until lease_s after the
-end of its transfer.
+Cancel goes to all partners that may write. Without such a partner and without a verification, a
+failed reception skips ENDING. A request of a known engine skips CONNECTING unless the engine is
+stale: since its last handshake, a message could not be sent, a worker was lost or removed, or a
+transfer went into quarantine. A transfer id counts as used until lease_s after its reception.
 
 A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives, its Offer cannot
 be sent, or the owner reports its death. Failed does not end this period: parts of a write may still
 arrive. ``Received`` without quarantine and ``Freed`` return blocks to the scheduler. Both require
 that no partner may write and that no verification runs. A deadline ends the request's wait; it
 never releases blocks that a partner may write.
-The state machine ignores messages of transfers that are gone. It removes an engine that is dead or
-unused for forget_s / 2, with a Forget per rank.
+The state machine ignores messages of transfers that are gone. It removes an engine that is dead, or
+unused for forget_s / 2, with a Forget per partner.
 
     worker_lost  one producer rank is dead and cannot write any more
     engine_lost  the producer is dead and none of its ranks can write any more
-    release      a request needs nothing from its producer: Cancel to every partner ends the lease
+    release      a request needs no KV: Cancel to every partner ends the producer's lease
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ConsumerSnapshot:
     ``receptions``   stage of each reception outside quarantine, by request id
     ``quarantined``  transfer ids of the receptions in quarantine
     ``partners``     known producer workers, by engine incarnation
-    ``used``         ids of transfers in progress or ended within lease_s
+    ``used``         ids of transfers with a reception, or whose reception ended within lease_s
     """
 
     queued: frozenset[str]
@@ -126,7 +126,7 @@ class Consumer:
         self._used: dict[str, float] = {}
 
     def queue(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """Add a request without blocks; it stays queued until ``Due``, ``start`` or ``release``."""
+        """Queue a request without blocks until Due, ``start`` or ``release``. A used id fails."""
         if self._is_used(transfer_id):
             return [Due(request_id, transfer_id, _USED_TWICE)]
         return self._queue.add(request_id, transfer_id, producer, now)
@@ -147,14 +147,14 @@ class Consumer:
         return [Connect(order.producer)] if partners is None else self._offer(reception, partners, now)
 
     def release(self, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """End the producer's lease of a request that needs no KV and has no blocks to fill."""
+        """End the producer's lease of a transfer for which this rank sends no Offer."""
         self._queue.discard(transfer_id)
         self._engines.touch(producer.incarnation, now)
         cancels = self._engines.release(transfer_id, producer.incarnation, now)
         return [Connect(producer)] if self._engines.reachable(producer.incarnation) is None else [*cancels]
 
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
-        """Abort a request. Its blocks stay allocated until ``Received`` or ``Freed``."""
+        """Abort a request with blocks. They stay allocated until ``Received`` or ``Freed``."""
         reception = self._receptions.get(request_id)
         if reception is None:
             return []
@@ -172,7 +172,7 @@ class Consumer:
         return actions + self._engines.send_releases(incarnation, now)
 
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle a failed handshake. The next request for this incarnation starts a new one."""
+        """Handle a failed handshake: end the requests and drop the Cancels that waited for it."""
         actions: list[ConsumerAction] = [*self._queue.connect_failed(incarnation, reason)]
         for reception in self._of_engine(incarnation):
             if reception.stage is ReceptionStage.CONNECTING:
@@ -196,7 +196,7 @@ class Consumer:
         actions = self._queue.worker_lost(peer, reason, now)
         for reception in self._of_engine(peer.incarnation):
             if reception.writing.pop(peer, None) is not None:
-                actions += self._fail(reception, f"rank {peer.rank}: {reason}", now)
+                actions += self._fail(reception, f"prefill rank {peer.rank}: {reason}", now)
         return actions
 
     def awaits(self, peer: Peer) -> bool:
@@ -243,7 +243,7 @@ class Consumer:
             reception.heard_at[peer] = now
             return []
         if isinstance(message, Failed):
-            return self._write_failed(reception, f"rank {peer.rank}: {message.reason}", now)
+            return self._write_failed(reception, f"prefill rank {peer.rank}: {message.reason}", now)
         del reception.writing[peer]
         return self._answered(reception, partner, message, now)
 
@@ -252,7 +252,7 @@ class Consumer:
         reception = self._by_transfer[transfer_id]
         reception.verifying.remove(peer)
         if problem is not None:
-            return self._fail(reception, f"rank {peer.rank}: {problem}", now)
+            return self._fail(reception, f"prefill rank {peer.rank}: {problem}", now)
         return self._end_if_over(reception, now)
 
     def undelivered(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
@@ -357,7 +357,7 @@ class Consumer:
         reception.check_at = reception.silent_since(now) + silence_s
         if now < reception.check_at:
             return []
-        return self._fail(reception, f"no message about the transfer arrived for {silence_s:g} s", now)
+        return self._fail(reception, f"a prefill rank sent no message about the transfer for {silence_s:g} s", now)
 
     def _of_engine(self, incarnation: str) -> list[Reception]:
         return [r for r in self._all() if r.order.producer.incarnation == incarnation]
@@ -381,12 +381,12 @@ class Consumer:
         if isinstance(message, Fin):
             expected = expected_bytes(self._groups, reception.order, partner)
             if message.total_bytes != expected:
-                failure = f"rank {partner.peer.rank} wrote {message.total_bytes} bytes, expected {expected}"
+                failure = f"prefill rank {partner.peer.rank} wrote {message.total_bytes} bytes, expected {expected}"
                 return self._fail(reception, failure, now)
             if partner.new_digest is not None and reception.stage is ReceptionStage.OFFERED:
                 if not message.digest:
                     return self._fail(
-                        reception, f"rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
+                        reception, f"prefill rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
                     )
                 reception.verifying.add(partner.peer)
                 units = units_from(partner, self._groups, reception.order)
@@ -394,7 +394,7 @@ class Consumer:
                 return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]
         elif reception.stage not in GIVEN_UP:
             reason = message.reason if isinstance(message, Aborted) else "the producer cancelled the transfer"
-            return self._fail(reception, f"rank {partner.peer.rank}: {reason}", now)
+            return self._fail(reception, f"prefill rank {partner.peer.rank}: {reason}", now)
         return self._end_if_over(reception, now)
 
     def _fail(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
@@ -414,7 +414,7 @@ class Consumer:
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """Send Cancel again, cancel_s after the last one. End the request's wait in ENDING."""
+        """Send Cancel again and reconnect, after cancel_s. In ENDING, end the request's wait."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
         if reception.stage is ReceptionStage.ENDING:

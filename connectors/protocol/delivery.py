@@ -1,4 +1,7 @@
-"""State of one transfer at its producer, selection of the units to write, limits on consumers."""
+"""State of one transfer at its producer, selection of the units to write, limits on consumers.
+
+Part of the state machine in ``producer.py``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ class ConsumerPeer:
     ``partner_ranks``  ranks of the consumer engine that exchange messages with this producer rank
     ``num_blocks``     size of the consumer worker's block pool
     ``shapes``         units of each group between the two workers
-    ``new_digest``     creates the digest of one transfer; None if this worker computes no digests
+    ``new_digest``     creates the digest of one transfer at this end; None if this worker computes
+                       no digests
     """
 
     partner_ranks: frozenset[int]
@@ -67,19 +71,21 @@ class Delivery:
     ``awaits_start``    True from AwaitStart to the offer
     ``offer``           the consumer's Offer, until the delivery is closed
     ``pending``         offered units not yet in a write, by group; None until the offer has been
-                        checked against the prefill request, and after the delivery was given up
+                        checked against the prefill request, and after the delivery was cancelled or
+                        given up
     ``early``           units that the current step completes, and the number of their layers
                         already in a write, by group
     ``digest``          digest of the written bytes; None if the offer requests none
-    ``in_flight``       bytes of each unfinished write, by write id
+    ``in_flight``       bytes of each unfinished write, by write id; 0 until it has been posted
     ``written_bytes``   bytes of the finished writes
     ``ending``          final message, sent when no write is in flight, unless a write has failed or
                         the consumer is gone
     ``closed``          True once ``ending`` is set and no write is in flight
     ``last_sent``       time from which alive_s counts: of the last AwaitStart, Offer, Starting or
                         Alive, in seconds
-    ``offered_blocks``  blocks of the offer, counted against the consumer's pool until closed
-    ``moved_at``        time at which a write was last started or finished, in seconds
+    ``offered_blocks``  number of blocks in the offer, counted against the consumer's pool until the
+                        delivery is closed
+    ``moved_at``        time at which a write was last started or completed, in seconds
     ``hangs``           True once writes in flight have made no progress for hang_s
     """
 
@@ -122,10 +128,10 @@ class Delivery:
 
 @dataclass(slots=True)
 class Gone:
-    """Record of an ended or discarded transfer.
+    """Record of a transfer that has ended, or that was discarded while its id was unknown.
 
     ``at``       time of its end, in seconds
-    ``numbers``  highest message number of each consumer worker
+    ``numbers``  highest message number that each consumer worker has used for it
     """
 
     at: float
@@ -137,17 +143,19 @@ class Transfer:
     """One request's KV for one consumer engine.
 
     ``since``            time of the last change of stage, in seconds
+    ``request_id``       the prefill request; None before it arrives and after its end
+    ``prompt_tokens``    tokens whose KV this engine computes for the consumer
     ``starting``         True once the scheduler is about to start the prompt
-    ``computed_tokens``  tokens whose KV has been computed
-    ``coming_tokens``    tokens whose KV will have been computed after the current step; 0 outside
-                         a step that reports computed layers
+    ``computed_tokens``  number of tokens whose KV has been computed
+    ``coming_tokens``    number of tokens whose KV will have been computed after the current step; 0
+                         outside a step that reports computed layers
     ``tables``           block table of each group, as far as known
     ``consumer``         incarnation of the consumer engine; None until its first message,
                          NO_CONSUMER after a discard
     ``expected_ranks``   consumer ranks that this rank serves; None until the first message, empty
                          if the KV is not sent
-    ``deliveries``       delivery of each consumer rank, by rank
-    ``numbers``          highest message number of each consumer worker
+    ``deliveries``       delivery of each consumer rank that has sent a message, by rank
+    ``numbers``          highest message number that each consumer worker has used for it
     ``check_at``         time before which no deadline passes, in seconds
     """
 
@@ -168,7 +176,7 @@ class Transfer:
     check_at: float = float("-inf")
 
     def delivered(self) -> bool:
-        """Return whether the deliveries of all expected ranks are closed."""
+        """Return whether all expected ranks have deliveries, and all deliveries are closed."""
         return (
             self.expected_ranks is not None
             and self.expected_ranks <= self.deliveries.keys()
@@ -190,14 +198,20 @@ class Allowance:
         self.blocks: Counter[Peer] = Counter()
 
     def count_early(self, transfer: Transfer, change: int) -> None:
-        """Add ``change`` to the consumer's number of early transfers, if this transfer is early."""
+        """Add ``change`` to the consumer's number of early transfers, if this transfer is one.
+
+        A transfer without a message of a consumer does not count.
+        """
         if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
                 del self.early[transfer.consumer]
 
     def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
-        """Accept an offer, or return False if the open offers would exceed the consumer's pool."""
+        """Accept an offer and return True; False if open offers would exceed the consumer's pool.
+
+        ``pool_blocks``  number of blocks in the consumer worker's pool
+        """
         count = sum(map(len, offer.groups))
         if self.blocks[delivery.peer] + count > pool_blocks:
             return False
@@ -206,7 +220,7 @@ class Allowance:
         return True
 
     def give_back(self, delivery: Delivery) -> None:
-        """Remove a closed delivery's blocks from the count."""
+        """Remove a closed delivery's blocks from the count. Call this once per delivery."""
         self.blocks[delivery.peer] -= delivery.offered_blocks
         if not self.blocks[delivery.peer]:
             del self.blocks[delivery.peer]
@@ -219,7 +233,7 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
     if offer.prompt_digest != transfer.prompt_digest:
         return "the two requests of this transfer have different prompts"
     if offer.end_token > transfer.prompt_tokens:
-        return f"the offer is for {offer.end_token} tokens, but the prompt has {transfer.prompt_tokens}"
+        return f"the offer is for {offer.end_token} tokens, but prefill sends {transfer.prompt_tokens}"
     if len(offer.groups) != len(groups):
         return f"the offer has {len(offer.groups)} KV cache groups, but the model has {len(groups)}"
     for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True):
@@ -256,9 +270,12 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return (problem, moves): why an offer cannot be served, or None; the moves to write now."""
+    """Return (problem, moves): why an offer cannot be served, or None; the moves to write now.
+
+    ``consumer`` is None if the consumer worker is dead or has been removed.
+    """
     if consumer is None:
-        return "the consumer engine has ended", []
+        return "the consumer worker has ended or has been removed", []
     if delivery.pending is None:
         problem = offer_problem(transfer, offer, groups, consumer)
         if problem is not None:
@@ -275,9 +292,10 @@ def take(
 def take_ready(
     transfer: Transfer, delivery: Delivery, groups: Sequence[Group], consumer: ConsumerPeer
 ) -> list[Moves] | None:
-    """Remove and return the pending units that are computed; None if a source block has been freed.
+    """Remove the pending units that are computed, and return the moves that copy them.
 
-    For units written layer by layer, return the remaining layers once their step has ended.
+    Return None if a source block has been freed. Once a step has ended, the moves include the
+    remaining layers of the units that it has written layer by layer.
     """
     moves: list[Moves] = []
     if not transfer.coming_tokens:
@@ -294,7 +312,9 @@ def take_ready(
 def take_layers(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, stop: int
 ) -> list[Moves] | None:
-    """Return the unwritten layers below ``stop`` of the units that the current step completes.
+    """Return moves of the unwritten layers below ``stop`` of the units that this step completes.
+
+    ``stop``  number of the group's layers on this rank that the step has computed
 
     Return None if a source block has been freed.
     """
@@ -313,7 +333,7 @@ def take_layers(
 def _take(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, computed_tokens: int
 ) -> list[Moves] | None:
-    """Remove and return a group's pending units that ``computed_tokens`` complete.
+    """Remove a group's pending units that ``computed_tokens`` complete; return at most one move.
 
     Return None if a source block has been freed. The prompt's last unit is complete once all its
     prompt tokens are computed, also those from ``end_token`` on: the engine would otherwise write

@@ -20,8 +20,8 @@ class Partner:
     ``shapes``      units of each group between the two workers
     ``unit_bytes``  bytes that the rank writes per unit of each group
     ``new_digest``  creates the digest of one transfer from this rank; None without integrity check
-    ``met_at``      side channel address of the handshake, or None. An address that a request names
-                    does not prove that this engine answers there
+    ``met_at``      side channel address at which the handshake found the engine; None if unknown.
+                    An address in a request proves nothing: another engine may answer there
     ``process``     process that posts the rank's writes
     ``was_seen``    whether this worker saw the process alive at the handshake: under the same
                     kernel, in the same pid and time namespaces
@@ -40,7 +40,7 @@ class Partner:
 class Suspect:
     """A producer worker that may still write to blocks in quarantine; fields as in ``Partner``.
 
-    The owner checks whether its process is dead.
+    The owner checks whether its process is dead, and then calls ``Consumer.worker_lost``.
     """
 
     peer: Peer
@@ -52,9 +52,10 @@ class Suspect:
 class ProducerEngines:
     """Producer engines by incarnation, and the ``Cancel`` messages pending until a handshake.
 
-    ``partners``  partners of this worker in each known engine
-    ``stale``     known engines whose next request starts with a handshake
-    ``releases``  transfers to cancel after the next handshake, with their release times in seconds
+    ``partners``  partners of this worker in each known engine, by incarnation
+    ``stale``     incarnations of known engines whose next request starts with a handshake
+    ``releases``  transfers to cancel after the next handshake, with the time in seconds at which
+                  each became pending, by incarnation
     """
 
     def __init__(self, limits: TransferLimits) -> None:
@@ -76,7 +77,7 @@ class ProducerEngines:
         self._used_at[incarnation] = now
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> None:
-        """Record a successful handshake. ``send_releases`` sends the pending Cancels."""
+        """Record a successful handshake. ``send_releases`` returns the pending Cancels."""
         self.partners[incarnation] = tuple(partners)
         self.stale.discard(incarnation)
         self.touch(incarnation, now)
@@ -96,11 +97,17 @@ class ProducerEngines:
         return [Forget(partner.peer) for partner in self.partners.pop(incarnation, ())]
 
     def unused(self, now: float) -> list[str]:
-        """Return the engines that no request or handshake has used for forget_s / 2."""
+        """Return the incarnations of engines without a ``touch`` for forget_s / 2.
+
+        Requests that began earlier may still depend on these engines.
+        """
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """Cancel the transfer at every partner, now or after the next handshake: its lease ends."""
+        """Return a Cancel for every partner, which ends the producer's lease of the transfer.
+
+        If a handshake is needed first, return none: ``send_releases`` returns them after it.
+        """
         partners = self.reachable(incarnation)
         if partners is None:
             self.release_later(transfer_id, incarnation, now)
@@ -118,14 +125,18 @@ class ProducerEngines:
         return [send for transfer_id, _ in waiting for send in self.release(transfer_id, incarnation, now)]
 
     def drop_releases(self, now: float) -> None:
-        """Drop pending Cancels older than lease_s: the producer's lease ends their transfers."""
+        """Drop Cancels pending for lease_s: the producer's lease has ended their transfers."""
         for incarnation, waiting in list(self.releases.items()):
             self.releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self.releases[incarnation]:
                 del self.releases[incarnation]
 
     def next_number(self) -> int:
-        """Return the number of the next Offer, AwaitStart or Cancel, over all engines."""
+        """Return the next message number. It ascends over all engines.
+
+        Each Offer and AwaitStart gets a new number, and so do the Cancels of a transfer that has no
+        Offer.
+        """
         self._last_number += 1
         return self._last_number
 
@@ -134,5 +145,5 @@ class ProducerEngines:
         return any(partner.peer == peer for partner in self.partners.get(peer.incarnation, ()))
 
     def addresses(self) -> set[EngineAddress]:
-        """Return the side channel addresses of the known engines."""
+        """Return the side channel addresses at which handshakes found the known engines."""
         return {each.met_at for known in self.partners.values() for each in known if each.met_at is not None}

@@ -1,7 +1,7 @@
 """Deadlines of the transfer protocol.
 
-They bound how long the producer and consumer state machines wait for a peer that sends no message.
-No deadline releases blocks to which a producer rank may still write.
+They bound how long producer and consumer wait for a peer, a write or an engine step. No deadline
+releases blocks of a consumer to which a producer rank may still write.
 """
 
 from __future__ import annotations
@@ -29,22 +29,28 @@ class TransferLimits:
     ``handshake_s``  limit of a handshake with an engine, the fetch of its agent metadata included
     ``progress_s``   time without a message of a producer rank about a queued or offered transfer
                      after which the consumer gives the transfer up; also the time without progress
-                     of a write after which the producer sends no Alive for its transfer
-    ``cancel_s``     interval between Cancels to a producer that does not answer; after the first
-                     interval, the engine quarantines the request's blocks and computes the request
-                     in other blocks
+                     of a write after which the producer sends no Alive to the write's consumer rank
+    ``cancel_s``     interval between Cancels to producer ranks that do not answer; after the first
+                     interval, the engine quarantines the request's blocks and, unless the request
+                     was aborted, computes it in other blocks. Also the limit of a question to a
+                     witness whether a suspect's process has ended
     ``lease_s``      time for which a producer holds finished blocks without an offer, and keeps
                      messages of a transfer whose prefill request has not arrived; also the time for
-                     which both sides keep ids of ended transfers
+                     which both sides keep ids of ended transfers, and a consumer keeps a Cancel
+                     that waits for a handshake
     ``alive_s``      interval between repeated Alive or Starting messages about a transfer
-    ``step_s``       time without a finished engine step, with work queued, after which Alive stops.
-                     The default equals that of vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after
-                     which vLLM ends the engine
+    ``step_s``       time without a finished engine step, while the transfer's prefill request is
+                     queued or computing, after which the producer sends no Alive. The default
+                     equals that of vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which vLLM ends
+                     the engine
     ``fence_s``      longest wait of an engine step for a write that reads host memory of a
                      preempted request, counted from the post of the write
     ``forget_s``     time without a message after which a producer removes a consumer worker without
                      an open delivery; a consumer removes an unused producer engine after half this
                      time, so consumers seldom contact a producer that has removed them
+
+    Raises ConfigurationError if a value is not a positive number, or if ``alive_s`` exceeds half of
+    ``progress_s``.
     """
 
     handshake_s: float = 30.0
@@ -60,8 +66,8 @@ class TransferLimits:
     def hang_s(self) -> float:
         """Time in seconds without progress of a write after which the write counts as hanging.
 
-        The delivery ends in Aborted once the write has ended. The time exceeds progress_s, so the
-        consumer gives the transfer up first.
+        The producer then gives the delivery up, and sends its final message once the write has
+        ended. The time exceeds progress_s, so the consumer gives the transfer up first.
         """
         return 2 * self.progress_s
 

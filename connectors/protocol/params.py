@@ -1,9 +1,10 @@
 """Parses ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
-The keys are those of public prefill/decode proxies. Tandem adds ``transfer_id`` (send both legs at
-once), ``describe`` (return the engine's address), ``first_token`` (also sample the answer's first
-token) and ``prompt_multiple``. ``discard`` aborts a transfer; ``engines_lost`` and ``supervisor``
-are a supervisor's report of ended engines.
+A split request has two legs: one request to a prefill engine, one to a decode engine. The keys are
+those of public prefill/decode proxies. Tandem adds ``transfer_id`` (send both legs at once),
+``describe`` (return the engine's address), ``first_token`` (also sample the answer's first token)
+and ``prompt_multiple`` (the granularity of the KV sent with ``first_token``). ``discard`` aborts a
+transfer; ``engines_lost`` and ``supervisor`` are a supervisor's report of ended engines.
 
     prefill leg     do_remote_decode=True  [transfer_id] [first_token]
     describe        do_remote_decode=True  describe=True; sends no KV
@@ -12,8 +13,8 @@ are a supervisor's report of ended engines.
                     remote_port, tp_size, transfer_id, remote_request_id, remote_num_tokens
     decode leg      the prefill answer, unchanged; or the same keys from a router that has the
                     engine's address, without remote_num_tokens: the prompt may not be computed yet.
-                    With first_token on the prefill leg, prompt_multiple is the
-                    first_token_multiple that the engine returns with its address
+                    If the prefill leg has first_token, also prompt_multiple: the
+                    first_token_multiple that ``describe`` returns with the address
     lost engines    engines_lost: one remote_engine_id, or a common prefix of several, up to a dot;
                     the engines' processes have ended. supervisor: the configured supervisor token
 """
@@ -42,10 +43,11 @@ class EngineAddress:
 class ProduceParams:
     """Parameters of a prefill leg: this engine sends the request's KV to a consumer engine.
 
-    ``transfer_id``  None: the producer generates one
+    ``transfer_id``  None: this engine generates one
     ``describe``     whether to return this engine's address and send no KV
     ``first_token``  whether to sample the answer's first token: the engine then computes the whole
-                     prompt and sends the KV of the first ``whole_blocks`` tokens
+                     prompt and sends the KV of its first tokens (``whole_blocks()``). Otherwise it
+                     computes and sends all tokens but the last
     """
 
     transfer_id: str | None
@@ -64,10 +66,10 @@ class DiscardParams:
 class LostParams:
     """Supervisor's report that engines have ended and write no more.
 
-    ``engines``     id or prefix of the engines (``names_engine``)
-    ``supervisor``  token of the sender
+    ``engines``     id of an engine, or prefix of the ids of several (``names_engine``)
+    ``supervisor``  token of the sender; empty if it sent none
 
-    Valid only if ``supervisor`` equals the connector's configured token.
+    Valid only if ``supervisor`` equals the connector's configured token, which must not be empty.
     """
 
     engines: str
@@ -95,7 +97,8 @@ TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     """Parse ``kv_transfer_params``; return None for a request without a transfer.
 
-    Raises WireError, which names the invalid key or the keys that exclude each other.
+    Raises WireError for an invalid or missing value or for keys that exclude each other; the
+    message names the keys.
     """
     if not params:
         return None
@@ -165,9 +168,10 @@ def _address(params: Mapping[str, object]) -> EngineAddress:
 
 
 def prompt_digest(token_ids: Sequence[int] | None, others: Sequence[str] = ()) -> str:
-    """Return a digest of all inputs besides the model that determine a prompt's KV, in hexadecimal.
+    """Return a digest of inputs that determine a prompt's KV besides the model: 32 hex digits.
 
-    ``others`` are inputs outside the token ids: image identities, a LoRA adapter, a cache salt.
+    ``others`` are inputs outside the token ids, in a fixed order: image identities or a cache salt,
+    for example. None for ``token_ids`` counts as no tokens.
     """
     digest = hashlib.blake2b(np.asarray(token_ids or (), "<i8").tobytes(), digest_size=16)
     for other in others:

@@ -17,7 +17,8 @@ serves.
     HELD      all deliveries closed     gone     Sent: the scheduler may free the blocks
     HELD      lease_s without an offer  gone     Sent
     LIVE      discard                   LIVE     open deliveries: Aborted after their writes
-    (other)   discard                   gone     open deliveries: Aborted; HELD: then Sent
+    (other)   discard                   gone     open deliveries: Aborted after their writes;
+                                                 HELD: then Sent
 
 In LIVE and HELD, the producer sends Alive for open deliveries with an AwaitStart or an Offer. Alive
 stops when the engine finishes no step (``stepped``) for step_s, or a write makes no progress for
@@ -43,18 +44,18 @@ During a step (``begin`` to ``progress``), it can write computed layers (``layer
                                                  has ended (docs/decisions/0009)
 
 The producer never writes for a closed delivery: Fin, Aborted and Cancelled allow the consumer to
-use or free its blocks. Failed does not. After a failed write, the producer answers each AwaitStart,
-Offer and Cancel of the transfer with Failed, even after it has removed the transfer or consumer.
+use or free its blocks. Failed does not. After a failed write, the producer answers this worker's
+messages of the transfer with Failed until ``engine_lost``, even if transfer or worker are removed.
 
 The producer keeps the ids of ended transfers for lease_s. It answers offers with such an id with
 Aborted, or not at all while a write for that consumer rank is in flight. After lease_s, it keeps
-only the highest message number that each consumer worker has sent for these transfers. It answers
-offers up to that number with Aborted, however late they arrive: if a cancelled offer counted as
+only the highest message number that each known consumer worker has sent for these transfers. It
+answers offers up to that number with Aborted: if a cancelled offer that arrives late counted as
 new, the producer would write into blocks of another request.
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until forget_s without a message
-and without an open delivery; the producer then returns Forget. ``Allowance`` limits the state that
-a consumer can create in this rank.
+and without an open delivery. When it has no open delivery, the producer returns Forget.
+``Allowance`` limits the state that a consumer can create in this rank.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class ProducerSnapshot:
     ``consumers``       known consumer workers
     ``heard_at``        time of the last message of each consumer worker not yet removed, in seconds
     ``transfers``       stage of each open transfer, by transfer id
-    ``remembered``      ids of transfers ended within lease_s
+    ``remembered``      ids of transfers ended or discarded within lease_s
     ``offered_blocks``  blocks in open offers, by consumer worker
     ``early``           number of transfers whose requests have not arrived, by consumer incarnation
     ``closed``          (transfer id, consumer worker) of closed deliveries in open transfers
@@ -128,7 +129,7 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def starting(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Handle the scheduler's decision to compute the first chunk of this prompt now or soon."""
+        """Handle the scheduler's decision to compute the first chunk of this prompt now or next."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -154,10 +155,10 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def begin(self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int) -> None:
-        """Handle the start of a chunk: its step computes KV up to ``computed_tokens`` tokens.
+        """Handle the start of a step after which ``computed_tokens`` tokens have KV.
 
-        Only for owners that report computed layers. ``progress`` still ends the chunk, without new
-        ids.
+        Only for steps that report computed layers. ``new_ids`` are as in ``progress``, which still
+        ends the chunk, without new ids.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -167,7 +168,7 @@ class Producer(Production):
         transfer.coming_tokens = computed_tokens
 
     def layers_computed(self, request_ids: Iterable[str], group: int, stop: int, now: float) -> list[ProducerAction]:
-        """Write the layers below ``stop`` of a group, which the current step has computed."""
+        """Write layers of a group, of which the current step has computed the first ``stop``."""
         actions: list[ProducerAction] = []
         for request_id in request_ids:
             transfer = self._by_request.get(request_id)
@@ -185,7 +186,7 @@ class Producer(Production):
         """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
         No new write reads the old blocks. A delivery with part of a step's layers is aborted. Other
-        writes (``writes_in_flight``) may go on until ``fenced``; bytes written by then are valid.
+        writes (``writes_in_flight``) may go on until ``fenced``, which aborts unsafe deliveries.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -215,7 +216,7 @@ class Producer(Production):
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
-        """Handle the end of a request or, without ``held``, of its transfer only.
+        """Handle the end of a request or, with ``held`` False, perhaps of its transfer only.
 
         ``held``    whether the request's blocks stay allocated until ``Sent``
         ``reason``  reason in the Aborted messages if ``held`` is False
@@ -238,8 +239,8 @@ class Producer(Production):
     def discard(self, transfer_id: str, now: float) -> list[ProducerAction]:
         """Abort a transfer whose KV no engine will fetch.
 
-        The prefill request may have arrived or may arrive later. vLLM still computes it; Sent
-        follows when the request has finished and no write is in flight.
+        Its prefill request may have arrived, or may arrive within lease_s. vLLM still computes it;
+        Sent follows when the request has finished and no write is in flight.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -258,7 +259,7 @@ class Producer(Production):
         return actions + self._advance(transfer, now)
 
     def writes_in_flight(self, request_id: str) -> tuple[int, ...]:
-        """Return the ids of the writes that read this request's blocks."""
+        """Return the ids of the unfinished writes that read this request's blocks."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return ()
@@ -320,7 +321,7 @@ class Producer(Production):
         for transfer in list(self._transfers.values()):
             delivery = transfer.deliveries.get(peer.rank)
             if delivery is not None and delivery.peer == peer:
-                actions += self._end(transfer, delivery, "the consumer engine has ended", now)
+                actions += self._end(transfer, delivery, "the consumer worker has ended or has been removed", now)
         return actions
 
     # Events of the transport and the clock.
@@ -339,7 +340,7 @@ class Producer(Production):
         return self._end(transfer, delivery, f"a write could not be posted: {reason}", now)
 
     def write_failed(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
-        """Handle a write that failed after its start: parts of it may still reach the consumer."""
+        """Handle a write that failed during or after its post: parts of it may still arrive."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         actions: list[ProducerAction] = []
@@ -429,7 +430,7 @@ class Producer(Production):
 
     @property
     def busy(self) -> bool:
-        """True if a transfer is open, in any stage."""
+        """True if a transfer is open, in any stage. Writes of ended transfers do not count."""
         return bool(self._transfers)
 
     def snapshot(self) -> ProducerSnapshot:

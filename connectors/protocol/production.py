@@ -1,6 +1,6 @@
-"""State of the producer state machine, and transitions shared by its events.
+"""State of the producer state machine, its handling of messages, and transitions shared by events.
 
-``producer.py`` has the events.
+``producer.py`` has the transition tables, and the events except ``orders_applied``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ class Production:
     """Base class of ``Producer``: transfers, deliveries and writes, their progress and end.
 
     ``late_orders``  whether a step may overwrite blocks before the owner reports which requests
-                     have lost theirs (``preempted``, ``finished``; then ``orders_applied``)
+                     have lost theirs (``preempted``, ``finished``; then ``orders_applied``). True
+                     on accelerators
     """
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits, late_orders: bool = False) -> None:
         self._groups = tuple(groups)
         self._limits = limits
         self._late_orders = late_orders
-        # Until this time, the blocks of every live request had its KV.
+        # Until this time in seconds, the blocks of every live request had its KV.
         self._intact_at = float("-inf")
-        # Complete deliveries whose Fin must wait for ``orders_applied``, by transfer id.
+        # Transfers with a complete delivery whose Fin must wait for ``orders_applied``, by id.
         self._unconfirmed: dict[str, Transfer] = {}
         self._consumers: dict[Peer, ConsumerPeer] = {}
-        # Ordered by the time of the last message, oldest first. Includes lost peers until removal.
+        # Ordered by the time of the last message, oldest first. Has lost peers until their Forget.
         self._heard_at: dict[Peer, float] = {}
         self._lost: dict[Peer, None] = {}
         self._transfers: dict[str, Transfer] = {}
@@ -39,7 +40,8 @@ class Production:
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
         # Ordered by end time: all expire after lease_s.
         self._gone: dict[str, Gone] = {}
-        # Bounded by the consumer's pool: the consumer quarantines at least one block per entry.
+        # Reasons of failed writes, by transfer id. Bounded by the consumer's pool: the consumer
+        # quarantines at least one block per entry.
         self._failed: dict[Peer, dict[str, str]] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
@@ -51,14 +53,14 @@ class Production:
         self._heard_at[peer] = now
 
     def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
-        """Return the transfer and delivery that a message may change, or the reason for a refusal.
+        """Return the transfer and delivery that a message may change, or a reason for an Aborted.
 
-        An empty reason means: send no answer.
+        With an empty reason, no answer is sent.
         """
         if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
             return ""
         if message.number <= self._overtaken.get(peer, -1):
-            return "this message arrived too late"
+            return "this message arrived too late for its transfer"
         transfer = self._transfer_for(peer, message, now)
         if transfer is None:
             return "this transfer has ended or belongs to another consumer"
@@ -106,9 +108,11 @@ class Production:
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """Return a list of the delivery to ``peer`` with unfinished writes; empty if there is none.
+        """Return a list of this transfer's delivery to ``peer`` if that has unfinished writes.
 
-        The delivery may belong to an ended transfer. Its final message follows when its writes end.
+        Return an empty list otherwise.
+
+        The transfer may have ended. The delivery's final message follows when its writes end.
         """
         return [
             delivery
@@ -127,8 +131,8 @@ class Production:
     def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
         """Return the open transfer that ``peer`` may change, or None.
 
-        Creates an early transfer if the id is unknown. Assigns a transfer without a consumer to the
-        engine of ``peer``.
+        Creates an early transfer if the id is unknown, and records the message's number. Assigns a
+        transfer without a consumer to the engine of ``peer``.
         """
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
@@ -146,9 +150,9 @@ class Production:
         return transfer if transfer.consumer == peer.incarnation else None
 
     def orders_applied(self, now: float) -> list[ProducerAction]:
-        """Handle the start of a step that has reported all requests which have lost their blocks.
+        """Handle the start of a step, after all requests that have lost their blocks are reported.
 
-        Writes that had finished by now have read the KV of all other requests.
+        Finished writes for the other requests have read their KV, so their Fins can be sent.
         """
         self._intact_at = now
         unconfirmed, self._unconfirmed = self._unconfirmed, {}
@@ -186,7 +190,7 @@ class Production:
                 try:
                     digest = "" if delivery.digest is None else delivery.digest.hexdigest()
                 except Exception as error:  # for example, no memory on a device
-                    problem = f"its digest cannot be computed: {error!r}"
+                    problem = f"prefill cannot compute the digest of the sent bytes: {error!r}"
                 fin = Fin(transfer.transfer_id, delivery.written_bytes, digest)
                 delivery.ending = fin if problem is None else Aborted(transfer.transfer_id, problem)
         if delivery.ending is not None and not delivery.in_flight:
@@ -199,9 +203,10 @@ class Production:
         return actions
 
     def _intact(self, transfer: Transfer, delivery: Delivery) -> bool:
-        """Return whether the finished writes of a delivery have read its request's KV.
+        """Return whether the finished writes of a delivery are known to have read its request's KV.
 
-        With late orders, the last ones may have read blocks that the next step overwrites.
+        With late orders, a write that finished after the last ``orders_applied`` may have read
+        blocks that the next step already overwrites, unless the request's blocks are held.
         """
         held = transfer.stage is Stage.HELD
         return not self._late_orders or held or delivery.moved_at < self._intact_at
@@ -222,7 +227,10 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give up a delivery. After its writes it ends: in Aborted, or as it was already ending."""
+        """Give up a delivery: it closes when its writes have ended.
+
+        Its final message is Aborted with ``reason``, unless another one is already set.
+        """
         if delivery.closed:
             return []
         if delivery.ending is None:
@@ -231,7 +239,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """End a transfer whose lease has expired, after its writes in flight.
+        """End a transfer whose lease has expired; with writes in flight, only when they have ended.
 
         HELD: an offer did not arrive. EARLY: the prefill request did not arrive.
         """

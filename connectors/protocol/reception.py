@@ -23,10 +23,10 @@ Answer = Starting | Fin | Aborted | Failed | Cancelled | Alive
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The KV that one request needs.
+    """The KV that one request needs on this rank.
 
     ``producer``       engine that computes the prompt
-    ``end_token``      token at which the request resumes
+    ``end_token``      token at which the request resumes; the transfer fills the tokens before it
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``)
     ``groups``         blocks to fill, one set per group
     """
@@ -45,7 +45,7 @@ class QueuedRequest:
 
     ``heard_at``  time of the last message from ``asked``, else of AwaitStart, else of the request's
                   arrival; in seconds
-    ``asked``     producer worker that received AwaitStart; None before the handshake
+    ``asked``     producer worker to which AwaitStart was sent; None before the handshake
     """
 
     request_id: str
@@ -78,16 +78,16 @@ class RequestQueue:
         return True
 
     def discard(self, transfer_id: str) -> None:
-        """Remove the transfer's entry, if there is one."""
+        """Remove the transfer's entry, if there is one, whichever request it belongs to."""
         self.requests.pop(transfer_id, None)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
-        """Return an AwaitStart for each request that was pending until this handshake."""
+        """Return an AwaitStart for each request that waited for this handshake."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
     def connect_failed(self, incarnation: str, reason: str) -> list[Due]:
-        """End the requests that were pending until this handshake."""
+        """End the requests that waited for this handshake, without Cancel."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
 
@@ -96,15 +96,15 @@ class RequestQueue:
         return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """End the requests that wait for a report from this dead worker."""
+        """End the requests whose AwaitStart was sent to this dead worker."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in self._of_engine(peer.incarnation):
             if queued.asked == peer:
-                actions += self._fail(transfer_id, f"rank {peer.rank}: {reason}", now)
+                actions += self._fail(transfer_id, f"prefill rank {peer.rank}: {reason}", now)
         return actions
 
     def undelivered(self, peer: Peer, message: AwaitStart, now: float) -> list[ConsumerAction]:
-        """Handle an AwaitStart that could not be sent."""
+        """End the request whose AwaitStart could not be sent."""
         if message.transfer_id not in self.requests:
             return []
         return self._fail(message.transfer_id, f"rank {peer.rank} of the prefill engine is unreachable", now)
@@ -124,7 +124,7 @@ class RequestQueue:
         return []
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """End the requests whose producer has sent nothing for too long."""
+        """End the requests without a message from ``asked``, or a handshake, for too long."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in list(self.requests.items()):
             silence_s = self._limits.silence_s(connecting=queued.asked is None)
@@ -134,7 +134,7 @@ class RequestQueue:
         return actions
 
     def uses(self, incarnation: str) -> bool:
-        """Return whether a request waits for this engine."""
+        """Return whether a queued request waits for this engine."""
         return any(queued.producer.incarnation == incarnation for queued in self.requests.values())
 
     def _of_engine(self, incarnation: str) -> list[tuple[str, QueuedRequest]]:
@@ -168,12 +168,14 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 
 @dataclass(slots=True)
 class Reception:
-    """One request with blocks, from ``start`` until no partner may write to its blocks.
+    """One request with blocks, from ``start`` until its blocks are safe.
+
+    Blocks are safe when no partner may write to them and no verification reads them.
 
     ``since``         time of ``start``, in seconds
-    ``number``        number of its Offer; 0 before the Offer
+    ``number``        message number of its Offer; 0 before the Offer
     ``writing``       partners that may still write
-    ``heard_at``      time of each partner's last message, in seconds
+    ``heard_at``      time of each partner's last Alive or Starting, else of the Offer, in seconds
     ``verifying``     partners whose bytes are being compared with a digest
     ``failure``       first failure, or None
     ``ending_since``  time at which it entered ENDING, in seconds
@@ -194,9 +196,10 @@ class Reception:
     check_at: float = float("-inf")
 
     def silent_since(self, now: float) -> float:
-        """Return the earliest of the times of the last messages of the partners that may write.
+        """Return the time of the last message of the partner that has been silent the longest.
 
-        Return the time of ``start`` before the offer, and ``now`` if no partner may write.
+        Only partners that may write count; without any, return ``now``. Return the time of
+        ``start`` before the Offer.
         """
         if self.stage is ReceptionStage.CONNECTING:
             return self.since

@@ -1,10 +1,11 @@
 """Messages of a transfer and their versioned frames.
 
 Frame: ``b"TDM"``, one version byte, header length (uint32, little endian), JSON header, body, and a
-tag: the keyed BLAKE2b of everything before it. The body of Hello is agent metadata; that of Offer
-is block vectors (int64, little endian) as counted by the header; other messages have none. The key
-derives from the peers' secret (``handshake/keys.py``). Without a secret the tag is a checksum. Any
-other input raises WireError. ``decode`` checks the tag before it parses the header.
+tag: the keyed BLAKE2b of everything before it, 32 bytes. The body of Hello is agent metadata; that
+of Offer is, for each group, a vector of positions and one of block ids (int64, little endian), with
+the lengths in the header; other messages have none. The key derives from the peers' secret
+(``handshake/keys.py``). Without a secret the tag is a checksum. ``decode`` raises WireError for any
+other input, and checks the tag before it parses the header.
 
     consumer -> producer   Hello, AwaitStart, Offer, Cancel
     producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
@@ -66,7 +67,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The producer refuses this consumer. ``reason`` states why the two engines do not match."""
+    """The producer worker refuses this consumer worker.
+
+    ``reason``  why the two engines do not match
+    """
 
     reason: str
     kind: ClassVar[str] = "refused"
@@ -78,8 +82,9 @@ class AwaitStart:
 
     ``number``  message number (``Offer``)
 
-    The producer answers with Alive every alive_s until it is about to compute the prompt, then with
-    Starting until the Offer arrives; or with Aborted or Failed.
+    Once the prefill request has arrived, the producer answers with Alive every alive_s until it is
+    about to compute the prompt, then with Starting every alive_s until the Offer arrives; or with
+    Aborted or Failed.
     """
 
     transfer_id: str
@@ -97,9 +102,9 @@ class Starting:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The consumer's blocks to fill. Valid once per transfer.
+    """A consumer worker's blocks to fill. Valid once per transfer and consumer worker.
 
-    ``end_token``      token at which the consumer resumes
+    ``end_token``      token at which the consumer resumes: the producer sends the tokens before it
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``), compared by the producer
     ``groups``         blocks to fill, one set per group
     ``digest``         whether Fin must have a digest of the written bytes
@@ -118,7 +123,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The transfer goes on: its request is queued or computing, or its KV is being written."""
+    """The transfer goes on: the prefill request is queued, computing or held, or KV is written."""
 
     transfer_id: str
     kind: ClassVar[str] = "alive"
@@ -140,7 +145,7 @@ class Fin:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The producer will not complete the transfer, and writes no more."""
+    """This producer rank will not complete its part of the transfer, and writes no more."""
 
     transfer_id: str
     reason: str
@@ -149,7 +154,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A write failed and parts of it may still arrive. Not an acknowledgement."""
+    """A write of this producer rank failed; parts of it may still arrive. No acknowledgement."""
 
     transfer_id: str
     reason: str
@@ -158,9 +163,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The consumer needs nothing more. It keeps its blocks until Fin, Aborted or Cancelled.
+    """The consumer needs no KV of the transfer, or no more of it.
 
-    ``number``  number of the cancelled Offer or, without an offer, a new number
+    It keeps its blocks until Fin, Aborted or Cancelled arrives, or the producer rank is dead.
+
+    ``number``  number of the cancelled Offer or, without an Offer, a new number
     """
 
     transfer_id: str
@@ -170,7 +177,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The producer's answer to Cancel: it writes no more."""
+    """The producer rank's answer to Cancel: it writes no more for this transfer and consumer."""
 
     transfer_id: str
     kind: ClassVar[str] = "cancelled"
@@ -191,7 +198,7 @@ class Envelope:
 
 
 def encode(envelope: Envelope, key: bytes = b"") -> bytes:
-    """Return the frame of a message.
+    """Return the frame of a message. Cuts a reason after _MAX_REASON_CHARACTERS.
 
     ``key``  key of the tag, at most 64 bytes; if empty, the tag is a checksum without protection
     """
@@ -234,7 +241,7 @@ def _tag(content: bytes | memoryview, key: bytes) -> bytes:
 
 
 def decode(frame: bytes, key: bytes = b"") -> Envelope:
-    """Parse a frame.
+    """Parse a frame. The caller must check sender and receiver.
 
     Raises WireError if it is malformed, truncated, too large, of another version, or if its tag
     does not match ``key``.
@@ -332,7 +339,10 @@ def _text(fields: Mapping[str, object], key: str) -> str:
 
 
 def _id(fields: Mapping[str, object]) -> str:
-    """Return the transfer id. Raises WireError if it is too long: both ends store ids."""
+    """Return the transfer id.
+
+    Raises WireError unless it is a string of at most MAX_ID_CHARACTERS: both ends store ids.
+    """
     value = _text(fields, "id")
     if len(value) > MAX_ID_CHARACTERS:
         raise WireError(f"'id' has {len(value)} characters; the limit is {MAX_ID_CHARACTERS}")

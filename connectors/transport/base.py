@@ -1,8 +1,8 @@
 """Interface of a transport: registered memory, one-sided writes, messages.
 
-Call order: ``register`` once, ``metadata`` for the peers, ``add_peer`` with each peer's metadata,
-then ``write``, ``poll``, ``notify`` and ``notifications`` in any order, and ``close`` last.
-``notify`` needs ``add_peer`` on this side only; the peer need not have added this agent.
+Call order: ``register`` once, then ``metadata``, whose result is for the peers; then the other
+methods in any order, and ``close`` last. ``write``, ``reconnect`` and ``notify`` need ``add_peer``
+with the peer's metadata first, on this side only; the peer need not have added this agent.
 ``add_peer``, ``reconnect`` and ``notify`` are thread-safe; the owner serialises all other calls.
 """
 
@@ -28,7 +28,10 @@ class Transport(Protocol):
     kind: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory for reads by this agent and writes by peers. Raises TransportError."""
+        """Register memory for reads by this agent and writes by peers.
+
+        Raises TransportError if the memory cannot be registered.
+        """
 
     def metadata(self) -> bytes:
         """Return the metadata with which a peer reaches this agent and its registered memory."""
@@ -37,25 +40,29 @@ class Transport(Protocol):
     def add_peer(self, metadata: bytes, name: str | None = None) -> str:
         """Add a peer and return its name. Adding a known peer has no effect.
 
-        Raises TransportError, and adds no peer, if the metadata is unusable or belongs to an agent
-        with another name than ``name``.
+        Raises TransportError, and adds no peer, if the metadata is unusable, if the peer cannot be
+        reached, or if ``name`` is given and the metadata belongs to an agent with another name.
         """
         ...
 
     def reconnect(self, peer: str) -> None:
         """Reopen the connection to a peer.
 
-        Raises TransportError if this fails, or if a write to the peer is in flight.
+        Raises TransportError if this fails, if the peer has not been added, or if a write to it is
+        in flight.
         """
 
     def remove_peer(self, peer: str) -> None:
-        """Remove a peer. No write or message to it may be in flight."""
+        """Remove a peer, if it has been added. No write or message to it may be in flight."""
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
         """Start to copy ``runs`` (at least one) from this agent's registered memory to the peer's.
 
-        Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
-        arrive.
+        ``source``  memory kind of the runs' sources
+        ``target``  memory kind of their destinations
+
+        Return a handle for ``poll``. Raises TransportError if nothing was posted, FailedWriteError
+        if parts of the write may arrive.
         """
         ...
 
@@ -70,12 +77,15 @@ class Transport(Protocol):
     def notify(self, peer: str, payload: bytes) -> None:
         """Send a message, delivered at most once.
 
-        Raises TransportError if it cannot be sent. A message may be lost without an error.
+        Raises TransportError if it cannot be sent. It may also be lost without an error.
         """
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return (sender's name, payload) of the messages received since the last call."""
+        """Return (sender's name, payload) of the messages received since the last call.
+
+        Raises TransportError if they cannot be read.
+        """
         ...
 
     def close(self) -> None:
-        """Release all writes and deregister all memory. Idempotent."""
+        """Release all writes, also unfinished ones, and deregister all memory. Idempotent."""

@@ -1,8 +1,9 @@
-"""Hashes streams where they lie, on any torch device; only 8 bytes per segment move to the host.
+"""Hashes KV on the torch device where it lies; only 8 bytes per segment move to the host.
 
-xxh3 reads a stream sequentially, which is slow on an accelerator. This module divides each piece
-into segments of at most 16 KiB, and each segment into little-endian signed 32-bit words ``w``. It
-pads the last word with zeros:
+Both ends of a transfer use its hashes of *streams* (``digest.py``) if either cache lies on an
+accelerator. There, xxh3 would be slow because it reads a stream sequentially. This module divides
+each piece of a stream into segments of at most 16 KiB, and each segment into little-endian signed
+32-bit words ``w``. It pads the last word with zeros:
 
     sum of a segment = k[0] * w[0] + k[1] * w[1] + ...   modulo 2^64
     hash of a stream = xxh3_128 of the sums of its segments, in order
@@ -33,16 +34,16 @@ SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
 """Bytes gathered at a time, on a CPU and on an accelerator. A CPU's batch fits in its cache. The
-gathered words and their 64-bit products take three times as much memory.
+gathered words and their 64-bit products together take three times as much memory.
 """
 
 KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _WORD_BYTES), "<i8") | 1
 
 
 class CacheMemory:
-    """One worker's cache, read to compute digests. Thread-safe.
+    """One worker's KV cache, read to compute digests. Thread-safe.
 
-    ``tensors``  views of the cache on its device; host memory needs none
+    ``tensors``  views of the cache on its device; a cache in host memory needs none
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -52,7 +53,11 @@ class CacheMemory:
         self._device: DeviceMemory | None = None
 
     def shared_with(self, peer: MemoryKind) -> Memory:
-        """Return the memory with the hash that a peer with its cache in ``peer`` also computes."""
+        """Return this cache with the hash that both ends use if the peer's cache is in ``peer``.
+
+        xxh3_128 between two host memories, else the hash of this module. Raises ConfigurationError
+        if no tensor holds a region of the cache.
+        """
         # Two threads may each create an object; both objects give equal hashes.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
             self._host = self._host or HostMemory(self._layout)
@@ -62,11 +67,13 @@ class CacheMemory:
 
 
 class DeviceMemory:
-    """A cache on a torch device, the CPU included; an accelerator hashes on a separate stream.
+    """A cache on a torch device, the CPU included.
 
-    On an accelerator ``StreamHash.feed`` returns before the device has read the bytes; ``digest``
-    waits for the device. The caller of ``feed`` ensures that the bytes have been computed, for
-    example with an event.
+    On an accelerator, hashes are computed on a ``torch.Stream`` of their own: ``DeviceStream.feed``
+    returns before the device has read the bytes, and ``digest`` waits for the device. The caller of
+    ``feed`` ensures that the bytes have been computed, for example with an event.
+
+    Raises ConfigurationError if no tensor holds a region of the cache.
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -76,7 +83,7 @@ class DeviceMemory:
         on_cpu = self.device.type == "cpu"
         self._batch_bytes = _HOST_BATCH_BYTES if on_cpu else _DEVICE_BATCH_BYTES
         self._module = torch.get_device_module(self.device)
-        # A separate stream: digests do not wait for the kernels of the forward pass.
+        # A separate torch stream: digests do not wait for the kernels of the forward pass.
         self._stream = None if on_cpu else self._module.Stream(device=self.device, priority=-1)
         self._keys = torch.from_numpy(KEYS).to(self.device)
 
@@ -84,18 +91,21 @@ class DeviceMemory:
         return DeviceStream(self)
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which the digest stream is this thread's current stream."""
+        """Return a context in which this thread's kernels run on the torch stream of the digests.
+
+        It has no effect on a CPU.
+        """
         if self._stream is None:
             return contextlib.nullcontext()
-        # A context per use: threads share the stream, and a `torch.Stream` cannot be entered twice.
+        # A context per use: threads share the `torch.Stream`, which cannot be entered twice.
         context: contextlib.AbstractContextManager[object] = self._module.stream(self._stream)
         return context
 
     def sums(self, address: Ints, length: int) -> torch.Tensor:
         """Queue the segment sums of ``length`` bytes at each address; return them on the device.
 
-        The result has shape (addresses, segments), int64. Raises PlanError unless all bytes lie in
-        one region.
+        ``address`` has at least one element. The result has shape (addresses, segments per
+        address), int64. Raises PlanError unless all bytes lie in one region.
         """
         region, content = self._region_of(int(address[0]))
         last = int(address.max()) + length
@@ -119,7 +129,7 @@ class DeviceMemory:
         raise PlanError(f"address {address:#x} lies in no region of this cache")
 
     def _sum_segments(self, content: torch.Tensor, offset: Ints, length: int) -> torch.Tensor:
-        """Return one sum per segment of ``length`` bytes, shape (segments,)."""
+        """Return the sum of the segment of ``length`` bytes at each offset, shape (segments,)."""
         words = -(-length // _WORD_BYTES)
         aligned = not (content.data_ptr() % _WORD_BYTES or length % _WORD_BYTES or (offset % _WORD_BYTES).any())
         if aligned:
@@ -142,14 +152,15 @@ class DeviceMemory:
     def _upload(self, offset: Ints) -> torch.Tensor:
         """Return offsets as a tensor on the device.
 
-        The source is pinned memory: a copy from pageable memory would wait for the stream.
+        An accelerator copies from pinned memory: a copy from pageable memory would wait for the
+        torch stream.
         """
         index = torch.from_numpy(np.ascontiguousarray(offset))
         return index if self._stream is None else index.pin_memory().to(self.device, non_blocking=True)
 
 
 class DeviceStream:
-    """Hash of a stream. Sums of its segments stay on the device until ``digest``."""
+    """Hash of one stream of a digest. Sums of its segments stay on the device until ``digest``."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -169,9 +180,10 @@ class DeviceStream:
 
 
 def _bytes_of(region: Region, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a region as a tensor of bytes.
+    """Return a region as a tensor of bytes on its device.
 
-    Raises ConfigurationError if no tensor's storage contains it.
+    Host memory needs no tensor. Raises ConfigurationError if no tensor's storage contains a region
+    of device memory.
     """
     if region.memory_kind.memory == "DRAM":
         memory = (ctypes.c_uint8 * region.length_bytes).from_address(region.address)

@@ -1,9 +1,10 @@
 """Digest of the bytes that one pair of ranks moves, computed at each end from its own memory.
 
-Both ends feed the units of a transfer in ascending order, in any chunks: the producer after it has
-posted their write, the consumer when all units have arrived. A *stream* consists of consecutive
-pieces of equal length in one layer of one group. Each stream has a separate hash, unit after unit,
-so the ends may feed layers in any order. The digest combines all streams:
+Both ends feed the units of a transfer in ascending order, in any number of calls: the producer
+after it has posted their write, the consumer when all units have arrived. A *stream* is the bytes
+of consecutive pieces of equal length in one layer of one group (``planning/plan.py``), unit after
+unit. Each stream has a hash of its own, so the ends may feed layers in any order. The digest
+combines all streams:
 
     xxh3_128( for every stream: group, first piece, bytes fed, hash of the stream )
 
@@ -54,7 +55,7 @@ class StreamHash(Protocol):
         """Add ``length`` bytes at each address, in order."""
 
     def digest(self) -> bytes:
-        """Return the hash of all bytes fed so far."""
+        """Return the hash of all bytes fed so far, 16 bytes."""
         ...
 
 
@@ -69,7 +70,10 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """A cache in host memory; streams are hashed with xxh3_128."""
+    """A cache in host memory; streams are hashed with xxh3_128.
+
+    Raises ConfigurationError if the cache is not in host memory.
+    """
 
     def __init__(self, layout: EngineLayout) -> None:
         if layout.memory_kind.memory != "DRAM":
@@ -103,7 +107,7 @@ class HostMemory:
             hasher.update(rows[offset[first : first + step]].data)
 
     def _rows_of(self, length: int) -> Bytes:
-        """Return a view in which row i is the ``length`` bytes at offset i."""
+        """Return a view in which row i is the ``length`` bytes at offset i of ``_bytes``."""
         rows = self._rows.get(length)
         if rows is None:
             shape = (self._span - length + 1, length)
@@ -135,7 +139,10 @@ class _Stream:
 
 
 def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDigest]:
-    """Return a function that creates the digest of one transfer, for one end of a pair of ranks."""
+    """Return a function that creates empty digests of transfers, for one end of a pair of ranks.
+
+    ``memory``  cache of the rank at ``end``
+    """
     groups = tuple((group, group.src if end is End.SOURCE else group.dst, _streams(group)) for group in plan.groups)
     return lambda: TransferDigest(groups, memory)
 
@@ -150,11 +157,13 @@ class TransferDigest:
         self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add part ``parts[i]`` of this end's block ``ids[i]``, for every i in order.
+        """Add the bytes of part (unit) ``parts[i]`` of this end's block ``ids[i]``, for every i.
 
-        ``layers``  ``(first, stop)`` range of the group's layers; None means all layers
+        ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None means
+                    all layers
 
-        Raises PlanError for a block that does not exist at this end.
+        For each layer, units must ascend over all calls. Raises PlanError for a block that does not
+        exist at this end.
         """
         if not len(ids):
             return

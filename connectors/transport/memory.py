@@ -1,8 +1,8 @@
 """In-memory transport between agents of one process: real bytes and bounds checks, no network.
 
-Tests and simulations run whole transfers on it without NIXL. Agents on one ``Fabric`` can reach
-each other unless one is cut off. Like NIXL, it refuses runs outside registered memory on either
-side.
+Tests and simulations run whole transfers on it without NIXL; engines do not use it. Agents on one
+``Fabric`` can reach each other unless one is cut off. Like NIXL, it refuses runs outside registered
+memory on either side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from connectors.planning.layout import MemoryKind, Region
 class Fabric:
     """A simulated network of agents, by name.
 
-    ``cut`` disconnects one agent, ``mend`` reconnects it.
+    ``cut`` disconnects one agent from all others, ``mend`` reconnects it.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,20 @@ class Fabric:
         self.unreachable.discard(name)
 
     def agent(self, sender: str, peer: str) -> MemoryTransport:
-        """Return the agent ``peer``. Raises TransportError if ``sender`` cannot reach it."""
+        """Return the agent ``peer``.
+
+        Raises TransportError if it does not exist, or if it or ``sender`` is cut off.
+        """
         if peer not in self.agents or peer in self.unreachable or sender in self.unreachable:
             raise TransportError(peer, "this agent is unreachable on this fabric")
         return self.agents[peer]
 
 
 class MemoryTransport:
-    """One agent of a fabric. ``write`` copies at once; the next ``poll`` reports the write done."""
+    """One agent of a fabric; implements ``Transport``.
+
+    ``write`` copies at once or raises TransportError; the next ``poll`` reports the write done.
+    """
 
     kind = "memory"
 

@@ -2,8 +2,8 @@
 
 Each worker has one agent, by default with the UCX backend. NIXL's own progress thread is off,
 because it spins and takes a core per worker, idle or not. The owner calls ``poll`` and
-``notifications`` often enough for writes to progress (docs/decisions/0003). NIXL's errors become
-TransportErrors that name the peer, or this agent if no peer is involved.
+``notifications`` often enough for writes and messages to progress (docs/decisions/0003). NIXL's
+errors become TransportErrors that name the peer, or this agent if no peer is involved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 
 
 class NixlTransport:
-    """A NIXL agent.
+    """A NIXL agent; implements ``Transport``.
 
     NIXL's error classes cannot be imported by name, so this class catches any Exception of a call.
     """
@@ -39,8 +39,8 @@ class NixlTransport:
         ``devices``  UCX names of the network devices to use, for all transports that this process
                      creates from now on; empty: those of UCX's environment variables, else all
 
-        Raises ConfigurationError for a backend that this NIXL build lacks, TransportError if the
-        agent or a backend fails to start.
+        Raises ConfigurationError for a backend that this NIXL build lacks, and TransportError if
+        the agent or a backend fails to start.
         """
         self.name = name
         if devices:
@@ -75,7 +75,8 @@ class NixlTransport:
         self._handles: dict[int, tuple[str, nixl_xfer_handle]] = {}
         self._metadata: dict[str, bytes] = {}
         self._next_handle = 0
-        # A peer must not be added again between the preparation and the post of a write to it.
+        # A peer must not be removed and added again between the preparation and the post of a
+        # write to it.
         self._connections = threading.Lock()
 
     @property
@@ -139,9 +140,10 @@ class NixlTransport:
             return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
-        """Prepare a write and return it for ``post`` or ``discard``.
+        """Prepare a write and return it for ``post`` or ``discard``; arguments as for ``write``.
 
-        Raises TransportError.
+        Raises TransportError if NIXL rejects the write, for example because the peer or its memory
+        is unknown. Nothing has been posted then.
         """
         agent = self._live()
         try:
@@ -152,11 +154,11 @@ class NixlTransport:
             raise TransportError(peer, f"cannot prepare a write of {len(runs)} runs: {error}") from error
 
     def post(self, peer: str, xfer: nixl_xfer_handle) -> int:
-        """Start a prepared write and return its handle. Raises FailedWriteError.
+        """Start a prepared write and return its handle for ``poll``.
 
-        NIXL does not report how much was posted: a post that fails midway only requests the
-        cancellation of earlier puts (``nixlUcxEngine::sendXferRange``,
-        ``nixlUcxBackendReqH::release`` in ``ucx_backend.cpp``).
+        Raises FailedWriteError, and releases ``xfer``, if the post fails. NIXL does not report how
+        much was posted: a post that fails midway only requests the cancellation of earlier puts
+        (``nixlUcxEngine::sendXferRange``, ``nixlUcxBackendReqH::release`` in ``ucx_backend.cpp``).
         """
         agent = self._live()
         try:
@@ -220,9 +222,8 @@ class NixlTransport:
         return self._agent
 
     def discard(self, xfer: nixl_xfer_handle) -> None:
-        """Release a write that has ended, has failed or was not posted."""
-        # Releasing an unfinished transfer starts its abort and raises; NIXL then releases it
-        # itself.
+        """Release a write in any state: not posted, unfinished, ended or failed."""
+        # Releasing an unfinished write starts its abort and raises; NIXL then releases it itself.
         with contextlib.suppress(Exception):
             xfer.release()
 

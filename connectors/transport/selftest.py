@@ -1,10 +1,10 @@
-"""NIXL transfer between two processes of this host: `python -m connectors.transport.selftest`.
+"""Tests NIXL between two processes of this host: `python -m connectors.transport.selftest`.
 
 A receiver and a sender register memory. The sender writes, then sends a message, as engines do; the
-parent process compares digests of both memories. The output is one JSON object: `seconds` and
-`bytes`, or `error`; and `plugins`, the backends of this NIXL build, if a child process has reported
-them. UCX reads its settings from the environment; `--sender-env` and `--receiver-env` (JSON
-objects) add to it.
+parent process compares digests of both memories. The output is one JSON object: `seconds`, the time
+of the write, and `bytes`; or `error`. It also has `plugins`, the backends of this NIXL build, if
+the transfer succeeds or a child process itself reports the error. UCX reads its settings from the
+environment; `--sender-env` and `--receiver-env` (JSON objects) add to it.
 """
 
 from __future__ import annotations
@@ -64,10 +64,14 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     backends: list[str], devices: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool
 ) -> dict[str, Any]:
-    """Run both child processes and return the result.
+    """Run both child processes and return the result: the JSON object of the module's docstring.
 
     The result has `error` instead of an exception if the transfer fails, a backend is missing, or a
     process ends or exceeds its limit.
+
+    ``timeout_s``     limit of the transfer itself, in seconds
+    ``environments``  environment variables that `sender` and `receiver` get in addition
+    ``show``          whether the processes' stderr is shown
     """
     ends: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -126,7 +130,10 @@ def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
 
 
 def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
-    """Return the next JSON line of a process; ``{"error": ...}`` if it times out or ends first."""
+    """Return the next JSON line of a process.
+
+    Return ``{"error": ...}`` if the process sends none within ``timeout_s`` or ends first.
+    """
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     line = process.stdout.readline() if ready else b""
@@ -134,7 +141,7 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
         answer: dict[str, Any] = json.loads(line)
         return answer
     if not ready:
-        return {"error": f"the {end} did not finish within {timeout_s:g} s"}
+        return {"error": f"the {end} sent no result within {timeout_s:g} s"}
     try:
         stderr = process.communicate(timeout=END_S)[1] or b""
     except subprocess.TimeoutExpired:
@@ -144,7 +151,10 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
 
 
 def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> int:
-    """Run one end in this process. It writes JSON lines to `pipe` and reads them from stdin."""
+    """Run one end in this child process and return its exit status.
+
+    It writes JSON lines to `pipe`, and the parent's JSON lines arrive on stdin.
+    """
     from connectors.errors import TandemError
 
     try:

@@ -253,9 +253,9 @@ def test_a_rank_must_hold_its_share_of_the_grid() -> None:
         replace(staged, pp_rank=1)
     with pytest.raises(PlanError, match="stages describes 2 of 3 stages"):
         replace(staged, pp_size=3)
-    with pytest.raises(PlanError, match="pp_rank 2 is not below pp_size 2"):
+    with pytest.raises(PlanError, match="pp_rank 2 must be at least 0 and below pp_size 2"):
         replace(staged, pp_rank=2)
-    with pytest.raises(PlanError, match="a layer is on two pipeline stages"):
+    with pytest.raises(PlanError, match="the pipeline stages contain a layer twice"):
         replace(staged, groups=(replace(staged.groups[0], stages=(("a", "b"), ("b",))),))
     with pytest.raises(PlanError, match=r"stores Shard\(rank=1, .* its shard in the grid is Shard\(rank=0"):
         replace(sharded, tp_rank=0)

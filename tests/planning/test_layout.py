@@ -115,8 +115,8 @@ def test_impossible_groups_are_refused(kind: GroupKind, block_tokens: int, windo
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tp_rank": 1}, "tp_rank 1 is not below tp_size 1"),
-        ({"tp_rank": -1}, "tp_rank -1 is not below tp_size 1"),
+        ({"tp_rank": 1}, "tp_rank 1 must be at least 0 and below tp_size 1"),
+        ({"tp_rank": -1}, "tp_rank -1 must be at least 0 and below tp_size 1"),
         ({"groups": (replace(FULL, index=1),)}, "sorted by index"),
         ({"regions": ()}, "one memory kind"),
         ({"regions": (region(1000, 400), region(1000, 400, GPU0))}, "one memory kind"),

@@ -82,7 +82,7 @@ def test_connecting_ends_by_itself() -> None:
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
     assert consumer.tick(9.9) == []
-    assert failures(consumer.tick(10.0)) == {"r": "no message about the transfer arrived for 10 s"}
+    assert failures(consumer.tick(10.0)) == {"r": "a prefill rank sent no message about the transfer for 10 s"}
     assert empty(consumer)
 
 
@@ -112,28 +112,28 @@ def test_a_wrong_count_is_never_decoded_from(count: int) -> None:
     """
     consumer = offered()
     assert consumer.message(P0, Fin("t", count), 1.0) == cancels(P1)
-    assert consumer.message(P1, FIN1, 1.0) == [Received("r", f"rank 0 wrote {count} bytes, expected 31")]
+    assert consumer.message(P1, FIN1, 1.0) == [Received("r", f"prefill rank 0 wrote {count} bytes, expected 31")]
 
 
 def test_a_wrong_last_count_ends_at_once() -> None:
     """If no other partner may write, the failure ends the reception."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
-    assert consumer.message(P1, Fin("t", 59), 1.0) == [Received("r", "rank 1 wrote 59 bytes, expected 60")]
+    assert consumer.message(P1, Fin("t", 59), 1.0) == [Received("r", "prefill rank 1 wrote 59 bytes, expected 60")]
 
 
 def test_aborted_cancels_the_others() -> None:
     """OFFERED + Aborted -> ENDING, Cancel to exactly the partners that may still write."""
     consumer = offered()
     assert consumer.message(P0, Aborted("t", "preempted"), 1.0) == cancels(P1)
-    assert consumer.message(P1, Cancelled("t"), 1.0) == [Received("r", "rank 0: preempted")]
+    assert consumer.message(P1, Cancelled("t"), 1.0) == [Received("r", "prefill rank 0: preempted")]
 
 
 def test_cancelled_without_being_asked_is_a_failure() -> None:
     """OFFERED + Cancelled: another request has cancelled the transfer, so it is incomplete."""
     consumer = offered()
     assert consumer.message(P0, Cancelled("t"), 1.0) == cancels(P1)
-    assert consumer.message(P1, FIN1, 1.0) == [Received("r", "rank 0: the producer cancelled the transfer")]
+    assert consumer.message(P1, FIN1, 1.0) == [Received("r", "prefill rank 0: the producer cancelled the transfer")]
 
 
 def test_abort_waits_for_the_partners() -> None:
@@ -160,7 +160,7 @@ def test_silence_is_a_failure() -> None:
     assert consumer.tick(10.0) == cancels(P0, P1)
     consumer.message(P0, Cancelled("t"), 10.5)
     assert consumer.message(P1, Cancelled("t"), 10.5) == [
-        Received("r", "no message about the transfer arrived for 10 s"),
+        Received("r", "a prefill rank sent no message about the transfer for 10 s"),
     ]
 
 
@@ -287,7 +287,7 @@ def test_the_first_failure_is_reported() -> None:
     consumer = offered()
     consumer.message(P0, Fin("t", 1), 1.0)
     consumer.abort("r", 1.0)
-    assert "rank 0 wrote 1 bytes" in failures(consumer.message(P1, Fin("t", 2), 1.0))["r"]
+    assert "prefill rank 0 wrote 1 bytes" in failures(consumer.message(P1, Fin("t", 2), 1.0))["r"]
 
 
 # ---- engine_lost, strangers, release -------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_a_failed_write_puts_the_blocks_into_quarantine_at_once() -> None:
     once.
     """
     consumer = offered()
-    received = Received("r", "rank 0: a write failed", quarantine="t")
+    received = Received("r", "prefill rank 0: a write failed", quarantine="t")
     assert consumer.message(P0, Failed("t", "a write failed"), 1.0) == [*cancels(P0, P1), received]
     assert consumer.message(P0, Failed("t", "a write failed"), 2.0) == []
     assert consumer.message(P1, Cancelled("t"), 2.0) == []
@@ -459,7 +459,7 @@ def test_a_failed_write_of_another_rank_keeps_blocks_that_are_verified() -> None
     consumer = offered()
     assert consumer.message(P1, FIN1, 1.0) == []
     actions = consumer.message(P0, Failed("t", "a write failed"), 2.0)
-    assert actions == [*cancels(P0), Received("r", "rank 0: a write failed", quarantine="t")]
+    assert actions == [*cancels(P0), Received("r", "prefill rank 0: a write failed", quarantine="t")]
 
 
 def test_failed_of_strangers_changes_nothing() -> None:
@@ -490,7 +490,7 @@ def test_a_dead_worker_ends_transfers_and_its_engine_is_greeted_afresh() -> None
     """OFFERED + worker_lost -> ENDING: Cancel to the other; the next request starts a handshake."""
     consumer = offered()
     assert consumer.worker_lost(P1, "its process is gone", 1.0) == cancels(P0)
-    assert consumer.message(P0, Cancelled("t"), 2.0) == [Received("r", "rank 1: its process is gone")]
+    assert consumer.message(P0, Cancelled("t"), 2.0) == [Received("r", "prefill rank 1: its process is gone")]
     assert consumer.start(order("r2", "t2"), 3.0) == [Connect(ENGINE)]
 
 

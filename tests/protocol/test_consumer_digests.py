@@ -87,7 +87,7 @@ def test_a_wrong_digest_is_never_decoded_from() -> None:
     consumer = checked()
     verify(consumer, P1, with_digest(FIN1))
     assert consumer.verified("t", P1, "other bytes", 2.0) == cancels(P0)
-    assert consumer.message(P0, Cancelled("t"), 3.0) == [Received("r", "rank 1: other bytes")]
+    assert consumer.message(P0, Cancelled("t"), 3.0) == [Received("r", "prefill rank 1: other bytes")]
     assert empty(consumer)
 
 
@@ -96,7 +96,7 @@ def test_a_missing_digest_is_a_failure() -> None:
     consumer = checked()
     assert consumer.message(P0, FIN0, 1.0) == cancels(P1)
     assert consumer.message(P1, Cancelled("t"), 1.0) == [
-        Received("r", "rank 0 sent no digest of the bytes that it wrote")
+        Received("r", "prefill rank 0 sent no digest of the bytes that it wrote")
     ]
 
 

@@ -124,7 +124,7 @@ def test_one_consumer_rank_does_not_disturb_another() -> None:
     ("changes", "says"),
     [
         ({"digest": "other"}, "different prompts"),
-        ({"end_token": 13}, "the offer is for 13 tokens, but the prompt has 12"),
+        ({"end_token": 13}, "the offer is for 13 tokens, but prefill sends 12"),
         ({"groups": (blocks([0], [50]),)}, "1 KV cache groups, but the model has 2"),
         ({"groups": (blocks([0], [100]), empty_blocks())}, "block 100 does not exist"),
         ({"groups": (blocks([0, 3], [50, 51]), empty_blocks())}, "group 0 lies after the last requested token"),
