@@ -30,14 +30,14 @@ COUNTERS = {
     "requests": (
         "vllm:tandem_kv_requests",
         "outcome",
-        "Requests with a transfer, by outcome. Prefill: sent (the blocks held for decode have been freed, after the "
-        "transfer or without one). Decode: received (all KV arrived), recomputed (the transfer failed or was not "
+        "Requests with a transfer, by outcome. Prefill: sent (the blocks held for decode have been freed, even "
+        "if the transfer failed). Decode: received (all KV arrived), recomputed (the transfer failed or was not "
         "possible, so this engine computes the prompt).",
     ),
     "bytes": (
         "vllm:tandem_kv_sent_bytes",
         "group",
-        "Bytes of KV in writes started to decode engines, by KV cache group, all ranks; failed writes count too.",
+        "Bytes of KV in the writes started to decode engines, by KV cache group, all ranks; failed ones included.",
     ),
     "pair_bytes": (
         "vllm:tandem_kv_pair_bytes",
@@ -69,7 +69,7 @@ COUNTERS = {
     "store_tokens": (
         "vllm:tandem_store_tokens",
         "outcome",
-        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (read and verified) or miss.",
+        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (KV read and verified) or miss.",
     ),
     "store_loaded_bytes": ("vllm:tandem_store_loaded_bytes", "tier", "Bytes read from a tier and verified."),
     "store_loaded_seconds": (
@@ -84,14 +84,14 @@ COUNTERS = {
         "Time of writes to a tier, in seconds, summed over objects; store_stored_bytes divided by it is a bandwidth.",
     ),
     "store_evicted": ("vllm:tandem_store_evicted", "tier", "Objects that this engine evicted to make room."),
-    "store_corrupt": ("vllm:tandem_store_corrupt", "tier", "Objects that failed a check of this engine, which removed them."),
+    "store_corrupt": ("vllm:tandem_store_corrupt", "tier", "Objects that this engine removed after a failed check."),
     "store_problems": (
         "vllm:tandem_store_problems",
         "kind",
         "Lookups, loads and stores that failed or ended early: late_lookup (a call to a tier), late_load (a request "
         "whose fetch was stopped), failed_load (a read of an object), no_staging_for_load (an object, or a request "
-        "that loads a shorter prefix), dropped_store (an object that no tier was asked to write), failed_store (a "
-        "write of an object to a tier).",
+        "that loads a shorter prefix), dropped_store (an object given up before its write to a tier was queued), "
+        "failed_store (a write of an object to a tier).",
     ),
 }
 """Metric name, label and description, by key in ``TandemStats.data["counts"]``."""
@@ -135,9 +135,9 @@ class TandemStats(KVConnectorStats):
     """Changes since the last report, in ``data``.
 
     ``counts``    ``{counter: {label: number}}``
-    ``ranks``     ``{rank: {stage: transfers}}``, with the stages ``quarantined`` and ``hanging``,
-                  of each rank with a change; under ``store``, the fetches from the KV store that
-                  are in progress
+    ``ranks``     ``{rank: {name: number}}`` of each rank with a change: transfers by stage,
+                  ``quarantined`` transfers and ``hanging`` writes. Under the rank ``store``:
+                  fetches from the KV store in progress
     ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer on the first
                   rank and its end on the last, in ``time.monotonic()`` seconds of the engine's
                   host; whether it failed on any rank
@@ -215,7 +215,7 @@ class RankTally:
         self._stats.count("writes", outcome)
 
     def written(self, peer: str, size_bytes: int, seconds: float) -> None:
-        """Count a finished write of ``size_bytes`` to engine ``peer``, in flight for ``seconds``."""
+        """Count a finished write to engine ``peer``, which was in flight for ``seconds``."""
         self.write_ended("done")
         self._stats.count("pair_bytes", peer, size_bytes)
         self._stats.count("pair_seconds", peer, seconds)
@@ -230,8 +230,8 @@ class RankTally:
     def take(self, counts: Mapping[str, int]) -> TandemStats | None:
         """Return the changes since the last call; None if there are none.
 
-        ``counts``  present numbers of transfers by stage, and of quarantined and hanging ones;
-                    included if any has changed
+        ``counts``  numbers of transfers by stage, of quarantined transfers and of hanging writes;
+                    the result includes all of them if any has changed
         """
         now = {key: number for key, number in counts.items() if key in _COUNTED}
         if now != self._counts:
