@@ -97,7 +97,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A decode request needs no KV from its producer, which may not write to any of its blocks.
+    """A decode request needs no KV from its producer and has offered it no blocks.
 
     Every rank cancels the transfer at its partners in the producer engine.
     """
