@@ -70,10 +70,11 @@ end_coordinator_with_parent()
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
-    """Sends KV of prompts from a prefill engine to a decode engine while prefill computes it.
+    """Sends a prompt's KV from a prefill engine to a decode engine while prefill computes it.
 
-    Used by both engines. With ``store``, also stores KV and loads stored KV. Raises
-    ConfigurationError or UnsupportedCacheError for an engine that it does not support.
+    Both engines use this class. With ``store``, it also stores KV and loads stored KV. The
+    constructor raises ConfigurationError or UnsupportedCacheError for an engine that it does not
+    support.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -114,8 +115,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             tp_size = parallel.tensor_parallel_size
-            # The data-parallel ranks of an engine have the same configuration, so each needs a port
-            # of its own.
+            # Data-parallel ranks may share a host and have the same configuration, so each needs a
+            # port of its own.
             config = with_port_of_rank(config, parallel.data_parallel_index)
             shapes = group_shapes(vllm_config, kv_cache_config)
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -68,9 +68,9 @@ class TandemMultiConnector(MultiConnector):
 
         (0, False) if no child has tokens. None tokens defer the request to the next step. This
         happens if no child has answered. It also happens if no child has tokens and a
-        TandemConnector or TandemStoreConnector has not answered: if vLLM scheduled the request now,
-        it would end the child's transfer, or a lookup in the KV store, which normally answers in a
-        later step. Both connectors limit the time for which they do not answer.
+        TandemConnector or TandemStoreConnector has not answered: scheduling the request now would
+        end the child's transfer, or its lookup in the KV store, which normally takes more than one
+        step. Both connectors limit the time until they answer.
         """
         best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)

@@ -120,13 +120,14 @@ _MEDIA_WORDS = frozenset({"vision", "audio", "image", "img", "video", "vq"})
 
 
 class TandemStoreTier(SecondaryTierManager):
-    """Chunks in files below ``path``.
+    """Tier of vLLM's offloading that keeps chunks in files below ``path``.
 
     Only the constructor and ``drain_jobs`` wait for the file system. The constructor raises
-    ConfigurationError.
+    ConfigurationError for invalid arguments and unusable folders.
 
     ``path``, ``disk_gib``, ``lookup_s``  as in ``StoreSettings``
-    ``load_s``, ``store_s``  limits of a load job and of a store job, in seconds
+    ``load_s``            time limit of a load job, in seconds
+    ``store_s``           time limit of a store job, in seconds
     ``revision``          commit of a Hugging Face Hub model, required for such a model
     ``identity``          text that differs between engines with different hf_overrides,
                           quantization, dtype beside a quantized cache, content of adapters, or

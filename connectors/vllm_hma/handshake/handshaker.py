@@ -71,7 +71,7 @@ class Handshaker:
     ``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
     ``handshake_s``       time limit of a handshake that this worker starts, in seconds
     ``identity``          key for the side channels of other engines (``Keys.identity``)
-    ``on_connected``      called with a producer engine's incarnation and the ranks that serve this
+    ``on_connected``      called with a producer engine's incarnation and its ranks that serve this
                           worker
     ``on_failed``         called with a producer engine's incarnation and the reason
     ``on_start``          called in a thread of this class before each handshake, to prepare the

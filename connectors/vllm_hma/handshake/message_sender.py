@@ -48,9 +48,9 @@ class MessageSender:
     def send(self, peer: Peer, message: Message) -> None:
         """Send a message. If this fails, reconnect and send it again.
 
-        Raises TransportError if the second attempt or ``reconnect`` fails, and without a second
-        attempt if the last reconnect to the peer is less than _RECONNECT_EVERY_S seconds old. A
-        message may also be lost without an error.
+        Raises TransportError if the second attempt or ``reconnect`` fails. ``reconnect`` also fails
+        if this worker has tried to reconnect to the peer within the last _RECONNECT_EVERY_S
+        seconds. A message may be lost without an error.
         """
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:

@@ -102,7 +102,10 @@ class Peers:
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
-        """Record that a peer has sent a message of a transfer: the table evicts it late."""
+        """Record that a peer has sent a message of a transfer.
+
+        The table evicts peers that have sent none before this one.
+        """
         self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:

@@ -6,9 +6,9 @@ of the worker's host supplies the proof, twice, CONFIRM_S apart:
 
     this host     this process saw the worker's process alive at the handshake, in its own pid and
                   time namespaces, and now sees that it has ended (``processes.py``)
-    other hosts,  an engine in the worker's pid and time namespaces reports that the process has
-    namespaces    ended. The probe asks the engine that answers at the side channel of the worker's
-                  engine, then other prefill engines that it knows at the same address
+    otherwise     an engine in the worker's pid and time namespaces reports that the process has
+                  ended. The probe asks the engine that answers at the side channel of the worker's
+                  engine, then other known prefill engines at the same address
 
 A refused or broken connection and a silent peer prove nothing. Without acknowledgement or proof,
 the blocks stay in quarantine until a supervisor reports that the engine has ended.
@@ -43,8 +43,9 @@ class WorkerProbe:
 
     ``timeout_s``  time limit of a request to one other engine, in seconds
     ``identity``   key for the side channels of other engines (``Keys.identity``)
-    ``on_lost``    called in this thread with a dead worker and the reason
-    ``on_start``   called first in this thread
+    ``on_lost``    called in this thread with a dead worker and the reason, at each probe until the
+                   worker is no longer watched
+    ``on_start``   called first in this thread, to prepare it
     """
 
     def __init__(

@@ -263,7 +263,8 @@ def _meaning(error: ssl.SSLError, who: str) -> str:
 def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineMetadata:
     """Fetch an engine's agent metadata.
 
-    Blocks for at most ``timeout_s`` seconds; the resolution of a host name may take longer. Raises
+    Blocks for at most ``timeout_s`` seconds, or longer if a host name is slow to resolve or has
+    several addresses. Raises
 
     - PeerSecretError if the secrets differ, or only one engine has a secret
     - StaleReferenceError if another engine or incarnation responds
