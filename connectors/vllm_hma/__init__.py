@@ -1,1 +1,4 @@
-"""The connectors that vLLM loads; they carry out the state machines' actions in its processes."""
+"""The KV connectors that vLLM loads into its processes, and a tier for its OffloadingConnector.
+
+TandemConnector runs the state machines of ``connectors/protocol`` and carries out their actions.
+"""

@@ -1,4 +1,4 @@
-"""Parses and checks ``kv_connector_extra_config``, the connector's configuration."""
+"""Parses and checks ``kv_connector_extra_config``, the configuration of TandemConnector."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from connectors.vllm_hma.streaming import Streaming
 class ConnectorConfig:
     """Parsed ``kv_connector_extra_config``.
 
-    ``side_channel_host``  address on which the side channel listens; the default serves one machine
-                           only
-    ``side_channel_port``  port of the side channel; 0 selects a free one. Data-parallel rank r
-                           listens on this port + r
-    ``advertise_host``     host name or address at which peers reach side_channel_host; required if
-                           that is 0.0.0.0 or ::
+    ``side_channel_host``  address or host name on which the side channel listens; with the default,
+                           only peers on this machine reach it
+    ``side_channel_port``  port of the side channel; data-parallel rank r listens on this port + r.
+                           0: each rank takes a free port
+    ``advertise_host``     host name or address at which peers reach the side channel; empty:
+                           side_channel_host. Required if that is 0.0.0.0, :: or empty
     ``backends``           NIXL backends
     ``devices``            network devices for UCX; if empty, ``net_devices`` chooses
-    ``integrity``          full: compare digests of all received bytes before a request runs;
-                           off: compare none; auto: same as full
-    ``streaming``          chunk: write blocks when their chunk is computed; layer: write a prompt's
-                           last chunk layer by layer; auto: the mode with the lower measured cost,
-                           and chunk on an accelerator. With drafts or ubatching it is always chunk
+    ``integrity``          of a decode engine. full: compare digests of all received bytes before a
+                           request runs; off: compare none; auto: same as full. A prefill engine
+                           computes the digests that decode requests, whatever its own value
+    ``streaming``          of a prefill engine. chunk: write blocks when their chunk is computed;
+                           layer: also write a prompt's last chunk layer by layer; auto: the mode
+                           with the lower measured cost, and chunk on an accelerator. With ubatching
+                           or with KV of drafts in the cache, it is always chunk
     ``store``              settings of the KV store; None: no store
     ``trace_path``         file for one JSON line per transfer event, for benchmarks; empty: no
                            trace
@@ -64,17 +66,18 @@ class ConnectorConfig:
         return self.advertise_host or self.side_channel_host
 
     def believes(self, supervisor: str) -> bool:
-        """Return whether ``supervisor`` is this engine's supervisor token."""
+        """Return whether ``supervisor`` is this engine's supervisor token; False if it has none."""
         return bool(self.supervisor) and hmac.compare_digest(self.supervisor.encode(), supervisor.encode())
 
     @property
     def net_devices(self) -> tuple[str, ...]:
         """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
-        Without a choice, UCX may bind to a transient interface and hang when it disappears. An
-        engine with its side channel on a loopback address has peers on this host only. On a host
-        with RDMA devices, UCX chooses. On other hosts, the result is the interface with the address
-        ``reachable_host``, if there is one (docs/decisions/0006).
+        ``devices`` takes precedence, then the environment variable UCX_NET_DEVICES. An engine with
+        its side channel on a loopback address has peers on this host only and uses ``lo``. On a
+        host with RDMA devices, UCX chooses. On other hosts, the result is the interface with the
+        address ``reachable_host``, if there is one: if UCX chose, it could bind to a transient
+        interface and hang when that interface disappears (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices
@@ -102,7 +105,10 @@ _OWN: dict[str, type] = {
 
 
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Parse ``kv_connector_extra_config``. Raises ConfigurationError that names the key."""
+    """Parse ``kv_connector_extra_config``.
+
+    Raises ConfigurationError that names the key, for an invalid value or an unknown key.
+    """
     for key, value in extra.items():
         if key not in _OWN and key not in _LIMITS:
             known = ", ".join(sorted([*_OWN, *_LIMITS]))
@@ -144,7 +150,8 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
 def with_port_of_rank(config: ConnectorConfig, data_parallel_rank: int) -> ConnectorConfig:
     """Return ``config`` with the side channel port of a data-parallel rank of the engine.
 
-    Raises ConfigurationError if this port would exceed 65535.
+    Port 0, which selects a free port, stays 0. Raises ConfigurationError if the rank's port would
+    exceed 65535.
     """
     if not config.side_channel_port:
         return config

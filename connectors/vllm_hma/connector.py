@@ -1,4 +1,7 @@
-"""Connector class that vLLM loads. It forwards each call to its scheduler side or worker side.
+"""KV connector for prefill/decode disaggregation. Forwards vLLM's calls to its two sides.
+
+vLLM creates one instance in the scheduler, which calls ``scheduler_side/``, and one in each worker,
+which calls ``worker_side/``.
 
     KVTransferConfig(
         kv_connector="TandemConnector",
@@ -8,7 +11,7 @@
         kv_connector_extra_config={...},  # connectors/vllm_hma/config.py
     )
 
-With a store in the configuration, calls also go to the store's two sides (``kv_store/``).
+With ``store`` in the configuration, calls also go to the KV store's two sides (``kv_store/``).
 """
 
 from __future__ import annotations
@@ -67,7 +70,12 @@ end_coordinator_with_parent()
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
-    """Streams the blocks of every KV cache group from a prefill engine to a decode engine."""
+    """Sends a prompt's KV from a prefill engine to a decode engine while prefill computes it.
+
+    Both engines use this class. With ``store``, it also stores KV and loads stored KV. The
+    constructor raises ConfigurationError or UnsupportedCacheError for an engine that it does not
+    support.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -107,7 +115,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             tp_size = parallel.tensor_parallel_size
-            # All ranks on a host have the same configuration; with port 0 each takes a free one.
+            # Data-parallel ranks may share a host and have the same configuration, so each needs a
+            # port of its own.
             config = with_port_of_rank(config, parallel.data_parallel_index)
             shapes = group_shapes(vllm_config, kv_cache_config)
             step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -134,29 +143,36 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> SchedulerConnector:
-        assert self._scheduler is not None, "vLLM calls scheduler methods on the scheduler's instance"
+        assert self._scheduler is not None, (
+            "this instance of TandemConnector has the worker role, so it has no scheduler side"
+        )
         return self._scheduler
 
     @property
     def worker(self) -> WorkerConnector:
-        assert self._worker is not None, "vLLM calls worker methods on the workers' instances"
+        assert self._worker is not None, (
+            "this instance of TandemConnector has the scheduler role, so it has no worker side"
+        )
         return self._worker
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True if vLLM may use a cached full-attention prefix without its states.
+        """True if vLLM may use a cached full-attention prefix without the states at its end.
 
-        A transfer supplies the states.
+        A transfer then supplies the states. False if blocks of other layers can also be missing
+        from such a prefix (``only_states_can_lag``).
         """
         return self._only_states_can_lag
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return ``LBHNC``: head-major pages, with contiguous heads for each consumer rank.
+        """Return ``LBHNC``: head-major pages, in which a consumer rank's heads are contiguous.
 
-        With vLLM's default, token-major, unequal TP sizes need one run per token.
-        ``VLLM_KV_CACHE_LAYOUT`` overrides the result, and vLLM ignores it with a warning if a
-        backend does not support it. MLA, with a single latent per token, works with any layout.
+        Return None, no preference, for MLA, which has a single latent per token. In token-major
+        pages, unequal TP sizes need one run per token. The environment variable
+        ``VLLM_KV_CACHE_LAYOUT`` takes precedence over the result. If a backend does not support the
+        result, vLLM logs a warning and uses another layout (vllm/v1/attention/backends/utils.py,
+        ``resolve_kv_cache_layout``).
         """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
@@ -184,16 +200,21 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.publish([_rank_cache(worker) for worker in workers])
 
     def on_new_request(self, request: Request) -> None:
-        # Call the transfer's scheduler side first: it removes the last token of a prefill prompt.
+        # Call the transfer's scheduler side first: it may remove the last token of a prefill
+        # prompt.
         self.scheduler.new_request(request)
         if self._store_scheduler is not None:
             self._store_scheduler.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return (tokens, whether the load is asynchronous).
+        """Return (tokens to receive or load, whether the load is asynchronous).
 
-        None tokens defer the request to the next step; vLLM schedules other requests meanwhile. A
-        request with a transfer may also load a stored prefix. It waits for the load only while
+        The tokens follow the first ``num_computed_tokens``. None tokens defer the request to the
+        next step; vLLM schedules other requests meanwhile. This happens while the request waits for
+        a shared transfer (``shared_transfers.py``), for the start of its prompt on the producer, or
+        for a fetch from the KV store.
+
+        A request with a transfer may also load a stored prefix. It waits for the fetch only while
         waiting can save time (``store/mixing.py``). Other requests load stored tokens within the
         step.
         """
@@ -249,7 +270,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self.scheduler.productions.sent(connector_output.finished_sending or set())
         # vLLM has already read failed_recving, and reads finished_recving after this call
-        # (v1/core/sched/scheduler.py, ``_update_from_kv_xfer_finished``).
+        # (vllm/v1/core/sched/scheduler.py, ``_update_from_kv_xfer_finished``).
         connector_output.finished_recving = self.scheduler.consumptions.received(
             connector_output.finished_recving or set(), connector_output.failed_recving
         )
@@ -262,14 +283,18 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request.
+        """Handle the end of a request of an engine with one KV cache group.
 
-        MultiConnector calls this if another child lacks HMA support.
+        vLLM's MultiConnector calls this if another child lacks HMA support.
         """
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Share no KV from now on. Called by ``reset_prefix_cache(reset_connector=True)``."""
+        """Stop sharing KV with other engines until this engine restarts. Return True.
+
+        Transfers of prompts that are already computed continue. The KV store uses a random
+        namespace. Called by ``reset_prefix_cache(reset_connector=True)``.
+        """
         self.scheduler.reset()
         if self._store_scheduler is not None:
             self._store_scheduler.reset()
@@ -293,7 +318,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Copy stored KV into blocks, before the forward pass of the requests that need it.
 
-        Transfers are asynchronous: their offers follow, in ``wait_for_save``.
+        Transfers are asynchronous: ``wait_for_save`` starts them.
         """
         orders = self._orders()
         if self._store_worker is not None and orders.store is not None:
@@ -310,7 +335,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Record that the step has computed this layer."""
+        """Record that the step has computed a layer or, on an accelerator, queued its kernels."""
         self.worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
@@ -339,7 +364,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     # Metrics: on both sides, and in the API server process.
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the store's events. vLLM reports received blocks itself."""
+        """Return the KV store's events. vLLM reports the blocks of received KV itself."""
         return [] if self._store_scheduler is None else self._store_scheduler.take_events()
 
     def get_kv_connector_stats(self) -> TandemStats | None:
@@ -375,7 +400,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     def _spoil(self, orders: Orders) -> None:
-        """Abort the deliveries of all prompts of a step that a failed load has spoiled."""
+        """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
         if self._store_worker is not None and self._store_worker.spoiled:
             self.worker.spoil({chunk.request_id for chunk in orders.chunks}, "the load of a stored prefix failed")
 

@@ -1,9 +1,9 @@
-"""Prometheus metrics of the connector, collected from its worker side and scheduler side.
+"""Prometheus metrics of the connectors, collected from their worker sides and scheduler side.
 
-vLLM passes a ``KVConnectorStats`` per step from each rank and from the scheduler side to the API
-server process, where ``build_prom_metrics`` has registered the metrics. An idle engine takes no
-steps and reports changes with its next step. An engine that holds blocks for a transfer continues
-to step until the transfer has ended.
+With each step, vLLM merges the ``KVConnectorStats`` of all ranks and of the scheduler side and
+passes the result to the API server process, where ``build_prom_metrics`` has registered the
+metrics. An idle engine takes no steps and reports changes with its next step. An engine that holds
+blocks for a transfer continues to step until the transfer has ended.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-# The names start with vLLM's prefix: vLLM unregisters collectors with "vllm" in their names when
-# another engine starts in the process (vllm/v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
+# The names start with "vllm:": vLLM unregisters collectors with this prefix when another engine
+# starts in the process (vllm/v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
 COUNTERS = {
     "requests": (
         "vllm:tandem_kv_requests",
         "outcome",
-        "Requests with a transfer, by outcome: sent (the blocks held for decode have been freed), received (all KV "
-        "arrived), recomputed (the transfer failed or was not possible, and this engine computed the prompt).",
+        "Requests with a transfer, by outcome. Prefill: sent (the blocks held for decode have been freed, even "
+        "if the transfer failed). Decode: received (all KV arrived), recomputed (the transfer failed or was not "
+        "possible, so this engine computes the prompt).",
     ),
     "bytes": (
         "vllm:tandem_kv_sent_bytes",
         "group",
-        "Bytes of KV written to decode engines, by KV cache group, all ranks.",
+        "Bytes of KV in the writes started to decode engines, by KV cache group, all ranks; failed ones included.",
     ),
     "pair_bytes": (
         "vllm:tandem_kv_pair_bytes",
@@ -52,19 +53,23 @@ COUNTERS = {
     "prompt_tokens": (
         "vllm:tandem_kv_prompt_tokens",
         "source",
-        "Prompt tokens of requests with a transfer, by where decode got the KV of full attention: own_cache, store, "
-        "transfer.",
+        "Prompt tokens of decode requests whose transfer has started, by the source of their KV of full attention: "
+        "own_cache, store, transfer. They count even if the transfer or the load fails later.",
     ),
-    "writes": ("vllm:tandem_kv_writes", "outcome", "Writes to decode engines by outcome, done or failed, all ranks."),
+    "writes": (
+        "vllm:tandem_kv_writes",
+        "outcome",
+        "Writes to decode engines by outcome, all ranks: done, or failed (also a write that could not be started).",
+    ),
     "store_requests": (
         "vllm:tandem_store_requests",
         "outcome",
-        "Lookups of prompts in the KV store: hit (tokens beyond the engine's own cache were loaded) or miss.",
+        "Fetches of prompts from the KV store: hit (KV beyond the engine's own cache was read and verified) or miss.",
     ),
     "store_tokens": (
         "vllm:tandem_store_tokens",
         "outcome",
-        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (loaded) or miss.",
+        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (KV read and verified) or miss.",
     ),
     "store_loaded_bytes": ("vllm:tandem_store_loaded_bytes", "tier", "Bytes read from a tier and verified."),
     "store_loaded_seconds": (
@@ -78,14 +83,15 @@ COUNTERS = {
         "tier",
         "Time of writes to a tier, in seconds, summed over objects; store_stored_bytes divided by it is a bandwidth.",
     ),
-    "store_evicted": ("vllm:tandem_store_evicted", "tier", "Objects that this engine evicted for others."),
-    "store_corrupt": ("vllm:tandem_store_corrupt", "tier", "Objects that failed a check and were removed."),
+    "store_evicted": ("vllm:tandem_store_evicted", "tier", "Objects that this engine evicted to make room."),
+    "store_corrupt": ("vllm:tandem_store_corrupt", "tier", "Objects that this engine removed after a failed check."),
     "store_problems": (
         "vllm:tandem_store_problems",
         "kind",
-        "Lookups, loads and stores that were given up: late_lookup (a call to a tier), late_load (a request), "
-        "failed_load, dropped_store, failed_store (an object), no_staging_for_load (an object, or a request that "
-        "loads a shorter prefix).",
+        "Lookups, loads and stores that failed or ended early: late_lookup (a call to a tier), late_load (a request "
+        "whose fetch was stopped), failed_load (a read of an object), no_staging_for_load (an object, or a request "
+        "that loads a shorter prefix), dropped_store (an object given up before its write to a tier was queued), "
+        "failed_store (a write of an object to a tier).",
     ),
 }
 """Metric name, label and description, by key in ``TandemStats.data["counts"]``."""
@@ -99,17 +105,17 @@ TRANSFERS = (
 )
 QUARANTINED = (
     "vllm:tandem_kv_quarantined",
-    "Cancelled transfers whose blocks cannot be freed because a prefill rank has not confirmed that it stopped "
-    "writing; the largest number of all ranks. Their requests no longer wait.",
+    "Failed or cancelled transfers whose blocks on decode cannot be freed because a prefill rank has not confirmed "
+    "that it stopped writing; the largest number of all ranks. Their requests no longer wait.",
 )
 HANGING = (
     "vllm:tandem_kv_hanging",
-    "Writes to decode ranks that were abandoned because they made no progress; the blocks that they read cannot be "
-    "freed before they end. The largest number of all ranks.",
+    "Writes to decode ranks without progress for twice transfer.progress_s. Their transfers are aborted; the blocks "
+    "that they read cannot be freed before they end. The largest number of all ranks.",
 )
 STORE_LOADS = (
     "vllm:tandem_store_pending_loads",
-    "Requests that wait for a lookup in the KV store or for its objects.",
+    "Requests with a fetch from the KV store in progress: lookups, or reads of objects.",
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
@@ -119,17 +125,22 @@ PEERS_KEPT = 64
 """Maximum number of peers with series, per engine. Each decode engine start is a new peer."""
 
 ARRIVALS_KEPT = 1024
-"""Maximum number of arrivals, and of fetches, in reports that vLLM merges and may never read."""
+"""Maximum number of arrivals, and of fetches, in one ``TandemStats``. vLLM merges reports until it
+logs them, which may never happen.
+"""
 
 
 @dataclass
 class TandemStats(KVConnectorStats):
-    """Counts since the last report, in ``data``.
+    """Changes since the last report, in ``data``.
 
     ``counts``    ``{counter: {label: number}}``
-    ``ranks``     ``{rank: transfers by stage}``; under ``store``, the pending loads of the KV store
-    ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer and the end
-                  on the last rank, in ``time.monotonic()`` seconds of the engine's host
+    ``ranks``     ``{rank: {name: number}}`` of each rank with a change: transfers by stage,
+                  ``quarantined`` transfers and ``hanging`` writes. Under the rank ``store``:
+                  fetches from the KV store in progress
+    ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer on the first
+                  rank and its end on the last, in ``time.monotonic()`` seconds of the engine's
+                  host; whether it failed on any rank
     ``fetches``   ``{request id: [began_at, ended_at]}``: start and end of the last fetch from the
                   KV store, on the same clock
     """
@@ -150,7 +161,10 @@ class TandemStats(KVConnectorStats):
         return not any(self.data.values())
 
     def arrived(self, request_id: str, asked_at: float, ended_at: float, failed: bool) -> None:
-        """Record the end of a request's transfer on one rank."""
+        """Record the end of a request's transfer on one rank, or on the ranks of a merged report.
+
+        Arguments as in ``arrivals``.
+        """
         arrivals = self.data["arrivals"]
         known = arrivals.pop(request_id, (asked_at, ended_at, failed))
         if len(arrivals) >= ARRIVALS_KEPT:
@@ -158,7 +172,7 @@ class TandemStats(KVConnectorStats):
         arrivals[request_id] = [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]]
 
     def fetched(self, request_id: str, began_at: float, ended_at: float) -> None:
-        """Record the end of a request's fetch from the KV store."""
+        """Record the times of a request's fetch from the KV store, which has ended."""
         fetches = self.data["fetches"]
         fetches.pop(request_id, None)
         if len(fetches) >= ARRIVALS_KEPT:
@@ -177,7 +191,7 @@ class TandemStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the fields of vLLM's periodic log line."""
+        """Return Tandem's fields for vLLM's periodic log line."""
         counts = self.data["counts"]
         found: dict[str, int | float] = {f"KV {end}": number for end, number in counts.get("requests", {}).items()}
         if "bytes" in counts:
@@ -186,7 +200,7 @@ class TandemStats(KVConnectorStats):
 
 
 class RankTally:
-    """Counts of one rank between two steps."""
+    """Collects one rank's statistics between two calls of ``take``."""
 
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)
@@ -201,7 +215,7 @@ class RankTally:
         self._stats.count("writes", outcome)
 
     def written(self, peer: str, size_bytes: int, seconds: float) -> None:
-        """Count a finished write to ``peer``."""
+        """Count a finished write to engine ``peer``, which was in flight for ``seconds``."""
         self.write_ended("done")
         self._stats.count("pair_bytes", peer, size_bytes)
         self._stats.count("pair_seconds", peer, seconds)
@@ -214,7 +228,11 @@ class RankTally:
         self._stats.arrived(request_id, self._asked_at.pop(request_id, now), now, failed)
 
     def take(self, counts: Mapping[str, int]) -> TandemStats | None:
-        """Return the changes since the last call, including ``counts``; None if there are none."""
+        """Return the changes since the last call; None if there are none.
+
+        ``counts``  numbers of transfers by stage, of quarantined transfers and of hanging writes;
+                    the result includes all of them if any has changed
+        """
         now = {key: number for key, number in counts.items() if key in _COUNTED}
         if now != self._counts:
             self._counts = self._stats.data["ranks"][self._rank] = now
@@ -225,7 +243,10 @@ class RankTally:
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics with vLLM's labels and at most one of their own, such as ``outcome``."""
+    """The connectors' Prometheus metrics, in the API server process.
+
+    Each has vLLM's labels and at most one of its own, such as ``outcome``.
+    """
 
     def __init__(
         self,

@@ -7,9 +7,10 @@
         kv_connector_extra_config={"connectors": [{...}, {...}], "load_weights": [1.0, 2.0]},
     )
 
-A request is loaded from the child with the largest product of matched tokens and weight. All
-children store. Unlike it, vLLM's MultiConnector selects the first child with a matched token, and
-waits until all children have answered.
+A child's score for a request is the product of its matched tokens and its weight. The request is
+loaded from the child with the highest score; a child that has not answered yet is left out. vLLM's
+MultiConnector instead waits until all children have answered, and selects the first child with a
+matched token. Both store with all children.
 """
 
 from __future__ import annotations
@@ -39,16 +40,20 @@ register()
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Handshake metadata of all children on one worker, in order.
+    """Handshake metadata of all children on one worker, in configured order; None if one has none.
 
-    vLLM's MultiConnector passes on only the first one.
+    vLLM's MultiConnector returns only the first child's that is not None, and passes it to all.
     """
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class TandemMultiConnector(MultiConnector):
-    """Loads from the child with the best score among the children that have answered."""
+    """Loads from the child with the highest score among the children that have answered.
+
+    Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid, and TypeError if the
+    hybrid KV cache manager is on and a child does not support it.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -59,11 +64,13 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the best child's result, or None tokens to defer the request to the next step.
+        """Return (tokens, whether the load is asynchronous) of the child with the highest score.
 
-        It is deferred if no child has answered, or if none has tokens and a TandemConnector or
-        TandemStoreConnector has not answered: to compute the prompt would end a transfer, or a
-        lookup whose first answer comes a step later. Both limit their own waits.
+        (0, False) if no child has tokens. None tokens defer the request to the next step. This
+        happens if no child has answered. It also happens if no child has tokens and a
+        TandemConnector or TandemStoreConnector has not answered: scheduling the request now would
+        end the child's transfer, or its lookup in the KV store, which normally takes more than one
+        step. Both connectors limit the time until they answer.
         """
         best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)
@@ -106,9 +113,10 @@ def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnecto
 
 
 def _check_hma(transfer: KVTransferConfig) -> None:
-    """Raise TypeError that names the first child without HMA support.
+    """Raise TypeError that names the first child without support for the hybrid KV cache manager.
 
-    vLLM's MultiConnector checks this with an assertion that does not name the child.
+    vLLM's MultiConnector checks this with an assertion that does not name the child. Raises
+    ConfigurationError if ``connectors`` is invalid.
     """
     for child in _children(transfer):
         config = KVTransferConfig(**{"engine_id": transfer.engine_id, **child})
@@ -120,7 +128,10 @@ def _check_hma(transfer: KVTransferConfig) -> None:
 
 
 def _parse_weights(transfer: KVTransferConfig) -> list[float]:
-    """Return ``load_weights``: one positive number per child, 1 by default."""
+    """Return ``load_weights``: one positive, finite number per child, 1 by default.
+
+    Raises ConfigurationError if ``load_weights`` or ``connectors`` is invalid.
+    """
     number = len(_children(transfer))
     given = transfer.kv_connector_extra_config.get("load_weights", [1.0] * number)
     if not isinstance(given, list) or len(given) != number or not all(map(_is_weight, given)):

@@ -1,4 +1,4 @@
-"""The store as a secondary tier of vLLM's OffloadingConnector, without Tandem's connectors.
+"""The KV store as a secondary tier of vLLM's OffloadingConnector, without Tandem's connectors.
 
 KVTransferConfig(
     kv_connector="OffloadingConnector",
@@ -77,13 +77,18 @@ _QUEUED_WRITES = 1024
 # vLLM does not report the time to compute a chunk: all objects cost the same per byte.
 _COST_NS_PER_BYTE = 1
 _KNOWN_KEYS = 100_000
-# Keys per lookup call. Answers for a long prompt arrive in parts; a late part delays no other.
+# Keys per lookup call. Answers for a long prompt arrive in parts: parts answered in time count even
+# if a later part is late.
 _KEYS_PER_LOOKUP = 64
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """Lookup of one key. ``exists`` is None until it is answered or late."""
+    """Lookup of one key, for all requests that need it.
+
+    ``asked_at``  time of the lookup call in seconds; None before it
+    ``exists``    None until the lookup is answered; False if it is late
+    """
 
     key: OffloadKey
     asked_at: float | None = None
@@ -93,12 +98,13 @@ class _Lookup:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Transfer job of vLLM.
+    """Transfer job of vLLM: a load (promotion) or a store of some chunks.
 
+    ``began_at``   time of its submission, in seconds
+    ``ends_at``    deadline in seconds
     ``calls``      call on a lane, by key; None if the lane rejected it
     ``progress``   progress of each key's read; empty for stores
-    ``ends_at``    deadline in seconds
-    ``abandoned``  True once vLLM may reuse the chunks of the CPU tier
+    ``abandoned``  True once the job has ended: vLLM may then reuse its chunks of the CPU tier
     """
 
     job: TransferJob
@@ -114,16 +120,22 @@ _MEDIA_WORDS = frozenset({"vision", "audio", "image", "img", "video", "vq"})
 
 
 class TandemStoreTier(SecondaryTierManager):
-    """Chunks in files below ``path``. No method waits for the file system, except at start.
+    """Tier of vLLM's offloading that keeps chunks in files below ``path``.
 
-    ``path``, ``disk_gib``, ``lookup_s``, ``load_s``, ``store_s``  as in ``StoreSettings``
-    ``revision``          commit of a Hugging Face Hub model, required for one
+    Only the constructor and ``drain_jobs`` wait for the file system. The constructor raises
+    ConfigurationError for invalid arguments and unusable folders.
+
+    ``path``, ``disk_gib``, ``lookup_s``  as in ``StoreSettings``
+    ``load_s``            time limit of a load job, in seconds
+    ``store_s``           time limit of a store job, in seconds
+    ``revision``          commit of a Hugging Face Hub model, required for such a model
     ``identity``          text that differs between engines with different hf_overrides,
                           quantization, dtype beside a quantized cache, content of adapters, or
                           max_model_len of a LongRoPE model, which vLLM does not report to tiers
-    ``media_is_hashed``   whether vLLM names images by content: with ``mm_processor_cache_gb`` above
-                          0 or with prefix caching. Models with images or audio need it
-    ``enable_kv_events``  whether to report stored and removed chunks
+    ``media_is_hashed``   whether vLLM names images and audio by content: with
+                          ``mm_processor_cache_gb`` above 0 or with prefix caching. Must be True for
+                          models with images or audio
+    ``enable_kv_events``  whether to report stored and removed chunks, if vLLM's KV events are on
     ``locality``          LOCAL or REMOTE, for vLLM's tier filters
     """
 
@@ -154,12 +166,12 @@ class TandemStoreTier(SecondaryTierManager):
         limits = {"lookup_s": lookup_s, "load_s": load_s, "store_s": store_s}
         settings = parse_settings({"store": {"path": path, "disk_gib": disk_gib, **limits}})
         self._settings = settings
-        # Held while a thread copies from or to the CPU tier.
+        # Held while a thread copies from or to the CPU tier, and while a job is abandoned.
         self._memory_lock = threading.Lock()
         self.space = _namespace(offloading_spec, self.block_size_bytes, revision, identity)
         self.folder = FolderTier(Path(settings.path), settings.tiers[0][2])
         self._verified = TierReads(self.folder)
-        # The CPU tier, one row of bytes per chunk. Set after all calls that may raise. None after
+        # The CPU tier, one row of bytes per chunk. Set after the checks that may raise. None after
         # shutdown, so that vLLM can release the memory.
         self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
         self._lookup_lane = Lane("store-find", 1, _QUEUED_LOOKUPS)
@@ -181,19 +193,22 @@ class TandemStoreTier(SecondaryTierManager):
 
     @property
     def idle(self) -> bool:
-        """True if no job and no call on a thread is in progress."""
+        """True if no job is in progress and no call of a lane is queued or running."""
         lanes = (self._lookup_lane, self._read_lane, self._write_lane)
         return not self._jobs and not any(lane.pending for lane in lanes)
 
     @property
     def remembered(self) -> int:
-        """Number of lookups and requests in memory."""
+        """Number of lookups in memory, plus the number of requests with lookups."""
         return len(self._lookups) + len(self._requests)
 
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT or MISS once the lookup is answered; RETRY for at most ``lookup_s``."""
+        """Return HIT or MISS once the lookup is answered, MISS if it is late, and RETRY before.
+
+        ``on_schedule_end`` submits new lookups; they are late after ``lookup_s``.
+        """
         self._take_lookups()
         found = self._lookups.get(key)
         if found is None:
@@ -216,7 +231,10 @@ class TandemStoreTier(SecondaryTierManager):
                 del self._lookups[key]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Submit the step's lookups, in the order of their prompts."""
+        """Submit the step's new lookups, in the order of the ``lookup`` calls.
+
+        If the lane rejects them, they are misses.
+        """
         self._take_lookups()
         waiting, self._unasked = [each for each in self._unasked if each.request_ids], []
         now = time.monotonic()
@@ -237,7 +255,7 @@ class TandemStoreTier(SecondaryTierManager):
             if call.over:
                 answers = call.result if call.state is CallState.ENDED and call.result else [False] * len(asked)
                 for each, exists in zip(asked, answers, strict=True):
-                    if each.exists is None:  # else it was stored meanwhile
+                    if each.exists is None:  # else a job with this key has ended meanwhile
                         each.exists = exists
             elif asked[0].asked_at is not None and now >= asked[0].asked_at + self._settings.lookup_s:
                 for each in asked:
@@ -263,16 +281,21 @@ class TandemStoreTier(SecondaryTierManager):
             job.calls[key] = self._read_lane.submit(work, job.ends_at)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the jobs that have ended, with or without all of their chunks."""
+        """Return the jobs that have ended since the last call, complete or not.
+
+        A job ends when its calls have ended, at its deadline, or if its load makes no progress for
+        ``lookup_s``.
+        """
         self._end_jobs(time.monotonic())
         finished, self._finished = self._finished, []
         return finished
 
     def drain_jobs(self) -> None:
-        """Wait for all jobs, at most until their deadlines. Use a new namespace from now on.
+        """Wait for all jobs, at most until their deadlines. Use a random namespace from now on.
 
         vLLM calls this before it resets its caches, for example after weights have changed in
-        memory, and does not pass the reason. No thread accesses the CPU tier afterwards.
+        memory, and does not pass the reason. Until vLLM submits the next job, no thread accesses
+        the CPU tier. All known lookups become misses, and all known chunks are reported as removed.
         """
         while True:
             self._end_jobs(time.monotonic())
@@ -288,9 +311,11 @@ class TandemStoreTier(SecondaryTierManager):
             each.exists = False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return events of stored chunks, then of stored chunks that this process has removed.
+        """Return the events of chunks stored and removed since the last call; evictions come last.
 
-        A chunk that was removed and stored again since the last call is reported as removed.
+        Reports only chunks that this process has stored (the latest _KNOWN_KEYS), and only removals
+        by this process. A chunk that was evicted and stored again since the last call is therefore
+        last reported as removed.
         """
         self._note_removals()
         events, self._events = self._events, []
@@ -310,7 +335,7 @@ class TandemStoreTier(SecondaryTierManager):
         return OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality)
 
     def shutdown(self) -> None:
-        """Stop without waiting. Unwritten chunks are lost."""
+        """Stop without waiting for the file system. Chunks whose writes are queued are lost."""
         for lane in (self._lookup_lane, self._read_lane, self._write_lane):
             lane.close()
         with self._memory_lock:
@@ -336,7 +361,10 @@ class TandemStoreTier(SecondaryTierManager):
         self._jobs = running
 
     def _hangs(self, job: _Job, now: float) -> bool:
-        """Return whether the disk has delivered nothing to a load for ``lookup_s``."""
+        """Return whether the disk has delivered nothing to a load for ``lookup_s``.
+
+        False for stores.
+        """
         if not job.job.is_promotion:
             return False
         heard = (self._verified.progress_at(each) for each in job.progress.values())
@@ -350,7 +378,7 @@ class TandemStoreTier(SecondaryTierManager):
         failed = set(job.calls) - set(done)
         if job.job.is_promotion:
             for key in failed & self._lookups.keys():
-                # The request must not try the same load again.
+                # A miss from now on, so that the requests do not try this load again.
                 self._lookups[key].exists = False
         else:
             self._stored(done)
@@ -393,7 +421,10 @@ class TandemStoreTier(SecondaryTierManager):
         return True
 
     def _row(self, job: _Job, chunk: int) -> np.ndarray:
-        """Return a chunk of the CPU tier. Requires the lock. Raises StoreError."""
+        """Return a chunk of the CPU tier as an array of bytes. Requires ``_memory_lock``.
+
+        Raises StoreError if the job has ended, the tier is shut down, or the chunk does not exist.
+        """
         if job.abandoned or self._rows is None:
             raise StoreError("the transfer has ended")
         if not 0 <= chunk < len(self._rows):
@@ -409,15 +440,16 @@ class TandemStoreTier(SecondaryTierManager):
 def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, identity: str) -> bytes:
     """Return the namespace of a model's chunks.
 
-    vLLM's FileMapper describes the layout and decides whether other TP sizes can read it.
-    Raises ConfigurationError if the weights of a Hugging Face Hub model are not named by a commit.
+    vLLM's FileMapper describes the layout and decides whether other TP sizes can read it. Reads all
+    weights of a local model once per host. Raises ConfigurationError if ``revision`` of a Hugging
+    Face Hub model is not a commit.
     """
     model = spec.config.model.name
     if not Path(model).exists() and not is_commit(revision):
         # vLLM does not report its --revision to tiers.
         raise ConfigurationError(
             f"secondary_tiers: revision must be the commit of {model} that the engine serves, 40 hexadecimal digits, "
-            f"not {revision!r}; KV of another revision would be loaded"
+            f"not {revision!r}; otherwise, KV of another revision could be loaded"
         )
     layout = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
     config = Path(model) / "config.json"
@@ -435,15 +467,18 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
 
 
 def _check_media(model: str, revision: str | None) -> None:
-    """Raise ConfigurationError for a model with images or audio: vLLM may name them by counters."""
+    """Raise ConfigurationError if a model's configuration has a key for images or audio.
+
+    vLLM may name images and audio by counters, so different ones could have the same name.
+    """
     try:
         config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
-    except (OSError, ValueError):  # no config.json: vLLM would not serve images from it
+    except (OSError, ValueError):  # without a readable config.json, vLLM serves no images
         return
     if found := _media_key(config):
         raise ConfigurationError(
-            f"secondary_tiers: {model} has a {found}; set media_is_hashed to true if vLLM names images by content: "
-            "with mm_processor_cache_gb above 0, or with prefix caching"
+            f"secondary_tiers: the configuration of {model} has a {found}; set media_is_hashed to true if vLLM names "
+            "images and audio by content: with mm_processor_cache_gb above 0, or with prefix caching"
         )
 
 

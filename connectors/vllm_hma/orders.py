@@ -1,4 +1,7 @@
-"""Messages from the connector's scheduler side to its worker side, one ``Orders`` per step."""
+"""Messages from the connector's scheduler side to its worker side, one ``Orders`` per step.
+
+``EncodedAgentMetadata`` goes from each worker to the scheduler side, once, when the engine starts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from connectors.vllm_hma.model.adapters import Adapter
 class Expect:
     """vLLM has queued a prefill request whose KV this engine sends.
 
-    ``prompt_digest``  digest of the prompt without ``adapter``
+    ``prompt_tokens``  number of prompt tokens that this engine computes for the consumer
+    ``prompt_digest``  digest of the prompt without ``adapter``; each worker adds the adapter's
+                       identity (``adapter_claims.py``)
     """
 
     request_id: str
@@ -30,8 +35,9 @@ class Chunk:
     """A part of a prompt that this step computes.
 
     ``new_ids``          block ids to append to each group's block table
-    ``computed_tokens``  prompt tokens computed after this step
-    ``last``             whether it is the last chunk of the prompt
+    ``computed_tokens``  number of tokens from the prompt's start that have KV after this step, at
+                         most ``prompt_tokens`` of ``Expect``
+    ``last``             whether ``computed_tokens`` reaches ``prompt_tokens``
     """
 
     request_id: str
@@ -42,10 +48,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """End of a prefill request with a transfer, or of the transfer alone after a reset.
+    """A prefill request with a transfer has ended, or ``reset_cache`` has ended only its transfer.
 
-    ``held``    whether its blocks stay allocated until they are sent
-    ``reason``  why this engine does not send the KV; empty if held
+    After ``reset_cache``, a second ``Finished`` follows when the request itself ends.
+
+    ``held``    whether vLLM keeps the request's blocks until all ranks have reported ``Sent``
+    ``reason``  why this engine does not send the KV; empty if ``held``
     """
 
     request_id: str
@@ -55,7 +63,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A request without blocks: the producer must report when it starts the prompt."""
+    """A decode request waits, without blocks, until its producer is about to start the prompt.
+
+    Rank 0 requests a report from the producer (``AwaitStart``).
+    """
 
     request_id: str
     transfer_id: str
@@ -64,11 +75,13 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Fill a request's blocks with the KV of tokens ``[start_token, end_token)``.
+    """Fill a decode request's blocks with the KV of tokens ``[start_token, end_token)``.
 
-    ``prompt_digest``  digest of the prompt without ``adapter``
+    ``prompt_digest``  digest of the prompt without ``adapter``; each worker adds the adapter's
+                       identity (``adapter_claims.py``)
     ``tables``         block table of each group
-    ``loaded_token``   token before which the KV store supplies full attention; 0: none
+    ``loaded_token``   the KV store supplies full attention in ``[start_token, loaded_token)``, and
+                       the transfer the rest. At most ``start_token``: the store supplies none
     """
 
     request_id: str
@@ -84,9 +97,9 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A request needs no KV from its producer and has no blocks that the producer may write.
+    """A decode request needs no KV from its producer and has offered it no blocks.
 
-    Every rank cancels the transfer at its partners.
+    Every rank cancels the transfer at its partners in the producer engine.
     """
 
     transfer_id: str
@@ -97,19 +110,20 @@ class Release:
 class Orders(KVConnectorMetadata):
     """Orders of one step; each list is in the order of events.
 
-    ``expects``    new prefill requests
-    ``starts``     ids of requests whose prompts start in this step or the next
-    ``preempted``  ids of preempted prefill requests
-    ``chunks``     chunks that this step computes
-    ``finished``   ended prefill requests
-    ``queues``     new decode requests without blocks
+    ``expects``    new prefill requests with a transfer
+    ``starts``     ids of prefill requests whose prompts start in this step or may start in the next
+    ``preempted``  ids of preempted prefill requests with a transfer
+    ``chunks``     chunks of prompts with a transfer that this step computes
+    ``finished``   ended prefill requests, or ended transfers of prefill requests
+    ``queues``     new decode requests that wait without blocks
     ``receives``   decode requests whose blocks are allocated
-    ``aborts``     ids of aborted decode requests
-    ``releases``   decode requests that need no KV
+    ``aborts``     ids of decode requests that have ended during their transfer
+    ``releases``   decode requests that need no KV from their producers
     ``discards``   ids of transfers whose KV no engine will fetch
     ``lost``       ids or prefixes of ended engines (``params.names_engine``)
-    ``report``     whether workers report this step even without changes: vLLM then calls the
-                   scheduler side, which checks whether delayed requests fit
+    ``report``     whether workers report this step even without changes, so that vLLM calls
+                   ``update_connector_output``, which checks whether delayed requests fit. True
+                   while blocks are in quarantine or a request is delayed (``failed_loads.py``)
     ``store``      copies of the KV store; None without a store
     """
 
@@ -130,6 +144,6 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class EncodedAgentMetadata(KVConnectorHandshakeMetadata):
-    """One worker's encoded agent metadata, for the scheduler's process."""
+    """One worker's agent metadata in its wire format, for the scheduler side in the engine core."""
 
     agent_metadata: bytes

@@ -20,7 +20,11 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors. vLLM calls this in every process; repeated calls have no effect."""
+    """Register the connectors with vLLM's factory. Repeated calls have no effect.
+
+    vLLM calls this in each of its processes when it loads plugins. ``connector.py`` and
+    ``multi_connector.py`` also call it when they are imported.
+    """
     for name, module in _CONNECTORS.items():
         # vLLM raises ValueError for a name that is already registered.
         with contextlib.suppress(ValueError):

@@ -11,11 +11,12 @@ _MAX_CHARACTERS = 500
 
 
 class RateLimitedLog:
-    """Writes at most one line per kind in _EVERY_S seconds. Thread-safe.
+    """Logs at most one warning per kind in _EVERY_S seconds. Thread-safe.
 
-    A line has at most _MAX_CHARACTERS of its message, and the number of lines omitted before it.
+    A warning has at most _MAX_CHARACTERS of its message, and the number of messages of its kind
+    omitted since the last warning.
 
-    ``kind`` must be one of a few constants, never text from a peer.
+    ``kind`` must be one of a few constants, never text from a peer: the state of each kind is kept.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

@@ -12,9 +12,9 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 
 
 class Kept(NamedTuple):
-    """Request and transfer whose blocks are in quarantine.
+    """Identifies one stay of a request's blocks in quarantine.
 
-    Another request may reuse either id alone in the meantime.
+    Neither id suffices: meanwhile, another request may have the same request id or transfer id.
     """
 
     request_id: str
@@ -23,10 +23,10 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class QuarantineReport:
-    """Changes of quarantine since the last report, with one entry per rank.
+    """Changes of quarantine since each rank's last report.
 
-    ``begun``  requests whose blocks went into quarantine
-    ``ended``  requests whose blocks left it
+    ``begun``  requests whose blocks a rank has put into quarantine, one entry per such rank
+    ``ended``  requests whose blocks a rank has released from it, one entry per such rank
     """
 
     begun: list[Kept] = field(default_factory=list)
@@ -41,12 +41,14 @@ class QuarantineReport:
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Report of one or several ranks.
+    """Report of one rank or, after ``aggregate``, of several.
 
     ``quarantine``  changes of quarantine
-    ``due``         queued requests whose wait has ended: prefill starts the prompt, or sends no KV
-    ``store``       copies of the KV store; None if there were none
+    ``due``         queued requests whose wait has ended: prefill starts the prompt, or sends no KV.
+                    Only rank 0 reports them
+    ``store``       report of the KV store's worker side; None if it has nothing to report
     ``requested``   whether the scheduler side has requested a report even without changes
+                    (``Orders.report``)
     """
 
     quarantine: QuarantineReport = field(default_factory=QuarantineReport)

@@ -1,4 +1,4 @@
-"""The store as a KV connector of its own, for a vLLM engine without prefill/decode disaggregation.
+"""The KV store as a KV connector of its own, for an engine without prefill/decode disaggregation.
 
 KVTransferConfig(
     kv_connector="TandemStoreConnector",
@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores chunks of requests, and loads stored chunks instead of computing them.
 
-    ``StoreScheduler.new_request`` excludes requests whose KV has no stable name.
+    ``StoreScheduler.new_request`` excludes requests whose KV has no stable name. The constructor
+    raises ConfigurationError or UnsupportedCacheError for an engine that the store does not
+    support; ``register_kv_caches`` also refuses caches on accelerators.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -97,7 +99,11 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: vLLM need not wait for stores, because a dropped store is only a later miss."""
+        """False: a dropped store is only a later miss.
+
+        With True, vLLM would discard the outputs in flight of each request that it preempts, and
+        compute them again.
+        """
         return False
 
     # Scheduler side.
@@ -140,9 +146,10 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Discard all fetches and use a random namespace until the engine restarts.
+        """Discard all fetches, and use a random namespace until the engine restarts. Return True.
 
-        Called by ``reset_prefix_cache(reset_connector=True)``.
+        KV that running requests have computed is not stored. Called by
+        ``reset_prefix_cache(reset_connector=True)``.
         """
         self.scheduler.reset()
         return True

@@ -1,9 +1,9 @@
 """Chooses by measured cost whether to send a prompt's last chunk whole or layer by layer.
 
 The transfer of an earlier chunk overlaps with the next chunk's computation. The transfer of the
-last chunk, often the only one, delays the request. Layer by layer, it mostly overlaps with the
-computation of later layers. It then needs more and smaller writes, and engine time to post them.
-Pure: no clock.
+last chunk, often the only one, delays the request. If this chunk is sent layer by layer, most of
+its transfer overlaps with the computation of later layers. But it needs more and smaller writes,
+and engine time to hand each layer to the thread that writes it. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 # Weight of the newest measurement in the running mean.
 _NEWEST = 0.2
-# Interval in steps at which the slower mode is tried again.
+# Interval, in steps that end a prompt, at which the mode with the higher cost is tried again.
 _TRY_AGAIN_EVERY = 16
 # Measurements of each mode before their costs are compared.
 _FIRST_TRIES = 4
@@ -22,9 +22,9 @@ _FIRST_TRIES = 4
 class Streaming(StrEnum):
     """Modes of sending a prompt's KV.
 
-    ``CHUNK``  after each chunk
-    ``LAYER``  the last chunk layer by layer
-    ``AUTO``   the one of these modes that has the lower measured cost
+    ``CHUNK``  each chunk after its step
+    ``LAYER``  the last chunk layer by layer during its step, each other chunk after its step
+    ``AUTO``   CHUNK or LAYER, by the lower measured cost; CHUNK on an accelerator
     """
 
     CHUNK = "chunk"
@@ -53,7 +53,10 @@ class Governor:
     _steps: int = 0
 
     def by_layers(self) -> bool:
-        """Return whether the next step that ends a prompt sends layer by layer."""
+        """Return whether a step that ends a prompt sends its last chunks layer by layer.
+
+        Call it once per such step, before the forward pass.
+        """
         if self.streaming is not Streaming.AUTO:
             return self.streaming is Streaming.LAYER
         self._steps += 1
@@ -64,9 +67,11 @@ class Governor:
         return better if self._steps % _TRY_AGAIN_EVERY else not better
 
     def cost(self, by_layers: bool, exposed_s: float, engine_s: float) -> None:
-        """Record the measured cost of a step.
+        """Record the measured cost of a step that ended a prompt and posted writes.
 
-        ``exposed_s``  time from the end of the step to the end of its last write, in seconds
-        ``engine_s``   engine time spent on handing over layers, in seconds
+        ``by_layers``  mode of the step
+        ``exposed_s``  time from the end of the step to the end of the last write that was then in
+                       progress, in seconds
+        ``engine_s``   engine time spent on handing layers to the progress thread, in seconds
         """
         self._costs[by_layers].add(exposed_s + engine_s)

@@ -1,1 +1,1 @@
-"""First contact between engines: agent metadata, peers and their connections, process liveness."""
+"""Contact between engines: side channel, handshakes, peers, messages and process liveness."""

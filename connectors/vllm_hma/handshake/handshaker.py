@@ -2,11 +2,11 @@
 
     consumer worker                                      producer engine / worker
     fetch the engine's agent metadata  -------------->  side channel
-    check, add peers, prove the plans
-    Hello(agent metadata)              -------------->  check, add peer, plan
+    check, plan, prove the plans, add peers
+    Hello(agent metadata)              -------------->  add peer, check, plan
                                        <--------------  Welcome | Refused(reason)
 
-Both ends have opened their connections when Welcome arrives, so the first offer needs no connection
+Messages have passed in both directions when Welcome arrives, so the first offer needs no connection
 setup.
 """
 
@@ -67,7 +67,17 @@ class HandshakerSnapshot:
 class Handshaker:
     """Handshakes of one worker.
 
-    Callbacks run in its threads and take the worker's lock themselves.
+    ``memory``            this worker's cache, read to compute digests
+    ``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
+    ``handshake_s``       time limit of a handshake that this worker starts, in seconds
+    ``identity``          key for the side channels of other engines (``Keys.identity``)
+    ``on_connected``      called with a producer engine's incarnation and its ranks that serve this
+                          worker
+    ``on_failed``         called with a producer engine's incarnation and the reason
+    ``on_start``          called in a thread of this class before each handshake, to prepare the
+                          thread
+
+    Callbacks run in the threads of this class and take the worker's lock themselves.
     """
 
     def __init__(
@@ -109,7 +119,11 @@ class Handshaker:
         self._answered = threading.Condition(self._lock)
 
     def connect(self, engine: EngineAddress) -> None:
-        """Start a handshake with a producer engine in the background, unless one is in progress."""
+        """Start a handshake with a producer engine in the background.
+
+        No effect while a handshake with this engine is in progress. ``on_connected`` or
+        ``on_failed`` follows, unless this worker is closing.
+        """
         with self._lock:
             if engine.incarnation in self._connecting:
                 return
@@ -124,7 +138,8 @@ class Handshaker:
     def hello_received(self, sender: Peer, message: Hello) -> None:
         """Handle a consumer worker's Hello.
 
-        Drop it if MAX_PENDING_HELLOS are pending; the sender repeats it.
+        Ignore it if another Hello of this worker is pending. Drop it if MAX_PENDING_HELLOS are
+        pending; the sender repeats it.
         """
         with self._lock:
             if sender in self._pending_hellos:
@@ -138,7 +153,7 @@ class Handshaker:
         self._submit(self._accepts, self._welcome, sender, message)
 
     def answer_received(self, sender: Peer, message: Welcome | Refused) -> None:
-        """Handle a producer worker's answer; ignore it if this worker sent no Hello."""
+        """Handle a producer worker's answer; ignore it if no handshake waits for it."""
         with self._answered:
             if sender not in self._awaited:
                 return
@@ -155,13 +170,14 @@ class Handshaker:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
-        # A pool raises RuntimeError if it has been shut down, as this worker is closing, or if no
-        # further thread can start. Then the work is queued, and a thread that exists runs it.
+        # A pool raises RuntimeError if it has been shut down, because this worker is closing, or if
+        # no further thread can start. In the second case, the work is already queued, and the
+        # pool's first thread runs it.
         with contextlib.suppress(RuntimeError):
             pool.submit(self._guarded, work, *arguments)
 
     def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
-        """Log every exception of a task: a thread pool would discard it."""
+        """Run a task and log its exception, which the thread pool would discard."""
         try:
             work(*arguments)
         except TandemError as error:
@@ -218,7 +234,10 @@ class Handshaker:
         ]
 
     def _target_digests(self, plan: PairPlan, producer: AgentMetadata) -> Callable[[], TransferDigest] | None:
-        """Return a function that creates digests of received bytes; None if integrity is off."""
+        """Return a function that creates the digest of the bytes that one transfer has received.
+
+        None if integrity is off.
+        """
         if not self._compares_digests:
             return None
         return digests(plan, self._memory.shared_with(producer.layout.memory_kind), End.TARGET)
@@ -226,7 +245,12 @@ class Handshaker:
     def _exchange_hellos(
         self, engine: EngineMetadata, ranks: list[int], deadline: float, handshakes: contextlib.ExitStack
     ) -> list[str]:
-        """Send Hello to these ranks, wait for all answers, and return the reasons of refusals."""
+        """Send Hello to these ranks, wait for all answers, and return the reasons of refusals.
+
+        The peer table keeps the ranks until ``handshakes`` is closed. Raises HandshakeError if an
+        answer is missing at ``deadline`` or the table is full of busy peers, and TransportError if
+        a rank cannot be added or reached.
+        """
         hello = Hello(encode_agent_metadata(self._agent_metadata))
         waiting = {Peer(engine.incarnation, rank) for rank in ranks}
         with self._lock:
@@ -248,7 +272,7 @@ class Handshaker:
                     raise HandshakeError(
                         f"the prefill engine's workers did not answer Hello within {self._handshake_s:g} s"
                     )
-                # A worker with many pending hellos drops further ones.
+                # A worker with many pending Hellos drops further ones, and messages may be lost.
                 for peer in silent:
                     self._message_sender.send(peer, hello)
         finally:
@@ -258,7 +282,10 @@ class Handshaker:
                     self._answers.pop(peer, None)
 
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
-        """Return the plan of each producer rank that sends to this worker, by rank."""
+        """Return the plan of each producer rank that exchanges messages with this worker, by rank.
+
+        Raises PlanError.
+        """
         mine = self._agent_metadata.layout
         layouts = [worker.layout for worker in engine.workers]
         return {each.rank: plan_pair(each, mine) for each in layouts if mine.rank in consumer_ranks(each, mine)}
@@ -282,7 +309,7 @@ class Handshaker:
                 handshaking.enter_context(self._peers.handshaking(sender))
                 self._transport.add_peer(agent_metadata.transport_metadata, agent_name(sender))
             except TandemError as error:
-                # Without its metadata the peer cannot be answered; its handshake times out.
+                # A peer that was not added cannot be answered; its handshake times out.
                 self._warn("hello", f"dropped the Hello of decode worker {agent_name(sender)[:80]!r}: {error}")
                 return
             try:
@@ -297,7 +324,7 @@ class Handshaker:
     def _plan_for(self, agent_metadata: AgentMetadata) -> tuple[PairPlan, ConsumerPeer]:
         """Return the plan and the record of a consumer worker.
 
-        Raises TandemError if the two engines do not match.
+        Raises IncompatiblePeerError or PlanError if the two engines cannot exchange KV.
         """
         check_peers(self._agent_metadata, agent_metadata)
         mine, theirs = self._agent_metadata.layout, agent_metadata.layout

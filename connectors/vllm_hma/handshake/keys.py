@@ -1,7 +1,7 @@
-"""Keys derived from the shared secret: for message tags and for identity on the side channel.
+"""Keys derived from the shared secret: one for message tags, one for TLS on the side channel.
 
 Pure computation. The derivation is deliberately slow (scrypt, about 50 ms): an engine sends the
-public half of its identity to any client, which could otherwise guess a weak secret from it.
+public key of its TLS certificate to any client, which could otherwise guess a weak secret from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Sends messages to other workers, with one reconnect.
+"""Sends messages to other workers, and reconnects if the connection is broken.
 
 A connection that was reset stays broken on this side until it is reopened, even if the network
-recovers. The sender therefore repeats a failed message once, over a new connection.
+recovers. The sender therefore repeats a failed message once, over a new connection. It reconnects
+to a peer at most once per _RECONNECT_EVERY_S.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ logger = logging.getLogger(__name__)
 # Minimum interval between reconnects to one peer, in seconds.
 _RECONNECT_EVERY_S = 1.0
 
-# Time in seconds since the last message to a peer after which ``check`` sends one. A write to a
-# broken connection puts the consumer's blocks into quarantine; a message before it costs
-# microseconds.
+# Time in seconds since the last message to a peer after which ``check`` sends one. A write over a
+# broken connection fails, and the consumer's blocks go into quarantine. A message before the write
+# detects this and costs microseconds.
 _CHECK_EVERY_S = 1.0
 
 
 def agent_name(peer: Peer) -> str:
-    """Return the transport's name for a worker."""
+    """Return the name of a worker's agent in the transport."""
     return f"{peer.incarnation}/{peer.rank}"
 
 
 class MessageSender:
-    """Sends messages of one worker. Thread-safe."""
+    """Sends messages of one worker. Thread-safe.
+
+    ``key``  key of the messages' tags (``Keys.messages``)
+    """
 
     def __init__(self, me: Peer, transport: Transport, key: bytes) -> None:
         self._me = me
@@ -42,7 +46,12 @@ class MessageSender:
         self._sent_at: dict[str, float] = {}
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message. Raises TransportError if this fails even over a new connection."""
+        """Send a message. If this fails, reconnect and send it again.
+
+        Raises TransportError if the second attempt or ``reconnect`` fails. ``reconnect`` also fails
+        if this worker has tried to reconnect to the peer within the last _RECONNECT_EVERY_S
+        seconds. A message may be lost without an error.
+        """
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:
             self._transport.notify(name, frame)
@@ -55,22 +64,25 @@ class MessageSender:
         """Send ``message`` to detect a broken connection and reopen it.
 
         Does nothing if the last message to ``peer`` is less than _CHECK_EVERY_S seconds old. Raises
-        TransportError if ``message`` cannot be sent.
+        TransportError as ``send`` does.
         """
         if time.monotonic() - self._sent_at.get(agent_name(peer), float("-inf")) >= _CHECK_EVERY_S:
             self.send(peer, message)
 
     def forget(self, peer: Peer) -> None:
-        """Remove the state kept for ``peer``."""
+        """Remove the recorded times of messages and reconnects to ``peer``."""
         with self._lock:
             self._reconnected_at.pop(agent_name(peer), None)
             self._sent_at.pop(agent_name(peer), None)
 
     def reconnect(self, name: str, error: TransportError) -> None:
-        """Reopen the connection to ``name``.
+        """Reopen the connection to the agent ``name``.
+
+        ``error``  error of the operation that failed on the connection
 
         Raises ``error`` if the last attempt was made less than _RECONNECT_EVERY_S seconds ago, and
-        TransportError if the connection cannot be reopened.
+        TransportError if the connection cannot be reopened, for example while a write to the peer
+        is in flight.
         """
         with self._lock:
             now = time.monotonic()

@@ -1,11 +1,12 @@
 """Runs the side channel in its own process, outside the engine core's interpreter lock.
 
 The engine core writes the agent metadata to the process's standard input and keeps it open. The
-process ends when that pipe closes, also if the core is killed. If it ends before that, the core
-starts it again on the same port: without it, no further decode engine could connect.
+process ends when that pipe closes, also if the core is killed. If the process ends before that, the
+core starts it again on the same port: without it, no further decode engine could connect.
 
-    to the process    length (uint32) | JSON: host, port, identity (hex), lengths by rank | metadata
-    from the process  one line of JSON: port, or error
+    to the process    length of the JSON (uint32, little endian) | JSON | agent metadata by rank
+                      JSON: host, port, identity (hexadecimal), lengths of the agent metadata
+    from the process  one line of JSON: the listening port, or an error
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from connectors.vllm_hma.handshake.side_channel import MetadataServer
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
+# Time limits of the process's start and end, in seconds.
 _START_S = 60.0
 _END_S = 5.0
 _RESTART_S = 1.0
@@ -36,11 +38,14 @@ _NICE = 5
 
 
 class MetadataProcess:
-    """Serves one engine's agent metadata until ``close``.
+    """Process that serves one engine's agent metadata and states of processes until ``close``.
 
-    ``port``  listening port
+    ``port``           listening port
+    ``rank_metadata``  encoded agent metadata of each worker, by rank
+    ``identity``       key of the TLS certificate (``Keys.identity``); empty: no TLS
 
-    Raises ConfigurationError if it cannot listen.
+    Raises ConfigurationError if the process cannot listen or does not start within _START_S, and
+    OSError if it cannot be created or ends before it has read its input.
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
@@ -53,7 +58,7 @@ class MetadataProcess:
         threading.Thread(target=self._restart, name="tandem-side-channel-owner", daemon=True).start()
 
     def _start(self, port: int) -> int:
-        """Start the process and return its port. Raises ConfigurationError if it cannot listen."""
+        """Start the process and return its port. Raises as the constructor does."""
         header = {
             "host": self._host,
             "port": port,
@@ -76,32 +81,32 @@ class MetadataProcess:
             raise
 
     def _restart(self) -> None:
-        """Start the process again whenever it ends, until ``close``."""
+        """Start the process again _RESTART_S after it has ended, until ``close``."""
         while True:
             status = self._process.wait()
             if self._closing.wait(_RESTART_S):
                 return
-            logger.error("Tandem: the side channel's process ended with status %d and is started again", status)
+            logger.error("Tandem: the side channel process ended with status %d; starting it again", status)
             with self._lock:
                 if self._closing.is_set():
                     return
                 try:
                     self._start(self.port)
                 except Exception:  # the next round tries again
-                    logger.exception("Tandem: the side channel does not start")
+                    logger.exception("Tandem: the side channel process could not be started; trying again")
 
     @property
     def process_id(self) -> int:
-        """Id of the present process."""
+        """Id of the current process, or of the last one if it has ended."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """True while the process runs."""
+        """True while the process runs; False between its end and the next start."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Close the process's input, which ends it; kill it after _END_S seconds. Idempotent."""
         self._closing.set()
         if self._lock.locked():
             self._process.kill()  # it is being started again; the start must not delay this call
@@ -130,7 +135,9 @@ class MetadataProcess:
         ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
         line = self._process.stdout.readline() if ready else b""
         if not line:
-            raise ConfigurationError("the side channel process did not start; see the engine's log for its error")
+            raise ConfigurationError(
+                "the side channel process ended or did not start in time; see the engine's log for its error"
+            )
         answer: dict[str, int] = json.loads(line)
         if "error" in answer:
             raise ConfigurationError(str(answer["error"]))
@@ -138,7 +145,11 @@ class MetadataProcess:
 
 
 def serve() -> None:
-    """Run the side channel until standard input closes. Entry point of the process."""
+    """Run the side channel until standard input closes. Entry point of the process.
+
+    Writes the listening port to standard output. If it cannot listen, it writes the reason and
+    returns.
+    """
     os.nice(_NICE)
     logging.basicConfig(format="%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
     source, out = sys.stdin.buffer, sys.stdout
@@ -146,7 +157,7 @@ def serve() -> None:
     header = json.loads(source.read(length))
     rank_metadata = [source.read(size) for size in header["lengths"]]
     try:
-        # No pacing: this process has no other work that a flood could delay.
+        # No pacing: this process has no other work that a flood of connections could delay.
         server = MetadataServer(
             header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]), pace_s=0.0
         )

@@ -1,8 +1,8 @@
 """Bounded table of a worker's peers: workers of other engines.
 
-Every start of an engine adds new peers, which never unregister. The table evicts peers without a
-message of a transfer before peers that have sent one, so a flood of Hellos evicts its own entries.
-It never evicts a busy peer.
+Every start of an engine adds new peers, which never unregister. A full table evicts peers that have
+sent no message of a transfer before peers that have sent one, so a flood of Hellos evicts its own
+entries. It never evicts a busy peer.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PeerTable:
         return len(self._new) + len(self._regular)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """Add a peer whose handshake begins; return the evicted peer, if any.
+        """Add a peer whose handshake begins, or record its use; return the evicted peer, if any.
 
-        Raises HandshakeError if all peers are busy.
+        Raises HandshakeError if the table is full and all its peers are busy.
         """
         if peer in self._regular:
             self.spoke(peer)
@@ -57,7 +57,7 @@ class PeerTable:
         return leaving
 
     def spoke(self, peer: Peer) -> None:
-        """Record that an admitted peer has sent a message of a transfer."""
+        """Record that a peer has sent a message of a transfer. No effect if it has no entry."""
         if peer in self:
             self.forget(peer)
             self._regular[peer] = None

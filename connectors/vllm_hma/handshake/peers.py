@@ -4,8 +4,8 @@
     welcome      a consumer worker is compatible: record its plan, and add it to the producer state
                  machine
     forget       a state machine has removed the peer: release its plan if the producer state
-                 machine has no such peer, and its connection if neither a state machine nor a
-                 handshake needs it
+                 machine has no such peer, and its table entry and connection if neither a state
+                 machine nor a handshake needs them
 
 Every start of an engine adds new peers, which never unregister. The table therefore has a limit:
 when it is full, it evicts an idle peer (``PeerTable``).
@@ -44,7 +44,7 @@ class PeersSnapshot:
 
 
 class Peers:
-    """Peers of one worker.
+    """Peers of one worker, in both roles.
 
     ``lock``  guards these peers and the Producer and Consumer state machines. The caller of
               ``plan``, ``spoke`` and ``forget`` holds it; the other methods take it
@@ -69,9 +69,10 @@ class Peers:
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
-        """Keep a peer and its connection during its handshake, even if a state machine removes it.
+        """Add a peer, and keep it and its connection until the end of the handshake.
 
-        Raises HandshakeError if the table is full of busy peers.
+        This holds even if a state machine removes the peer. If the table is full, evict an idle
+        peer. Raises HandshakeError if all peers are busy.
         """
         with self._lock:
             evicted = self._peer_table.admit(peer)
@@ -87,26 +88,30 @@ class Peers:
                     del self._handshaking[peer]
 
     def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
-        """Record a compatible consumer worker.
+        """Record a compatible consumer worker and its plan.
 
-        ``memory_kind`` is the memory kind of its cache.
+        ``memory_kind``  memory kind of its cache
+        ``consumer``     its record for the producer state machine
         """
         with self._lock:
             self._plans[peer] = (memory_kind, plan)
             self._producer.welcome(peer, consumer, time.monotonic())
 
     def plan(self, peer: Peer) -> tuple[MemoryKind, PairPlan] | None:
-        """Return the memory kind and plan of a consumer worker; None if it is unknown."""
+        """Return the memory kind and plan of a consumer worker; None if it has no plan."""
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
-        """Record that a peer has sent a message of a transfer: others are evicted before it."""
+        """Record that a peer has sent a message of a transfer.
+
+        The table evicts peers that have sent none before this one.
+        """
         self._peer_table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Release the resources of a peer that a state machine has removed.
+        """Release the plan, table entry and connection of a peer that a state machine has removed.
 
-        Keep the resources that the other state machine or a handshake still needs.
+        Keep those that the other state machine or a handshake still needs.
         """
         if self._producer.knows(peer):
             return
@@ -120,10 +125,10 @@ class Peers:
             return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
 
     def _evict(self, peer: Peer) -> None:
-        """Remove an idle peer from both state machines, with its plan and connection.
+        """Remove an idle peer, which the table has evicted, with its plan and connection.
 
-        The consumer state machine removes all workers of the peer's engine, unless requests still
-        depend on them.
+        The producer state machine removes the peer. The consumer state machine removes all workers
+        of its engine, unless requests still depend on another of these workers.
         """
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):

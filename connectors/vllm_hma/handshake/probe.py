@@ -1,15 +1,17 @@
-"""Checks whether silent prefill workers are dead, so that their consumer's blocks can be freed.
+"""Checks whether suspect prefill workers are dead, so that blocks in quarantine can be freed.
 
-A consumer's blocks stay allocated until each producer worker has acknowledged that it writes no
-more, or its process is proved dead (docs/decisions/0025). The kernel of its host supplies the
-proof:
+Blocks of a decode engine stay in quarantine until each prefill worker that may write to them has
+acknowledged that it writes no more, or its process is proved dead (docs/decisions/0025). The kernel
+of the worker's host supplies the proof, twice, CONFIRM_S apart:
 
-    this host     the process has ended (``processes.py``), and was alive at the handshake
-    another host  an engine at the same address, in the same pid namespace, reports that the process
-                  has ended
+    this host     this process saw the worker's process alive at the handshake, in its own pid and
+                  time namespaces, and now sees that it has ended (``processes.py``)
+    otherwise     an engine in the worker's pid and time namespaces reports that the process has
+                  ended. The probe asks the engine that answers at the side channel of the worker's
+                  engine, then other known prefill engines at the same address
 
-A refused or broken connection and a silent peer prove nothing. Without proof the blocks stay in
-quarantine until a supervisor reports that the engine has ended.
+A refused or broken connection and a silent peer prove nothing. Without acknowledgement or proof,
+the blocks stay in quarantine until a supervisor reports that the engine has ended.
 """
 
 from __future__ import annotations
@@ -29,13 +31,22 @@ from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# Time between the first and the second proof. Bytes in a dead process's sockets arrive meanwhile.
+# Minimum time between the first and the second proof, in seconds. Bytes in a dead process's sockets
+# arrive meanwhile.
 CONFIRM_S = 2.0
+# Maximum number of engines that one probe asks, the worker's own included.
 _MAX_WITNESSES = 16
 
 
 class WorkerProbe:
-    """Probes the watched workers in a thread, which runs only while workers are watched."""
+    """Probes the watched workers in a thread, which runs only while workers are watched.
+
+    ``timeout_s``  time limit of a request to one other engine, in seconds
+    ``identity``   key for the side channels of other engines (``Keys.identity``)
+    ``on_lost``    called in this thread with a dead worker and the reason, at each probe until the
+                   worker is no longer watched
+    ``on_start``   called first in this thread, to prepare it
+    """
 
     def __init__(
         self,
@@ -56,7 +67,10 @@ class WorkerProbe:
         self._warn = RateLimitedLog(logger)
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
-        """Replace the workers to probe, and the engines to ask for the state of workers."""
+        """Replace the workers to probe, and the engines that may report the state of processes.
+
+        Starts the thread if necessary. If the thread cannot start, the next call tries again.
+        """
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():
@@ -64,7 +78,7 @@ class WorkerProbe:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    self._warn("start", f"cannot probe prefill workers yet: {error}")
+                    self._warn("start", f"cannot start to probe prefill workers, trying again: {error}")
                     return
                 self._thread = thread
 
@@ -82,7 +96,7 @@ class WorkerProbe:
             # `on_lost` calls NIXL to send messages, so this thread needs its device.
             self._on_start()
         except Exception as error:
-            self._warn("start", f"cannot probe prefill workers yet: {error!r}")
+            self._warn("start", f"cannot start to probe prefill workers, trying again: {error!r}")
             with self._lock:
                 self._thread = None
             return
@@ -97,9 +111,10 @@ class WorkerProbe:
             self._closed.wait(CONFIRM_S)
 
     def _probe(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
-        """Return whether the worker has ended; report it at the second proof.
+        """Return whether the worker's process has ended; report it at the second proof in a row.
 
-        A failed probe does not affect other workers.
+        If the probe or the report raises, log it and return ``gone_before``, so that other workers
+        are still probed.
         """
         try:
             gone = self._is_gone(suspect, witnesses)

@@ -20,7 +20,7 @@ _STATE, _STARTED_AT = 0, 19
 
 
 class Liveness(Enum):
-    """State of a process. UNKNOWN: this host cannot tell."""
+    """State of a process. UNKNOWN: this host cannot determine it."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -28,7 +28,10 @@ class Liveness(Enum):
 
 
 def own_process() -> ProcessIdentity:
-    """Return this process's identity; NO_PROCESS, which cannot be checked, without ``/proc``."""
+    """Return this process's identity.
+
+    Without a readable ``/proc``, return NO_PROCESS, whose liveness is always UNKNOWN.
+    """
     try:
         return ProcessIdentity(_host(), os.getpid(), int(_stat(os.getpid())[_STARTED_AT]))
     except OSError:
@@ -36,7 +39,11 @@ def own_process() -> ProcessIdentity:
 
 
 def liveness(process: ProcessIdentity) -> Liveness:
-    """Return the state of ``process``. A stopped process is ALIVE, a zombie is GONE."""
+    """Return the state of ``process``.
+
+    A stopped process is ALIVE. A zombie is GONE, unless it is a process of this user of which other
+    threads run. A process of another host or namespace is UNKNOWN.
+    """
     try:
         if not process.host or process.host != _host():
             return Liveness.UNKNOWN
@@ -54,6 +61,7 @@ def liveness(process: ProcessIdentity) -> Liveness:
 
 
 def _liveness_of_another_user(process: ProcessIdentity) -> Liveness:
+    """Return the state of another user's process, whose threads are not counted."""
     try:
         return _liveness(process, _stat(process.pid), 1)
     except OSError:
@@ -69,14 +77,17 @@ def _liveness(process: ProcessIdentity, stat: list[str], threads: int) -> Livene
 
 @cache
 def _host() -> str:
-    """Return this kernel's boot id, and the inodes of the namespaces of pids and start times."""
+    """Return this kernel's boot id, and the inodes of this process's pid and time namespaces.
+
+    Raises OSError without a readable ``/proc``.
+    """
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.stat(_PROC / "self/ns" / name).st_ino for name in ("pid", "time")]
     return "/".join([boot, *map(str, namespaces)])
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/<pid>/stat`` after the command name.
+    """Return the fields of ``/proc/<pid>/stat`` after the command name. Raises OSError.
 
     The name may contain spaces and parentheses.
     """

@@ -1,19 +1,20 @@
 r"""The side channel: a TCP server from which peers fetch agent metadata and states of processes.
 
-Each connection carries one request and one response. A decode rank fetches an engine's metadata at
-first contact, and asks whether a silent prefill worker's process lives. KV does not use this
-channel. With a secret, the connection is TLS, and only peers with the secret can complete the TLS
-handshake (``tls.py``): a client with the agent metadata can write to this engine's memory.
+Each connection carries one request and one response. A decode rank fetches an engine's metadata in
+each handshake. It also requests the state of a prefill worker's process if this worker may still
+write to blocks in quarantine (``probe.py``). KV and messages do not use this channel. With a
+secret, the connection is TLS, and only peers with the secret can complete the TLS handshake
+(``tls.py``): a client with the agent metadata can write to this engine's memory.
 
 Each connection is limited to TALK_S seconds, and each request to _MAX_REQUEST_BYTES. Above
 MAX_CONNECTIONS, the server closes the oldest connection. Engines run the server in its own process
-(``metadata_process.py``), so a flood does not block the scheduler's interpreter; elsewhere, it
-accepts one connection per PACE_S seconds. A client whose connection breaks retries until its
-deadline.
+(``metadata_process.py``), so a flood of connections does not block the scheduler's interpreter. In
+other processes, it accepts at most one connection per PACE_S seconds. A client whose connection
+breaks retries until its deadline; a client whose connection is refused does not.
 
     request    b"tandem/VERSION metadata\n"
     response   b"TDA" | version | n | n lengths | n agent metadata
-    request    b"tandem/VERSION process HOST PID STARTED_AT\n", values from agent metadata
+    request    b"tandem/VERSION process HOST PID STARTED_AT\n" (ProcessIdentity in agent metadata)
     response   b"TDP" | version | length | "alive", "gone" or "unknown"
     error      b"TDE" | version | length | text
 
@@ -69,9 +70,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 class MetadataServer:
     """Serves one engine's agent metadata, and states of its host's processes, until ``close``.
 
-    ``port``      listening port
-    ``identity``  key of the TLS certificate (``Keys.identity``); empty: plain TCP for every client
-    ``pace_s``    pause between accepted connections, in seconds
+    ``port``           listening port
+    ``rank_metadata``  encoded agent metadata of each worker, by rank
+    ``identity``       key of the TLS certificate (``Keys.identity``); empty: plain TCP for every
+                       client
+    ``pace_s``         pause between accepted connections, in seconds
 
     Raises ConfigurationError if it cannot listen.
     """
@@ -109,7 +112,7 @@ class MetadataServer:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop listening and close all connections. Idempotent."""
+        """Stop listening and close all connections. Wait at most 5 s for the thread. Idempotent."""
         if self._thread.is_alive():
             # The loop may have been closed after the check.
             with contextlib.suppress(RuntimeError):
@@ -136,7 +139,7 @@ class MetadataServer:
                 connection, address = await loop.sock_accept(self._listener)
             except Exception as error:
                 # For example, no file descriptor is left. The server must outlive such an error.
-                self._warn("accept", f"side channel: cannot accept a connection: {error}")
+                self._warn("accept", f"side channel: cannot accept a connection, trying again: {error}")
                 await asyncio.sleep(_NO_DESCRIPTOR_S)
             else:
                 if len(self._open) >= MAX_CONNECTIONS:
@@ -149,7 +152,7 @@ class MetadataServer:
             await asyncio.sleep(self._pace_s)
 
     async def _talk(self, connection: socket.socket, who: str) -> None:
-        """Serve one connection. Never raises, whatever the peer sends."""
+        """Serve one connection. Logs every error of the connection or of the request."""
         streams = _Streams(connection)
         try:
             async with asyncio.timeout(TALK_S):
@@ -198,7 +201,7 @@ class MetadataServer:
 
 
 class _Streams:
-    """A connection and its streams. ``abort`` closes it in any state."""
+    """A connection and its asyncio streams. ``abort`` closes the connection in any state."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -222,7 +225,7 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket on this address only."""
+    """Return a socket that listens on this address only; ``::`` includes IPv4. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
@@ -248,7 +251,7 @@ def _text_frame(kind: bytes, text: str) -> bytes:
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
-    """Return the cause of a failed TLS handshake: a different secret, or TLS's own error."""
+    """Return the cause of a TLS error for the log: a different secret, or the error itself."""
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
         return str(PeerSecretError(f"peer {who}", "its secret differs from this engine's"))
     return f"peer {who}: TLS failed: {error}"
@@ -258,11 +261,15 @@ def _meaning(error: ssl.SSLError, who: str) -> str:
 
 
 def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineMetadata:
-    """Fetch an engine's agent metadata. Blocks for at most ``timeout_s`` seconds.
+    """Fetch an engine's agent metadata.
 
-    Raises PeerSecretError if the secrets differ, HandshakeError if the engine is unreachable or
-    sends no response in time, StaleReferenceError if another incarnation responds, and WireError
-    for a malformed response.
+    Blocks for at most ``timeout_s`` seconds, or longer if a host name is slow to resolve or has
+    several addresses. Raises
+
+    - PeerSecretError if the secrets differ, or only one engine has a secret
+    - StaleReferenceError if another engine or incarnation responds
+    - HandshakeError if the engine is unreachable, TLS fails, or no response arrives in time
+    - WireError if the response is malformed, an error, too large or of another protocol version
     """
     rank_metadata = [decode_agent_metadata(part) for part in _ask(_METADATA_REQUEST, host, port, timeout_s, identity)]
     agent_metadata = engine_metadata({worker.rank: worker for worker in rank_metadata})
@@ -275,10 +282,11 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
-    """Ask an engine whether a process is alive. Blocks for at most ``timeout_s`` seconds.
+    """Request the state of a process from an engine. Blocks as ``fetch_metadata`` does.
 
-    UNKNOWN if the engine's host cannot tell, for example because the process is on another host.
-    Raises TandemError without a valid response.
+    UNKNOWN if the engine cannot determine the state, for example because the process is on another
+    host, and without a request if ``process`` is NO_PROCESS or malformed. Raises HandshakeError or
+    WireError without a valid response.
     """
     request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,
@@ -298,8 +306,11 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
     """Send a request; return the parts of the response.
 
+    The parts are the agent metadata of each rank, or the state of a process.
+
     Retries broken connections until the deadline, because an overloaded engine closes connections.
-    A refused connection is not retried: no engine listens there.
+    A refused connection is not retried: no engine listens there. Raises HandshakeError,
+    PeerSecretError or WireError.
     """
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
@@ -332,7 +343,11 @@ def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
 
 
 class _Attempt:
-    """One attempt of a request. Raises OSError or EOFError if a retry may succeed."""
+    """One attempt of a request, until ``give_up_at`` in ``time.monotonic()`` seconds.
+
+    ``ask`` raises OSError or EOFError if the connection fails, ValueError for an invalid host name,
+    and PeerSecretError or WireError for a response that is an error or invalid.
+    """
 
     def __init__(self, where: str, request: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
         self._where = where
@@ -382,7 +397,10 @@ class _Attempt:
         return [self._receive(connection, length) for length in lengths]
 
     def _receive(self, connection: socket.socket, size: int) -> bytes:
-        """Receive exactly ``size`` bytes. Allocates memory only for received bytes."""
+        """Receive exactly ``size`` bytes. Allocates memory only for received bytes.
+
+        Raises OSError or EOFError if fewer bytes arrive in time.
+        """
         received = bytearray()
         while len(received) < size:
             connection.settimeout(self._left_s())

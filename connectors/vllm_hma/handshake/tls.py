@@ -1,7 +1,8 @@
-"""TLS between engines with a shared secret: both present and accept one certificate only.
+"""TLS between engines with a shared secret: both ends present and accept one certificate only.
 
-Every byte of the certificate is derived from the secret, so a peer that completes the handshake has
-the secret. X.509 names, authorities and dates are not used.
+The certificate's private key is derived from the secret, and everything else in it is constant. A
+peer that completes the TLS handshake therefore has the secret. X.509 names, authorities and dates
+are not used.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 
 def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
-    """Return the TLS context of one end.
+    """Return the TLS 1.3 context of one end.
 
-    Both ends need the same 32-byte ``identity`` (``Keys``).
+    Both ends need the same ``identity``: the 32-byte private key ``Keys.identity``.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -41,7 +42,10 @@ def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
 
 
 def _certificate(private: Ed25519PrivateKey) -> bytes:
-    """Return the certificate; equal keys give equal bytes, because Ed25519 is deterministic."""
+    """Return the certificate of a key, as PEM.
+
+    Equal keys give equal bytes, because Ed25519 signatures are deterministic.
+    """
     builder = x509.CertificateBuilder().subject_name(_NAME).issuer_name(_NAME).serial_number(1)
     builder = builder.public_key(private.public_key()).not_valid_before(_FROM).not_valid_after(_UNTIL)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -49,7 +53,10 @@ def _certificate(private: Ed25519PrivateKey) -> bytes:
 
 
 def _load(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and key from an in-memory file: ``ssl`` reads them from files only."""
+    """Load a certificate and its key from an in-memory file: ``ssl`` reads them from files only.
+
+    ``chain``  certificate and private key, as PEM
+    """
     file = os.memfd_create("tandem-identity", os.MFD_CLOEXEC)
     try:
         os.write(file, chain)
