@@ -61,8 +61,8 @@ class AdapterLoads:
     content. Until the engine ends, it is UNKNOWN for
 
     - a path that has had two contents,
-    - a path whose id vLLM has also loaded from another path: KV of both weights may be in vLLM's
-      prefix cache,
+    - a path whose weights vLLM has replaced by those of another path with the same id: requests
+      with the first path then use the other weights, and vLLM's prefix cache may have KV of both,
     - files that changed, or that this process could not read, while vLLM read them.
     """
 
@@ -103,8 +103,8 @@ class AdapterLoads:
             return None, UNKNOWN
         known = self._read.get(folder)
         if known is None or known[0] != state:
-            # vLLM reads an adapter with ``load_inplace`` in each step. Without this record, each
-            # step would hash its files.
+            # vLLM reads an adapter with ``load_inplace`` in each step that uses it. Without this
+            # record, each such step would hash its files.
             try:
                 known = self._read[folder] = (state, _digest(folder, state))
             except OSError:
@@ -125,8 +125,8 @@ class AdapterLoads:
                 self.replaced += 1
                 logger.warning(
                     "Tandem: the content of LoRA adapter %s in memory or in cached KV is unclear: its files changed or "
-                    "cannot be read, or its id was also loaded from another path. Until it ends, this engine shares no "
-                    "KV of %s. Load changed weights from a new path",
+                    "cannot be read, or weights of another path replaced it. Until it ends, this engine shares no KV "
+                    "of %s. Load changed weights from a new path",
                     each.number,
                     each.path,
                 )

@@ -91,9 +91,10 @@ def _state(file: Path) -> str:
 
 @contextlib.contextmanager
 def _cache_file(state: str) -> Iterator[Path | None]:
-    """Yield the path of the cache file of ``state``, with a lock on it that other processes await.
+    """Yield the path of the cache file of ``state`` while this process holds the file's lock.
 
-    Yield None if the lock file cannot be created or locked.
+    Waits for a process that holds the lock. Yields None if the lock file cannot be opened or
+    locked.
     """
     name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
     with contextlib.ExitStack() as stack:

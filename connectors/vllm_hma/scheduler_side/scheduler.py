@@ -198,8 +198,9 @@ class SchedulerConnector:
         """Stop sharing KV: the engine's weights may have been changed in memory.
 
         This engine sends no KV of prompts in progress, and the digests of later prompts match no
-        other engine's. Transfers of complete prompts continue. The model's identity, which
-        peers compare, comes from the weight files. So the engine shares no KV until it restarts.
+        other engine's. Transfers of complete prompts continue, and so do those that this engine
+        receives. The model's identity, which peers compare, comes from the weight files. So the
+        engine shares no other KV until it restarts.
         """
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "
