@@ -1,7 +1,7 @@
 """Identifies the content of LoRA adapters in this process's memory, as vLLM read it from files.
 
-KV belongs to the weights in memory, and the files of an adapter may have changed since vLLM read
-them. So an adapter's digest is taken when vLLM reads it (docs/decisions/0031).
+vLLM computes KV with the weights in memory, and the files of an adapter may have changed since vLLM
+read them. So this module hashes an adapter's files when vLLM reads them (docs/decisions/0031).
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"
 """File names of weights in vLLM's order: it reads the first one that exists."""
 
 _State = tuple[tuple[str, int, int, int, int, int], ...]
-"""Name, device, inode, size, and times of modification and status change of each file."""
+"""Name, device, inode, size in bytes, modification time and status change time of each file.
+
+The times are in nanoseconds.
+"""
 
 UNKNOWN = ""
-"""Identity of an adapter whose content, or whose KV in vLLM's prefix cache, is not known."""
+"""Identity of an adapter whose content is not known, or whose path may have KV of other content.
+
+KV of other content may be in vLLM's prefix cache or in requests in progress.
+"""
 
 
 class Adapter(NamedTuple):
@@ -51,14 +57,17 @@ def adapter_of(request: LoRARequest | None) -> Adapter | None:
 class AdapterLoads:
     """Identities of the adapters that this process has loaded. Not thread-safe.
 
-    An identity is equal on two engines only if they have loaded the same content. It is UNKNOWN,
-    until the engine ends, for a path that has had two contents, and for a path whose weights have
-    been replaced by those of another path: KV of both may be in vLLM's prefix cache. It is also
-    UNKNOWN for files that changed or could not be read while vLLM read them.
+    An identity other than UNKNOWN is equal on two engines only if they have loaded the same
+    content. Until the engine ends, it is UNKNOWN for
+
+    - a path that has had two contents,
+    - a path whose weights vLLM has replaced by those of another path with the same id: requests
+      with the first path then use the other weights, and vLLM's prefix cache may have KV of both,
+    - files that changed, or that this process could not read, while vLLM read them.
     """
 
     def __init__(self) -> None:
-        # How often an identity has become UNKNOWN.
+        # How often an identity has become UNKNOWN, also at the first load of its adapter.
         self.replaced = 0
         self._identities: dict[Adapter, str] = {}
         self._read: dict[Path, tuple[_State, str]] = {}
@@ -73,9 +82,10 @@ class AdapterLoads:
 
     @contextlib.contextmanager
     def reading(self, request: LoRARequest, folder: Path) -> Iterator[None]:
-        """Record what vLLM reads from ``folder`` within this context.
+        """Record the adapter that vLLM reads from ``folder`` within this context.
 
-        Like vLLM, it waits for a file system that does not answer. Raises no errors of its own.
+        Records nothing if vLLM's read raises. Files that cannot be read here are recorded as
+        UNKNOWN. There is no deadline: like vLLM, this waits for a file system that does not answer.
         """
         before, digest = self._digest(folder)
         yield
@@ -84,7 +94,7 @@ class AdapterLoads:
         self._record(Adapter(request.lora_int_id, request.lora_path), content)
 
     def _digest(self, folder: Path) -> tuple[_State | None, str]:
-        """Return the state of the files before their digest was taken, and the digest.
+        """Return the state of the adapter's files before they were hashed, and their digest.
 
         (None, UNKNOWN) if they cannot be read.
         """
@@ -93,7 +103,8 @@ class AdapterLoads:
             return None, UNKNOWN
         known = self._read.get(folder)
         if known is None or known[0] != state:
-            # Without this record, an adapter loaded in place would cost one digest per step.
+            # vLLM reads an adapter with ``load_inplace`` in each step that uses it. Without this
+            # record, each such step would hash its files.
             try:
                 known = self._read[folder] = (state, _digest(folder, state))
             except OSError:
@@ -113,9 +124,9 @@ class AdapterLoads:
             if identity == UNKNOWN != before.get(each):
                 self.replaced += 1
                 logger.warning(
-                    "Tandem: the weights of adapter %s in memory are unclear: its files changed, cannot be read, or "
-                    "another path has replaced them. Until this engine ends, it shares no KV of %s. Load changed "
-                    "weights from a new path",
+                    "Tandem: the content of LoRA adapter %s in memory or in cached KV is unclear: its files changed or "
+                    "cannot be read, or weights of another path replaced it. Until it ends, this engine shares no KV "
+                    "of %s. Load changed weights from a new path",
                     each.number,
                     each.path,
                 )
@@ -125,13 +136,19 @@ _LOADS = AdapterLoads()
 
 
 def adapter_loads() -> AdapterLoads:
-    """Return the loads of this process. Call it before vLLM's worker loads an adapter."""
+    """Start to record the adapter loads of this process, and return the record.
+
+    Call it before vLLM's worker loads an adapter. Repeated calls return the same object.
+    """
     watch_adapter_loads(_LOADS.reading)
     return _LOADS
 
 
 def _state(folder: Path) -> _State | None:
-    """Return the states of the files that vLLM reads; None if they cannot be read."""
+    """Return the states of the settings and weights files that vLLM reads; None if one is missing.
+
+    Also None if a state cannot be read.
+    """
     states = []
     try:
         weights = next((name for name in _WEIGHTS if (folder / name).is_file()), _WEIGHTS[0])
@@ -144,7 +161,10 @@ def _state(folder: Path) -> _State | None:
 
 
 def _digest(folder: Path, state: _State) -> str:
-    """Return the digest of names and content of the files. Raises OSError if one is unreadable."""
+    """Return a digest of names and content of the files, as 32 hexadecimal digits.
+
+    Raises OSError if a file cannot be read.
+    """
     whole = hashlib.blake2b(digest_size=16)
     for name, *_ in state:
         whole.update(f"{name}:{digest_file(folder / name)};".encode())

@@ -1,4 +1,4 @@
-"""Speculative decoding: which methods keep KV of drafts in the cache, and which can be transferred.
+"""Speculative decoding: which methods keep KV of drafts in the cache, and whose KV can be sent.
 
 Methods without a model (n-gram, suffix) and Medusa keep no KV. A draft model, EAGLE and MTP add
 layers to the KV cache. Wrong KV of a draft lowers the acceptance rate and cannot change an answer:
@@ -31,8 +31,8 @@ def check_method(config: VllmConfig) -> None:
         )
     if config.num_prefill_lookahead_tokens > 1:
         raise ConfigurationError(
-            f"speculative_config: these drafts read {config.num_prefill_lookahead_tokens} tokens ahead of the prompt's "
-            "computed part, and a prefill engine knows one; use a single MTP module"
+            f"speculative_config: the drafts' KV of a token depends on the next {config.num_prefill_lookahead_tokens} "
+            "tokens, but at the end of the KV that it sends a prefill engine knows only one; use a single MTP module"
         )
 
 
@@ -47,7 +47,7 @@ def check_store(config: VllmConfig) -> None:
 
 
 def drafting(config: VllmConfig) -> SpeculativeConfig | None:
-    """Return the speculative configuration if its drafts have KV in the cache; else None."""
+    """Return vLLM's speculative configuration if its drafts have KV in the cache; else None."""
     speculative = config.speculative_config
     return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
 
@@ -58,9 +58,10 @@ def reads_next_token(config: VllmConfig) -> bool:
 
 
 def draft_identity(config: VllmConfig) -> str:
-    """Return a digest of the draft model; empty if the cache holds no KV of drafts.
+    """Return a digest of method and draft model; empty if the cache holds no KV of drafts.
 
     The digest excludes the number of speculated tokens, which may differ between two engines.
+    Raises ConfigurationError if the draft's weights cannot be hashed (``weights_identity``).
     """
     speculative = drafting(config)
     if speculative is None:

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) -> ModelIdentity:
-    """Return the model's identity.
+    """Return the identity of an engine's model.
 
-    ``draft``   identity of the draft model (``drafts.py``)
+    ``draft``   identity of the draft model (``drafts.py``); empty: none
     ``stored``  whether KV with this identity outlives the engine, in a KV store
 
-    Reads all weights of a local model once per host (``weights.py``). Raises ConfigurationError if
-    ``stored`` and the weights cannot be told from others.
+    Reads all weights of a local model, or their cached digests (``weights.py``). Raises
+    ConfigurationError as ``weights_identity``.
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
@@ -54,9 +54,10 @@ def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) ->
 
 
 def _uses_long_rope(model: ModelConfig) -> bool:
-    """Return whether LongRoPE uses its long factors; the maximum length selects them for all.
+    """Return whether LongRoPE uses its long factors.
 
-    Source: vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
+    The engine's ``max_model_len`` selects the factors for prompts of all lengths. Source:
+    vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py
     """
     return any(
         positions.get("rope_type") == "longrope"
@@ -66,9 +67,10 @@ def _uses_long_rope(model: ModelConfig) -> bool:
 
 
 def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
-    """Return the dtype that ``kv_cache_dtype`` selects: ``auto`` and ``bfloat16`` may be the same.
+    """Return the name of the dtype that a value of vLLM's ``kv_cache_dtype`` selects.
 
-    torch's dtype does not suffice: vLLM stores every kind of FP8 as uint8.
+    Two values may select one dtype: ``auto`` selects the model's, ``fp8`` the platform's kind of
+    E4M3. torch's dtype does not suffice: vLLM stores every kind of FP8 as uint8.
     """
     if name == "auto":
         return str(model.dtype).removeprefix("torch.")
@@ -78,10 +80,15 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
 
 
 def weights_identity(model: ModelConfig, load_format: str, stored: bool = False) -> str:
-    """Return the digest of a local model's weights, or the commit of a Hugging Face Hub model.
+    """Return a string that identifies a model's weights.
 
-    For weights in object storage, return their address. For other arguments and errors see
-    ``model_identity``.
+    ``dummy`` for weights that vLLM makes itself, the address of weights in object storage, else the
+    result of ``named_weights``.
+
+    ``load_format``  vLLM's ``load_format``
+    ``stored``       whether KV with this identity outlives the engine, in a KV store
+
+    Raises ConfigurationError as ``named_weights``, and if ``stored`` for object storage.
     """
     if load_format == "dummy":  # vLLM makes the weights from a fixed seed
         return "dummy"
@@ -91,9 +98,13 @@ def weights_identity(model: ModelConfig, load_format: str, stored: bool = False)
 
 
 def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
-    """Return the digest of the weights at a path, or the commit of a Hugging Face Hub model.
+    """Return a string that identifies the weights of a local path or a Hugging Face Hub model.
 
-    Raises ConfigurationError if ``stored`` and the revision cannot be resolved to a commit.
+    It is the digest of the weight files for a local path, and name and commit for a hub model. If
+    the commit is unknown, it is name and revision, with a warning in the log.
+
+    Raises ConfigurationError if ``stored`` and the commit is unknown, and for a local path as
+    ``digest_weights``.
     """
     path = Path(name)
     if path.exists():
@@ -108,20 +119,22 @@ def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
 def _unverified(what: str, remedy: str, identity: str, stored: bool) -> str:
     """Return ``identity`` and log a warning; raise ConfigurationError if ``stored``."""
     if stored:
-        raise ConfigurationError(f"KV store: {what} may change without notice, and KV in the store with it; {remedy}")
+        raise ConfigurationError(
+            f"KV store: {what} may change without notice, and stored KV of earlier weights would be used; {remedy}"
+        )
     logger.warning("Tandem: %s may differ between engines without notice; %s", what, remedy)
     return identity
 
 
 def is_commit(revision: str | None) -> bool:
-    """Return whether a revision is a full commit hash."""
+    """Return whether a revision is a full commit hash: 40 lower-case hexadecimal digits."""
     return revision is not None and len(revision) == 40 and all(each in "0123456789abcdef" for each in revision)
 
 
 def _commit(repository: str, revision: str | None) -> str | None:
     """Return the commit of a revision, from vLLM or the hub's local cache; None if unknown."""
     # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
-    # "main".
+    # "main"; its attribute ``resolved`` is the commit.
     resolved = getattr(revision, "resolved", None) or revision
     if is_commit(resolved):
         return str(resolved)

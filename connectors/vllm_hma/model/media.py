@@ -1,4 +1,7 @@
-"""Checks for images and other multimodal inputs: naming by content, and prompts cut in an image."""
+"""Checks of images and other multimodal inputs, which these docstrings call images.
+
+They find whether names identify the content of images, and whether KV would end within an image.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ _DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 def check_media(config: VllmConfig) -> None:
     """Raise ConfigurationError if vLLM names images by counters and not by content.
 
-    vLLM hashes contents only for its own caches (vllm/renderers/base.py, ``_process_mm_uuids``).
+    vLLM hashes contents only for its processor cache and its prefix cache
+    (vllm/renderers/base.py, ``_process_mm_uuids``).
     """
     media = config.model_config.multimodal_config
     if media is None or media.mm_processor_cache_gb > 0 or config.cache_config.enable_prefix_caching:
@@ -30,13 +34,13 @@ def check_media(config: VllmConfig) -> None:
 
 
 def named_by_content(request: Request) -> bool:
-    """Return whether all images of a request have names that look like vLLM's digests.
+    """Return whether the names of all images of a request look like vLLM's digests of content.
 
     A client of a vLLM server may name an image itself (``uuid`` of a content part), and vLLM takes
     that name as it is (vllm/multimodal/processing/inputs.py). With ``mm_processor_kwargs`` vLLM
     hashes the client's name, which cannot be told from a digest of content.
     """
-    # The name of an adapter may stand in front (vllm/v1/engine/input_processor.py).
+    # The name may start with that of a LoRA adapter (vllm/v1/engine/input_processor.py).
     return all(_DIGEST.fullmatch(each.identifier.rpartition(":")[2]) for each in request.mm_features)
 
 

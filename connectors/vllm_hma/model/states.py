@@ -1,6 +1,6 @@
 """Layout of a state layer's page, and vLLM's split of it over tensor-parallel ranks.
 
-Part of ``translate.py``. vLLM stores one int8 page per state, with the tensors of
+``translate.py`` calls ``state_parts``. vLLM stores one int8 page per state, with the tensors of
 ``MambaSpec.shapes`` one after another without gaps:
 
     Mamba-1            conv [channels]            recurrent (channels, state)
@@ -9,10 +9,12 @@ Part of ``translate.py``. vLLM stores one int8 page per state, with the tensors 
     short convolution  conv [channels]
     linear attention                              recurrent (heads, size, size)
 
-Each section in brackets is split evenly over the ranks. B and C of a Mamba-2 model with a single
-group are replicated on every rank. A convolution state holds its last tokens as (channels, tokens),
-called DS, or as (tokens, channels), SD. Any other state moves as one opaque page: between any
-engines if vLLM replicates it on every rank, else between engines of equal TP size.
+vLLM splits each section in brackets, and the first dimension of a recurrent state, evenly over the
+ranks. B and C of a Mamba-2 model with a single group are replicated on every rank. A convolution
+state holds its last tokens as (channels, tokens), called DS, or as (tokens, channels), SD.
+
+Two kinds of states move as one opaque page: a state that vLLM replicates as a whole on every rank,
+between any engines, and a state that does not match the table, between engines of equal TP size.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class _Section:
 
     ``units``  equal units on this rank
     ``total``  units in the model
-    ``width``  size of a unit, in elements per token or row, or in bytes for ``_Page.part``
+    ``width``  size of a unit: in elements (of a convolution state, per token), or in bytes per row
+               for ``_Page.part``
     """
 
     name: str
@@ -79,7 +82,7 @@ def state_parts(
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Address and stride of a layer's states."""
+    """Address, stride in bytes and packing of a layer's states."""
 
     layer: str
     address: int
@@ -87,13 +90,13 @@ class _Page:
     packing: str
 
     def whole(self, name: str, offset: int, size_bytes: int, total: int) -> LayerPages:
-        """Return a byte range of the page as one unit of ``total``."""
+        """Return a byte range of the page as this rank's one unit of ``total`` units."""
         return self.part(_Section(name, 1, total, size_bytes), offset, size_bytes, 1, size_bytes)
 
     def part(self, section: _Section, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
-        """Return one part of the page: ``section``, stored as ``rows`` rows.
+        """Return one part of the page: ``section``, each unit of which is stored as ``rows`` rows.
 
-        ``section.width`` is in bytes.
+        Offset, strides and ``section.width``, the size of a row, are in bytes.
         """
         return LayerPages(
             layer=self.layer,
@@ -119,7 +122,8 @@ def _packing(spec: MambaSpec, device: str) -> str:
 def _sections(config: VllmConfig, spec: MambaSpec, tp_size: int) -> tuple[list[_Section], list[_Section]] | None:
     """Return the sections of the convolution state and of the recurrent state.
 
-    Widths are in elements. Return None for an unknown kind of state.
+    Widths are in elements. Return None for a kind of state that is not in the module's table, for
+    shapes that do not match the kind, and for an unknown number of Mamba-2 groups.
     """
     kind, last = spec.mamba_type, spec.shapes[-1]
     if kind is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1:
@@ -155,9 +159,10 @@ def _channels(shape: tuple[int, ...]) -> int:
 
 
 def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
-    """Return the number of groups in the model; None if unknown.
+    """Return the number of Mamba-2 groups in the model; None if unknown.
 
-    A single group is replicated on every rank, so the shape does not show the total.
+    ``groups``  groups on this rank. If this is 1, it is one of ``tp_size`` groups, or a replica of
+                the only one: the shape does not show the total, the model's configuration does
     """
     if groups > 1 or tp_size == 1:
         return groups * tp_size

@@ -1,13 +1,13 @@
-"""Translates vLLM's cache specs and tensors to an ``EngineLayout``.
+"""Translates vLLM's cache specs and tensors to an ``EngineLayout``: addresses, sizes and strides.
 
 vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), where content
 is K and V of one token of one head, for any strides. CPU attention keeps that shape but packs a
-head's tokens differently: K first, then V, each in stripes by instruction set
+head's tokens differently: K first, then V, each in stripes that depend on the instruction set
 (``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per state
 (``states.py``).
 
-Only this module and ``states.py`` read the specs and tensors, so only they need a branch for a new
-model family. For an unknown cache, they raise UnsupportedCacheError with the layer and the reason.
+Only this module and ``states.py`` interpret the specs and tensors, so only they need a branch for a
+new model family. For an unknown cache, they raise UnsupportedCacheError with layer and reason.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def engine_layout(
     ``views[layer]`` is an attention layer's (blocks, KV heads, states, content) tensor, or a state
     layer's (blocks, 1, 1, bytes) tensor.
 
-    Raises UnsupportedCacheError for a layer whose bytes cannot be mapped.
+    Raises UnsupportedCacheError for a layer whose bytes cannot be mapped, and as ``group_shapes``;
+    PlanError if the resulting sizes, strides or heads contradict each other.
     """
     tp_size = config.parallel_config.tensor_parallel_size
     groups = []
@@ -76,9 +77,12 @@ def engine_layout(
 
 
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the groups without layers, for which no tensors are needed, as in the scheduler.
+    """Return the cache groups without their layers.
 
-    Raises UnsupportedCacheError for unsupported caches before the engine accepts requests.
+    This needs no tensors, so the scheduler side can call it, and both sides can refuse a cache
+    before the engine accepts requests.
+
+    Raises UnsupportedCacheError for a kind of cache, or a parallel axis, that is not supported.
     """
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -106,8 +110,8 @@ def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
 def only_states_can_lag(cache: KVCacheConfig) -> bool:
     """Return whether only states can be missing from a prefix that full attention has cached.
 
-    False with windows or with several specs of full attention: vLLM evicts the blocks of such
-    layers separately, so these blocks can be missing, too.
+    False without states. False with windows or several specs of full attention: vLLM evicts the
+    blocks of such layers separately, so these blocks can be missing, too.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     others = [spec for spec in specs if type(spec) is not MambaSpec]
@@ -144,7 +148,10 @@ def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
 def _attention_parts(
     config: VllmConfig, layer: str, spec: AttentionSpec, view: torch.Tensor, num_blocks: int
 ) -> list[LayerPages]:
-    """Return an attention layer's parts: one, or K and V if the kernel packs them separately."""
+    """Return an attention layer's parts: one, or K and V if the kernel packs them separately.
+
+    Raises UnsupportedCacheError if the view does not match the spec or has an unknown packing.
+    """
     blocks, heads, rows, _ = view.shape
     kernel_blocks = blocks // num_blocks
     if blocks % num_blocks or spec.block_size % (kernel_blocks * rows):
@@ -186,18 +193,22 @@ def _attention_parts(
 
 
 def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
-    """Return the encoding of one token's content of one head."""
+    """Return the name of the encoding of one token's content of one head.
+
+    It states dtypes, the kind of quantization, and scales that are not in the cache.
+    """
     name = getattr(spec, "cache_dtype_str", None)
     resolved = resolved_cache_dtype(name, config.model_config) if name else None
     return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}{_scales(config, layer, spec)}"
 
 
 def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
-    """Return the scales with which this rank quantizes the layer; empty if the cache has them.
+    """Return the part of the packing's name that states the layer's FP8 scales per tensor.
 
     Equal bytes have equal values only under equal scales. The scales are therefore part of the
-    packing, and ranks with different scales refuse each other. Scales per head (compressed-tensors'
-    ``attn_head``) come from the checkpoint for any TP size; the model's identity covers them.
+    packing, and ranks with different scales refuse each other. Empty for other caches: they have
+    no scales, or the scales in the cache, or scales per head (compressed-tensors' ``attn_head``).
+    The latter come from the checkpoint for any TP size; the model's identity covers them.
     """
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
     attention = config.compilation_config.static_forward_context.get(layer)
@@ -212,8 +223,10 @@ def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
 
     The content of a slot depends on the kernel, and a slot is not a head. With ``num_head_slots``
     2, K of all heads is one slot and V of all heads the other (ROCm, B12X). With two slots per
-    head, FlashInfer stores all of K before all of V. Within K and within V, all data precedes all
+    head, FlashInfer stores all of K before all of V; within K and within V, all data precedes all
     scales. MiniMax's MSA alternates K and V.
+
+    Raises UnsupportedCacheError unless the bytes of the page, or of each slot, are contiguous.
     """
     order = "token, slot" if page.rows > 1 and page.row_stride_bytes > page.row_bytes else "slot, token"
     packing = f"{page.heads} head slots/{order}/one of {tp_size} ranks/{page.packing}"
@@ -247,6 +260,8 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
     It can be cut between tokens only if the bytes of each token are contiguous. Packed FP8 pages
     store the data of all tokens before all scales. DeepSeek's indexer has packed pages, and so has
     ``fp8_ds_mla`` in DeepSeek-V4, but not ``fp8_ds_mla`` in DeepSeek-V3.2.
+
+    Raises UnsupportedCacheError for several latents, or packed states that are not contiguous.
     """
     if page.heads != 1:
         raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1", _SEPARATE)
@@ -265,8 +280,9 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
     """Return the number of KV heads of this layer in the whole model.
 
     vLLM splits heads evenly and puts ``spec.num_kv_heads`` on this rank. Several heads per rank
-    determine the total. A single head per rank is either one of ``tp_size`` heads or a replica;
-    only the model's configuration distinguishes them. A wrong total would transfer wrong bytes.
+    determine the total. A single head per rank is one of ``tp_size`` heads, or a replica on several
+    ranks; only the model's configuration distinguishes them. A wrong total would transfer wrong
+    bytes.
 
     Raises UnsupportedCacheError if the configuration does not determine the total.
     """
@@ -305,7 +321,11 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
 
 
 def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: int) -> list[LayerPages]:
-    """Return the parts of a CPU attention page: per head all of K, then all of V, in stripes."""
+    """Return the parts of a CPU attention page: per head all of K, then all of V, in stripes.
+
+    Raises UnsupportedCacheError if the bytes of a head are not contiguous, and NotImplementedError
+    as ``instruction_set``.
+    """
     tokens = page.rows
     if page.row_stride_bytes != page.row_bytes:
         raise UnsupportedCacheError(page.layer, "its heads are not contiguous, which CPU attention needs", _SEPARATE)
@@ -313,7 +333,7 @@ def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: 
     parts, offset = [], 0
     for name, head_size, stripe in zip("kv", (spec.head_size, spec.head_size_v), stripes_of(isa), strict=True):
         width = head_size if stripe.dims is None else stripe.dims
-        # An unknown packing is one row that cannot be cut.
+        # Without tokens per row, all tokens are one row, which cannot be cut.
         granule = stripe.tokens or tokens
         stripes = head_size // width
         parts.append(

@@ -1,9 +1,9 @@
 """Digests of all bytes of weight files, cached on this host until a file changes.
 
-The cache key is path, inode, size, modification time and status change time. Copying tools cannot
-restore the status change time. xxh3 reads about 5 GB/s from the page cache, which still has the
-files after the engine has loaded them. Engines on one host share the cache under vLLM's cache
-folder and hash each file once.
+The cache key is path, device, inode, size, modification time and status change time. Copying tools
+cannot restore the status change time. xxh3 reads about 5 GB/s from the page cache, which often
+still has the files that the engine has loaded. Engines with one cache folder of vLLM share the
+digests and hash each file once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ATTEMPTS = 3
 
 
 def digest_weights(path: Path) -> str:
-    """Return the digest of names and content of a folder's weight files, or of one file.
+    """Return a digest of a folder's weight files and their names, or of a single weight file.
 
     Raises ConfigurationError if there are no weight files, or if one keeps changing while it is
-    read.
+    read, and OSError if one cannot be read.
     """
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
@@ -61,7 +61,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _cached_digest(file: Path) -> str:
-    """Return the digest of a file, cached by the file's state."""
+    """Return the digest of a file, from the cache if the file's state is unchanged.
+
+    Raises ConfigurationError if the file changes during each of _ATTEMPTS reads, and OSError.
+    """
     for _ in range(_ATTEMPTS):
         state = _state(file)
         with _cache_file(state) as cached:
@@ -88,7 +91,11 @@ def _state(file: Path) -> str:
 
 @contextlib.contextmanager
 def _cache_file(state: str) -> Iterator[Path | None]:
-    """Yield the cache file of ``state``, locked; None if it cannot be written."""
+    """Yield the path of the cache file of ``state`` while this process holds the file's lock.
+
+    Waits for a process that holds the lock. Yields None if the lock file cannot be opened or
+    locked.
+    """
     name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
     with contextlib.ExitStack() as stack:
         try:
@@ -97,14 +104,14 @@ def _cache_file(state: str) -> Iterator[Path | None]:
             lock = stack.enter_context((folder / f"{name}.lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            logger.warning("Tandem: digests of weights cannot be cached, so every start reads all weights: %s", error)
+            logger.warning("Tandem: a weight file's digest cannot be cached, so every start reads the file: %s", error)
             yield None
             return
         yield folder / name
 
 
 def digest_file(file: Path) -> str:
-    """Return the xxh3 digest of a file's bytes. Raises OSError."""
+    """Return the xxh3_128 digest of a file's bytes, as 32 hexadecimal digits. Raises OSError."""
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with file.open("rb", buffering=0) as stream:

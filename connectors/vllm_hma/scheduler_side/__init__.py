@@ -1,1 +1,1 @@
-"""Scheduler side of the connector: starts transfers and holds blocks in quarantine."""
+"""Scheduler side of the connector: orders transfers and keeps blocks of requests allocated."""

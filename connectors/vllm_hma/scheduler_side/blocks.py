@@ -1,7 +1,7 @@
 """Blocks of requests in vLLM's KV cache manager, and the scheduler side's references to them.
 
 vLLM counts references to blocks. A block to which the scheduler side has a reference stays
-allocated after vLLM has dropped its own reference, so no other request gets it.
+allocated after vLLM has dropped its own reference, so vLLM does not allocate it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class Blocks:
-    """The KV cache manager of one engine, as the connector uses it."""
+    """Calls to the KV cache manager of one engine.
+
+    ``lookahead_tokens``  slots that vLLM allocates after a request's tokens for speculative
+                          decoding (``VllmConfig.num_lookahead_tokens``)
+    """
 
     def __init__(self, lookahead_tokens: int) -> None:
         self._lookahead_tokens = lookahead_tokens
@@ -28,9 +32,9 @@ class Blocks:
     def take(self, request_id: str, spans: Sequence[slice] | None = None) -> list[KVCacheBlock]:
         """Take a reference to each of a request's blocks except null blocks, and return the blocks.
 
-        They are in the order in which vLLM frees them.
+        The blocks are in the order in which vLLM frees those of a request.
 
-        ``spans``  part of each group's block table; the whole tables if None
+        ``spans``  slice of each group's block table to take; None: all blocks
         """
         groups = self._bound.get_blocks(request_id).blocks
         parts = groups if spans is None else [group[span] for group, span in zip(groups, spans, strict=True)]
@@ -47,12 +51,15 @@ class Blocks:
     def free(self, request: Request) -> None:
         """Drop vLLM's references to a request's blocks.
 
-        A later call for the same request, also by vLLM, has no effect.
+        Until the request has blocks again, a further call, also one by vLLM, has no effect.
         """
         self._bound.free(request)
 
     def held(self, without: Set[str]) -> set[int]:
-        """Return the block ids of all requests except those in ``without``; no null blocks."""
+        """Return the ids of all requests' blocks, without null blocks.
+
+        ``without``  ids of requests to leave out
+        """
         managers = self._bound.coordinator.single_type_managers
         request_ids = {each for manager in managers for each in manager.req_to_blocks} - without
         tables = (table for each in request_ids for table in self._bound.get_blocks(each).blocks)
@@ -64,11 +71,12 @@ class Blocks:
         return self._bound.block_pool.num_gpu_blocks - 1
 
     def to_compute(self, request: Request) -> int:
-        """Return the number of blocks in which a request without blocks can compute its prompt.
+        """Return how many free blocks a request without blocks needs to compute all its tokens.
 
-        vLLM schedules the request's first step if as many are free (``allocate_slots`` in
-        vllm/v1/core/kv_cache_manager.py). A prefix cache hit does not reduce the number: its blocks
-        may be free ones.
+        Blocks that vLLM reuses when a window has passed count once. If as many blocks are free,
+        above vLLM's ``watermark``, vLLM can schedule the request's first step (``allocate_slots``
+        in vllm/v1/core/kv_cache_manager.py). A prefix cache hit does not reduce the number: its
+        blocks may be free ones.
         """
         manager = self._bound
         tokens = min(request.num_tokens + self._lookahead_tokens, manager.max_model_len)

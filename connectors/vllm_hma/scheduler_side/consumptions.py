@@ -1,19 +1,25 @@
 """Decode requests of one engine: orders the workers to receive their KV.
 
-    new -> Queue, if other requests wait for the same producer; after ``due``: ``matched_tokens``
-    claims tokens, ``after_alloc`` has the blocks -> Receive; ``received``
+    new             order Queue, if other requests wait for KV of the same producer and the prompt
+                    has not been computed
+    due             the wait of a queued request has ended
+    matched_tokens  number of tokens to receive; None while the request is queued
+    after_alloc     vLLM has allocated the blocks: order Receive; Release if no KV is needed
+    received        the transfer has ended on all ranks
+    finished        the request has ended: order Release or an abort if its transfer has not ended
 
-Both requests of a transfer arrive at once, and prefill may compute other requests first. The
-consumer allocates its blocks when the prompt is about to start, so a queued request holds no
-blocks. Until then, ``matched_tokens`` returns None and vLLM skips the request. If no other request
-waits for that producer, the consumer allocates at once: an idle prefill engine computes the first
-chunk before an answer could arrive (docs/decisions/0032).
+A router may send both requests of a transfer at once, and prefill may compute other requests first.
+A consumer with other requests for that producer therefore allocates blocks only when prefill is
+about to start the prompt: a queued request holds no blocks, ``matched_tokens`` returns None, and
+vLLM skips the request. If no other request waits for that producer, the consumer allocates at once:
+an idle prefill engine computes the first chunk before an answer could arrive (docs/decisions/0032).
 
-A consumer claims all prompt tokens but the last, which it computes itself to get logits. vLLM also
-lets a connector claim all tokens and recompute the last one (vllm/v1/core/sched/scheduler.py,
-``_update_waiting_for_remote_kv``). In that case, sliding-window groups have freed the oldest token
-in the last token's window, and a state already includes the last token. If the producer samples the
-answer's first token, the consumer claims whole blocks only and computes the rest.
+A consumer receives the KV of all prompt tokens but the last. It computes the last token itself to
+get logits. vLLM also lets a connector load all tokens, and then recomputes the last one
+(vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``). That would be wrong here:
+sliding-window groups have freed the oldest token in the last token's window, and a state already
+includes the last token. If the producer samples the answer's first token, the consumer receives
+whole blocks only and computes the rest.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ class Consumptions:
         self._failed = FailedLoads(blocks, quarantine)
 
     def new(self, request: Request, params: ConsumeParams) -> None:
-        """Handle a new decode leg."""
+        """Handle a new decode request with a transfer."""
         if not self._shared.join(params.transfer_id, request.request_id):
             return
         if self._prompts.divides_image(request, _end_token(request, params)):
@@ -72,9 +78,10 @@ class Consumptions:
         return waiting or any(incarnation == other for _, other in self._taken.values())
 
     def awaits_prefix(self, request_id: str) -> bool:
-        """Return whether the request waits until another one has received their common prompt.
+        """Return whether a follower must wait for the request that receives their common prompt.
 
-        The deadlines of the other request's transfer bound the wait.
+        The wait ends when that request's transfer has ended; the transfer has deadlines. If the
+        transfer has failed, the wait ends when ``received`` returns that request.
         """
         receiver = self._shared.receiver_of(request_id)
         return receiver is not None and (
@@ -82,7 +89,9 @@ class Consumptions:
         )
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Return the number of tokens after ``computed_tokens`` to receive; None while queued.
+        """Return the number of tokens after ``computed_tokens`` to receive.
+
+        0 without a transfer, or if it has started; None while a queued request needs KV.
 
         No side effects: vLLM may call it repeatedly.
         """
@@ -93,11 +102,17 @@ class Consumptions:
         return None if tokens and request.request_id in self._queued else tokens
 
     def end_token(self, request: Request) -> int:
-        """Return the first prompt token that a request with a transfer computes itself."""
+        """Return the position of the first prompt token that the request computes itself.
+
+        Only for requests of which ``consumes`` is True.
+        """
         return _end_token(request, self._consumptions[request.request_id])
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Release queued requests: they allocate blocks, or compute prompts after a failure."""
+        """Handle reports that queued requests no longer wait.
+
+        Each request allocates blocks to receive its KV. If its wait failed, it computes its prompt.
+        """
         for due in reported:
             params = self._consumptions.get(due.request_id)
             # A later request may have the same id.
@@ -121,13 +136,15 @@ class Consumptions:
     def after_alloc(
         self, request: Request, tables: tuple[list[int], ...], external_tokens: int, loaded_token: int = 0
     ) -> Receive | None:
-        """Start the request's transfer, if it needs one, after vLLM has allocated its blocks.
+        """Start or release the request's transfer after vLLM has allocated the request's blocks.
 
-        Return the order for the workers; None without a transfer.
+        Return the order for the workers; None if the request has no transfer, needs no KV, or its
+        transfer has started.
 
-        ``loaded_token``  token before which the KV store supplies full attention
+        ``external_tokens``  number of tokens whose KV vLLM expects from this connector
+        ``loaded_token``     position before which the KV store supplies full attention; 0: none
 
-        vLLM may call this twice.
+        vLLM calls this again when it schedules the request after the transfer: without effect.
         """
         params = self._consumptions.pop(request.request_id, None)
         if params is None:
@@ -162,11 +179,13 @@ class Consumptions:
         return receive
 
     def received(self, request_ids: set[str], failed: set[str]) -> set[str]:
-        """Handle requests whose transfers have ended on all workers, and return those to resume.
+        """Handle requests whose transfers have ended on all workers.
 
-        ``failed``  requests whose transfer failed
+        Return the requests for vLLM's ``finished_recving``: vLLM schedules them, or frees the
+        blocks of those that have ended.
 
-        A request whose transfer failed resumes in this or a later call (``failed_loads.py``).
+        ``failed``  requests whose transfer failed on a worker; this or a later call returns them
+                    (``failed_loads.py``)
         """
         resumed = set(request_ids)
         for request_id in request_ids & self._taken.keys():
@@ -204,27 +223,27 @@ class Consumptions:
 
     @property
     def waiting(self) -> frozenset[str]:
-        """Requests whose transfer has not started."""
+        """Ids of the requests whose transfer has not started."""
         return frozenset(self._consumptions)
 
     @property
     def queued(self) -> frozenset[str]:
-        """Requests in ``waiting`` whose prompt has not started."""
+        """Ids of the requests in ``waiting`` whose prompt prefill has not reported as starting."""
         return frozenset(self._queued)
 
     @property
     def receptions(self) -> frozenset[str]:
-        """Requests whose transfer is in progress."""
+        """Ids of the requests whose transfer is in progress."""
         return frozenset(self._taken)
 
     @property
     def followers(self) -> frozenset[str]:
-        """Requests that share another request's transfer."""
+        """Ids of the requests that share another request's transfer."""
         return self._shared.followers
 
 
 def _end_token(request: Request, params: ConsumeParams) -> int:
-    """Return the first token of the prompt that the consumer computes itself."""
+    """Return the position of the first prompt token that the consumer computes itself."""
     if params.prompt_multiple:
         return whole_blocks(request.num_prompt_tokens, params.prompt_multiple)
     return request.num_prompt_tokens - 1

@@ -1,4 +1,4 @@
-"""Collects orders and counts of the scheduler side until vLLM's next call takes them."""
+"""Collects the scheduler side's orders until the next step, and its counts for the metrics."""
 
 from __future__ import annotations
 

@@ -1,16 +1,21 @@
 """Prefill requests of one engine: orders the workers to send their KV.
 
-    new -> Expect; each step -> Chunk; finished -> Finished; ``sent`` frees the blocks
+    new       order Expect
+    schedule  each step: order Chunk for each part of a prompt that the step computes, ``starts``
+              for prompts that are about to start, and ``preempted`` for preempted requests
+    finished  vLLM has finished the request: order Finished; its blocks stay allocated if the KV to
+              send is complete
+    sent      no worker sends more KV of the request: vLLM frees its blocks
 
 The producer removes the prompt's last token, so that windows and states end where the consumer
 resumes (``consumptions.py``).
 
 With ``first_token``, the producer computes the whole prompt and samples the answer's first token
-(docs/decisions/0046). It sends the KV of whole blocks only. While they are sent, one more step
-computes the remaining tokens; it writes to other blocks. It also moves the windows on, so the
-scheduler side takes references to the blocks of the windows that the consumer needs. The extra step
-would change a state that is being sent, so producers of models with states sample no first tokens
-(``first_token_multiple`` is 0).
+(docs/decisions/0046). It sends the KV of whole blocks only. While the workers send these blocks, a
+further step computes the remaining tokens, whose KV lies in other blocks. That step also moves the
+windows on, so the scheduler side takes references to the blocks of the windows that the consumer
+needs. The further step would change a state that is being sent, so producers of models with states
+sample no first tokens (``first_token_multiple`` is 0).
 """
 
 from __future__ import annotations
@@ -52,13 +57,15 @@ logger = logging.getLogger(__name__)
 class _Production:
     """A prefill request whose KV this engine sends.
 
-    ``prompt_tokens``  tokens that this engine computes for the consumer
+    ``prompt_tokens``  number of prompt tokens after whose computation the KV to send is complete
     ``sent``           number of block ids that the workers have, by group
-    ``complete``       whether vLLM has finished the request: its KV will not change
+    ``complete``       whether vLLM has finished the request with complete KV, which then does not
+                       change
     ``starting``       whether the workers have its ``starts`` order: its prompt is about to start
-    ``request``        the request whose last tokens are computed in one more step, for the answer's
-                       first token; None without ``first_token``
-    ``windows``        references to the blocks of windows that the step for the first token frees
+    ``request``        the request whose last tokens a further step computes, for the answer's first
+                       token; None without ``first_token`` or a whole block
+    ``windows``        references to the blocks of the consumer's windows, some of which vLLM frees
+                       after the step for the first token
     """
 
     transfer_id: str
@@ -99,26 +106,30 @@ class Productions:
         self._drafts_read_next_token = drafts_read_next_token
         self.first_token_multiple = 0 if speculates else first_token_multiple(groups)
         self._productions: dict[str, _Production] = {}
-        # Remaining prompt tokens of prefill requests, in order of arrival.
+        # Prompt tokens left to compute, by request id, in order of arrival. A request preempted
+        # after its last chunk comes last.
         self._tokens_left: dict[str, int] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._productions
 
     def new(self, request: Request, params: ProduceParams) -> None:
-        """Handle a new prefill leg. Its KV is not sent if it cannot be right."""
+        """Handle a new prefill request.
+
+        Its KV is not sent if this engine cannot compute the KV that the consumer needs.
+        """
         if request.max_tokens != 1:
             # Decoding would move the windows, and vLLM would free blocks that the consumer needs.
             logger.warning(
-                "the KV of request %s is not sent: a prefill leg must set max_tokens=1, not %d",
+                "the KV of request %s is not sent: a prefill request must set max_tokens=1, not %d",
                 request.request_id,
                 request.max_tokens,
             )
             return
         if params.first_token and not self.first_token_multiple:
             logger.warning(
-                "the KV of request %s is not sent: the request asks for its first token, but the step for it would "
-                "change the states of this model while they are sent, or this engine speculates",
+                "the KV of request %s is not sent: it sets first_token, but this engine cannot sample first tokens "
+                "(first_token_multiple is 0), because its model has states or speculative_config is set",
                 request.request_id,
             )
             return
@@ -127,8 +138,8 @@ class Productions:
             tokens = whole_blocks(request.num_prompt_tokens, self.first_token_multiple)
         if self._prompts.divides_image(request, tokens):
             logger.warning(
-                "the KV of request %s is not sent: it would end within an image, whose tokens this model reads "
-                "together",
+                "the KV of request %s is not sent: it would end within an image whose tokens attend to later ones; "
+                "decode computes the prompt",
                 request.request_id,
             )
             return
@@ -160,8 +171,8 @@ class Productions:
     def finished(self, request: Request) -> tuple[str, int] | None:
         """Handle the end of a prefill request.
 
-        Return its transfer id and number of computed tokens if its blocks stay allocated until
-        ``sent``; None if the request is incomplete.
+        Return its transfer id and number of prompt tokens with KV to send if its blocks stay
+        allocated until ``sent``; None if the request has ended before this KV was complete.
         """
         request_id = request.request_id
         self._tokens_left.pop(request_id, None)
@@ -179,13 +190,16 @@ class Productions:
         return production.transfer_id, production.prompt_tokens
 
     def sent(self, request_ids: set[str]) -> None:
-        """Handle requests whose KV all workers have sent: vLLM frees their blocks now."""
+        """Handle requests of which no worker sends more KV: vLLM frees their blocks now."""
         for request_id in request_ids & self._productions.keys():
             self._end(request_id)
             self._outbox.stats.count("requests", "sent")
 
     def reset(self) -> None:
-        """Send no KV of prompts in progress. vLLM computes them to their end."""
+        """Order the workers to abort the transfers of prompts that vLLM has not finished.
+
+        vLLM computes these prompts to their end.
+        """
         for request_id, production in self._productions.items():
             if not production.complete:
                 reason = "the prefill engine was reset: its weights may have changed"
@@ -218,7 +232,10 @@ class Productions:
         self._start_next(orders)
 
     def _start_next(self, orders: Orders) -> None:
-        """Announce prompts that the next step can reach, if vLLM computes them in arrival order."""
+        """Add to ``starts`` the prompts that the next step can reach.
+
+        Assumes that vLLM computes prompts in order of arrival.
+        """
         ahead = 0
         for request_id, tokens in self._tokens_left.items():
             if ahead >= self._step_tokens:
@@ -250,7 +267,10 @@ class Productions:
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _windows_at(self, token: int) -> list[slice]:
-        """Return the part of each group's block table that holds its window at ``token``."""
+        """Return the slice of each group's block table with the window of a resume at ``token``.
+
+        Empty for groups without a window.
+        """
         return [
             slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)
             if group.kind in WINDOWED

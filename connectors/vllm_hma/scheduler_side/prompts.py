@@ -1,4 +1,4 @@
-"""Facts that both requests of a transfer derive from the prompt; both must derive the same."""
+"""Prompt digests, and images that a transfer would divide: prefill and decode find the same."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Prompts:
         self._salt = ""
 
     def digest(self, request: Request) -> str:
-        """Return the prompt digest, which must be equal on both requests of a transfer.
+        """Return the prompt digest, which must be equal for both requests of a transfer.
 
-        The workers add the adapter: they have loaded it.
+        It excludes the LoRA adapter. The workers add the adapter's content, which only they know.
         """
         others = [f"{f.identifier}@{f.mm_position.offset}+{f.mm_position.length}" for f in request.mm_features]
         if request.cache_salt is not None:
@@ -35,9 +35,12 @@ class Prompts:
         return prompt_digest(request.prompt_token_ids, others)
 
     def reset(self) -> None:
-        """Make later digests differ from those of all engines, and from earlier ones."""
+        """Make later digests differ from earlier ones, and from those of all other engines."""
         self._salt = uuid.uuid4().hex
 
     def divides_image(self, request: Request, token: int) -> bool:
-        """Return whether a producer that stops at ``token`` would compute wrong KV for an image."""
+        """Return whether a producer that computes ``token`` tokens gets wrong KV of an image.
+
+        False if tokens of an image do not attend to later ones.
+        """
         return self._whole_images and divides_image(request, token)

@@ -1,14 +1,16 @@
-"""Holds blocks that a prefill rank may still write to after their request has released them.
+"""Holds blocks that a producer rank may still write to after their request's wait has ended.
 
-If a transfer was cancelled and its producer does not answer, vLLM drops its references to the
-request's blocks. It computes the request in other blocks, unless the request was aborted. The
-scheduler side takes its own references before that, and drops them when no producer rank can write
-to the blocks any more.
+If a transfer has failed or was cancelled, and a producer rank has not acknowledged that it writes
+no more, this engine computes the request in other blocks, or the request has ended. In both cases
+vLLM drops its references to the blocks. The scheduler side takes its own references before that,
+and drops them when no producer rank can write to the blocks any more.
 
-    consumer machine of a rank  Received(quarantine) ... Freed
-    QuarantineReport            of all ranks, with each step's output, not later than Received
-    Quarantine                  the scheduler's references, from the first rank's ``begun`` to the
-                                last rank's ``ended``
+    worker side       the consumer state machine of a rank returns Received with ``quarantine``, and
+                      later Freed
+    QuarantineReport  reaches the scheduler side with a step's output: its ``begun`` not later than
+                      the request in ``finished_recving``
+    Quarantine        has the references from the first rank's ``begun`` to the last rank's
+                      ``ended``
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ class Quarantine:
         return {block.block_id for hold in self._holds.values() for block in hold.blocks}
 
     def take(self, report: QuarantineReport) -> None:
-        """Apply the report of a step.
+        """Apply the report of one step's output, from all ranks.
 
-        Call it before vLLM handles the step's ``finished_recving`` and frees blocks of requests.
+        Call it before vLLM handles ``finished_recving`` of that output and frees blocks.
         """
         for kept in report.begun:
             if kept not in self._holds:

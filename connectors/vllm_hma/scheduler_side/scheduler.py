@@ -100,8 +100,8 @@ class SchedulerConnector:
 
         ``rank_metadata``  metadata of each worker, by (pipeline-parallel rank, TP rank)
 
-        Raises WireError if the workers' metadata do not match, and ConfigurationError if the side
-        channel cannot listen.
+        Raises WireError if the workers' metadata do not fit together, and ConfigurationError if the
+        side channel cannot listen.
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine_metadata(workers)
@@ -129,7 +129,7 @@ class SchedulerConnector:
     # Requests.
 
     def new_request(self, request: Request) -> None:
-        """Handle a new request.
+        """Handle a new request. It may carry a transfer, a discard or a report of lost engines.
 
         Invalid kv_transfer_params do not fail the request: this engine computes its prompt.
         """
@@ -138,7 +138,7 @@ class SchedulerConnector:
         except WireError as error:
             # The request itself is valid: this engine computes its prompt.
             logger.warning(
-                "request %s has invalid parameters, so its KV is not transferred: %s; this engine computes its prompt",
+                "request %s: its KV is not transferred, and this engine computes its prompt: %s",
                 request.request_id,
                 error,
             )
@@ -161,7 +161,10 @@ class SchedulerConnector:
             self.productions.new(request, params)
 
     def _lose(self, request_id: str, params: LostParams) -> None:
-        """Handle a report that engines have ended."""
+        """Handle a report that engines have ended.
+
+        Log and ignore it if it does not have this engine's supervisor token.
+        """
         if self._config.believes(params.supervisor):
             self._outbox.orders.lost.append(params.engines)
         else:
@@ -195,8 +198,9 @@ class SchedulerConnector:
         """Stop sharing KV: the engine's weights may have been changed in memory.
 
         This engine sends no KV of prompts in progress, and the digests of later prompts match no
-        other engine's. Transfers of complete prompts continue. Identities come from the weight
-        files, so this holds until the engine restarts.
+        other engine's. Transfers of complete prompts continue, and so do those that this engine
+        receives. The model's identity, which peers compare, comes from the weight files. So the
+        engine shares no other KV until it restarts.
         """
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "
@@ -207,7 +211,7 @@ class SchedulerConnector:
         self.productions.reset()
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call; None if there were none."""
+        """Return the counts since the last call; None if nothing was counted."""
         return self._outbox.take_stats()
 
     def snapshot(self) -> SchedulerSnapshot:
@@ -223,7 +227,7 @@ class SchedulerConnector:
         )
 
     def orders(self, output: SchedulerOutput) -> Orders:
-        """Return the workers' orders for this step."""
+        """Take the orders collected since the last step, and add this step's."""
         orders = self._outbox.take_orders()
         orders.report = bool(self.quarantine) or self.consumptions.delayed
         self.consumptions.ran(output.num_scheduled_tokens, output.preempted_req_ids or ())

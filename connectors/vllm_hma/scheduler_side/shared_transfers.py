@@ -1,8 +1,8 @@
 """Requests that share one transfer: the choices of a client request (``n``).
 
 vLLM copies the transfer parameters to the engine request of each choice. The first one to arrive
-receives the KV. The others, its followers, wait until the transfer has ended. If it succeeded, they
-find the prompt in the engine's prefix cache (docs/decisions/0056).
+receives the KV. The others, its followers, wait until the transfer has ended. Then they find the
+prompt in the engine's prefix cache, or compute what the cache lacks (docs/decisions/0056).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SharedTransfers:
         return self._followers.get(request_id)
 
     def left(self, request_id: str) -> None:
-        """Forget a follower that has ended."""
+        """Forget a follower that has ended. No effect on other requests."""
         self._followers.pop(request_id, None)
 
     @property

@@ -1,1 +1,1 @@
-"""Workarounds that depend on private parts of vLLM, one file per part."""
+"""Workarounds for vLLM, most of which depend on private parts of it; one file per part."""

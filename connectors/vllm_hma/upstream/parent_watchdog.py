@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def end_with_parent() -> None:
     """Start a thread that kills this process when its parent ends.
 
-    Does nothing if ``multiprocessing`` did not start it.
+    Does nothing if ``multiprocessing`` did not start this process.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -29,5 +29,5 @@ def end_with_parent() -> None:
 
 def _wait_for(sentinel: int) -> None:
     wait([sentinel])
-    logger.critical("Tandem: the process that started this process of vLLM has ended, so this process ends")
+    logger.critical("Tandem: the parent of this vLLM process has ended, so this process kills itself")
     os.kill(os.getpid(), signal.SIGKILL)

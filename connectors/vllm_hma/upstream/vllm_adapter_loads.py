@@ -1,8 +1,8 @@
 """Makes vLLM's workers report each LoRA adapter that they read from files.
 
 vLLM does not tell connectors which adapters are in memory. Its workers read an adapter when the
-server starts or a client loads it, and again at a step that needs an adapter that they have
-evicted. Source:
+server starts, when a client loads it, and in a step with a request whose adapter is not in memory
+(for example, because they have evicted it) or has ``load_inplace``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/lora/worker_manager.py
 """
 
@@ -24,9 +24,11 @@ _LOAD = WorkerLoRAManager._load_adapter  # noqa: SLF001
 def watch_adapter_loads(watch: Callable[[LoRARequest, Path], AbstractContextManager[None]]) -> None:
     """Make the workers in this process read each adapter within ``watch(request, folder)``.
 
-    A later call replaces ``watch``. ``folder`` has the adapter's files: an adapter of a hub has
-    been downloaded. When the context of ``watch`` ends, vLLM has read the files and not yet put the
-    adapter into use; if reading raises, it never does.
+    A later call replaces ``watch``. ``folder`` is the local folder that vLLM reads, after the
+    download of an adapter from a hub; it may be missing or incomplete, and reading then raises.
+    When the context of ``watch`` exits without an exception, vLLM has read the files and has not
+    yet used the weights. An exception of vLLM's read passes through the context, and vLLM uses
+    nothing of what it read.
     """
 
     def load(manager: WorkerLoRAManager, request: LoRARequest) -> LoRAModel:
@@ -34,8 +36,8 @@ def watch_adapter_loads(watch: Callable[[LoRARequest, Path], AbstractContextMana
             folder = Path(get_adapter_absolute_path(request.lora_path))
         except Exception:  # vLLM's own call raises it again, where vLLM handles it
             folder = Path(request.lora_path)
-        # A second look-up of a hub's adapter may find another commit. vLLM's error for a missing
-        # adapter must name the path of the request.
+        # Pass the folder to vLLM: a second look-up in a hub may find another commit. Pass the
+        # request unchanged if the folder has no adapter: vLLM's error must name the request's path.
         found = (folder / "adapter_config.json").is_file()
         with watch(request, folder):
             return _LOAD(manager, msgspec.structs.replace(request, lora_path=str(folder)) if found else request)

@@ -1,7 +1,7 @@
 """Ends vLLM's data-parallel coordinator when the process that started it ends.
 
-vLLM stops this process when its parent shuts down, but not when the parent is killed: the
-coordinator would keep running. Source:
+vLLM stops the coordinator when its parent process shuts down, but not when the parent is killed:
+the coordinator would keep running. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/coordinator.py
 """
 
@@ -17,7 +17,7 @@ _RUN = DPCoordinatorProc.run_coordinator
 
 
 def run_coordinator(*arguments: Any, **named: Any) -> None:
-    """Run vLLM's coordinator in this process, and end it with the parent.
+    """Run vLLM's coordinator in this process, and kill this process when its parent ends.
 
     ``multiprocessing`` pickles this function by name, so it works with every start method.
     """
@@ -26,5 +26,8 @@ def run_coordinator(*arguments: Any, **named: Any) -> None:
 
 
 def end_coordinator_with_parent() -> None:
-    """Make vLLM start the coordinator with ``run_coordinator``. Repeated calls have no effect."""
+    """Make vLLM start coordinators with this module's ``run_coordinator`` instead of its own.
+
+    Repeated calls have no effect.
+    """
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
-    """Packing of K or V of one head: (head size / dims) stripes.
+    """Packing of K, or of V, of one head in one block: head size / ``dims`` stripes.
+
+    A stripe has ``dims`` elements of each of the block's tokens. Its rows can be transferred
+    separately.
 
     ``dims``    elements of the head per stripe; None: the whole head is one stripe
-    ``tokens``  tokens per row; None: the packing cannot be cut
+    ``tokens``  tokens per row of a stripe; None: all tokens of the block are one row
     """
 
     dims: int | None
@@ -33,15 +36,26 @@ CPU_PACKING = {
     "vec16": (Stripes(1, 1), Stripes(None, 1)),
     "amx": (Stripes(None, 16), Stripes(16, 2)),
 }
-"""Packing of (K, V), by instruction set; tests/vllm_contract/test_cpu_packing.py checks it."""
+"""Packing of (K, V), by vLLM's name of the instruction set.
+
+tests/vllm_contract/test_cpu_packing.py checks it.
+"""
 
 
 def instruction_set(config: VllmConfig, block_tokens: int, head_size: int) -> str:
-    """Return the instruction set that vLLM selects for a layer with this block and head size."""
+    """Return vLLM's name of the instruction set of a layer, for example ``vec`` or ``amx``.
+
+    ``block_tokens``  tokens per block of the attention kernel
+
+    Raises NotImplementedError, as vLLM does, if this CPU cannot use the configured FP8 cache.
+    """
     isa: str = _get_attn_isa(config.model_config.dtype, block_tokens, head_size, config.cache_config.cache_dtype)
     return isa
 
 
 def stripes_of(isa: str) -> tuple[Stripes, Stripes]:
-    """Return the packing of K and of V; for an unknown instruction set, one that cannot be cut."""
+    """Return the packing of K and of V.
+
+    For an instruction set that is not in CPU_PACKING, each head of a block is a single row.
+    """
     return CPU_PACKING.get(isa, (Stripes(None, None), Stripes(None, None)))

@@ -1,7 +1,8 @@
-"""Removes or hides the last tokens of a request's prompt, or allows only the last one as sample.
+"""Changes a request's prompt in vLLM, so that a prefill step ends where the KV to send ends.
 
-vLLM has no public call for this and stores the prompt's tokens twice: the scheduler schedules
-``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
+It removes the prompt's last token, hides its last tokens until a later step, or restricts sampling
+to its last token. vLLM has no public call for these changes and stores the prompt's tokens twice:
+the scheduler schedules ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/request.py
 """
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def drop_last_token(request: Request) -> None:
     """Remove the prompt's last token, which the consumer computes.
 
-    A prompt of one token, or of embeddings, is kept.
+    No effect on a prompt of one token, or of embeddings alone.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
         return
@@ -28,39 +29,48 @@ def drop_last_token(request: Request) -> None:
 
 
 def hide_last_tokens(request: Request, tokens: int) -> None:
-    """Hide the prompt's tokens after the first ``tokens``, so that a step ends before them.
+    """Hide the prompt's tokens from position ``tokens`` on, so that a step ends before them.
 
-    Workers have the whole prompt. They treat every step up to ``tokens`` as a chunk of an
-    incomplete prompt and discard its sample. The scheduler must treat the last of these steps as a
-    chunk, too. The caller therefore calls ``show_last_tokens`` while vLLM schedules that step,
-    before ``Scheduler._update_after_schedule``.
+    Only vLLM's scheduler does not see these tokens: workers have the whole prompt. Workers treat
+    every step up to position ``tokens`` as a chunk of an incomplete prompt and discard its sample.
+    The scheduler must also treat the last of these steps as a chunk. The caller therefore calls
+    ``show_last_tokens`` while vLLM schedules that step, before
+    ``Scheduler._update_after_schedule``.
     """
     del request._all_token_ids[tokens:]  # noqa: SLF001 - the module docstring has the source
 
 
 def send_whole_prompt(new: NewRequestData) -> None:
-    """Put the whole prompt into the data for workers.
+    """Put the whole prompt of a request with hidden tokens into vLLM's data for the workers.
 
-    vLLM fills ``prefill_token_ids``, which the V2 model runner reads, without the hidden tokens.
+    Only the V2 model runner reads ``prefill_token_ids``, and vLLM fills it without the hidden
+    tokens. No effect if vLLM has not filled it, as for the V1 runner.
     """
     if new.prefill_token_ids is not None and new.prompt_token_ids is not None:
         new.prefill_token_ids = list(new.prompt_token_ids)
 
 
 def show_last_tokens(request: Request) -> None:
-    """Restore the hidden tokens of the prompt, so that the next step computes them."""
+    """Restore the hidden tokens of the prompt, so that the next steps compute them.
+
+    No effect if no tokens are hidden.
+    """
     assert request.prompt_token_ids is not None, (
         f"request {request.request_id} has prompt embeddings, so it has no hidden tokens"
     )
-    request._all_token_ids += request.prompt_token_ids[request.num_tokens :]  # noqa: SLF001 - see above
+    request._all_token_ids += request.prompt_token_ids[request.num_tokens :]  # noqa: SLF001 - see module
 
 
 def sample_last_token(request: Request) -> None:
     """Restrict sampling to the prompt's last token.
 
     Call it before ``drop_last_token``. EAGLE and MTP compute the drafter's KV of a position from
-    the token after it. After the last prompt token is dropped, that token would be one that this
-    engine samples; the consumer continues with the prompt's last token instead.
+    the token after it. Once the prompt's last token is dropped, the token after the new last
+    position is the one that this engine samples. The consumer continues with the dropped token, so
+    this engine must sample the dropped token.
+
+    No effect on a prompt of one token or of embeddings alone, without sampling parameters, or with
+    structured output.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.sampling_params is None:
         return

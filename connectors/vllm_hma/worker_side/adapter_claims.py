@@ -2,8 +2,8 @@
 
 The two requests of a transfer must use the same adapter. Each rank adds the identity of the content
 that it has loaded (``model/adapters.py``). A producer rank also checks in each step, before, during
-and after the forward pass, that the adapter has not been replaced since: vLLM may load an adapter
-in place, or again from changed files.
+and after the forward pass, that this identity has not changed: vLLM may load an adapter in place,
+or again from changed files.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class AdapterClaims:
         return len(self._claims)
 
     def expect(self, expect: Expect) -> Expect:
-        """Return the order with the adapter's identity in its digest.
+        """Return the order of a prefill request with the adapter's identity in its prompt digest.
 
         Remember the adapter until ``finished``, or until ``take_outdated`` returns the request.
+        Return an order without adapter unchanged.
         """
         if expect.adapter is None:
             return expect
@@ -40,7 +41,10 @@ class AdapterClaims:
         return replace(expect, prompt_digest=_digest(expect.prompt_digest, identity))
 
     def receive(self, receive: Receive) -> Receive:
-        """Return the order with the adapter's identity in its digest."""
+        """Return the order of a decode request with the adapter's identity in its prompt digest.
+
+        Return an order without adapter unchanged.
+        """
         if receive.adapter is None:
             return receive
         return replace(receive, prompt_digest=_digest(receive.prompt_digest, self._loads.identity(receive.adapter)))
@@ -50,7 +54,10 @@ class AdapterClaims:
         self._claims.pop(request_id, None)
 
     def take_outdated(self) -> set[str]:
-        """Return, and forget, the requests whose adapter is no longer the one in their digest."""
+        """Return, and forget, the ids of prefill requests whose digests have an outdated identity.
+
+        The adapter of such a request no longer has the identity that it had at ``expect``.
+        """
         if self._replaced == self._loads.replaced:
             return set()
         self._replaced = self._loads.replaced
@@ -63,5 +70,8 @@ class AdapterClaims:
 
 
 def _digest(prompt: str, identity: str) -> str:
-    """Return the digest of a prompt with an adapter; unequal to all others if it is UNKNOWN."""
+    """Return the digest of a prompt with an adapter.
+
+    An UNKNOWN identity gives a digest that differs from all others.
+    """
     return prompt_digest((), [prompt, identity if identity != UNKNOWN else uuid.uuid4().hex])

@@ -1,4 +1,4 @@
-"""Device events after which the KV of a step can be read.
+"""Device events after which the KV of a layer or a step can be read.
 
 On an accelerator, the forward pass returns before its kernels have run. Its KV may be read only
 after the device has reached an event that follows these kernels. On a CPU, the forward pass has
@@ -11,7 +11,7 @@ import torch
 
 
 class StepFence:
-    """Marks the end of a forward pass. Once ``passed`` returns True, the KV can be read."""
+    """Marks the end of a layer or a forward pass. Once ``passed`` is True, its KV can be read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -22,7 +22,10 @@ class StepFence:
         return self._device
 
     def mark(self) -> torch.Event | None:
-        """Record and return an event after the kernels queued so far; None on a CPU."""
+        """Record and return an event after the kernels queued so far by this thread.
+
+        None on a CPU.
+        """
         if self._device.type == "cpu":
             return None
         event = torch.Event(self._device)

@@ -1,4 +1,4 @@
-"""Background thread that advances transfers while the engine computes or idles."""
+"""Background thread of a worker that advances transfers while the engine computes or idles."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="tandem-progress", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call this once, when ``progress`` can run.
+        """Start the thread and wait until it has run ``on_start``.
 
-        Raises what ``on_start`` raises: without this thread, no deadline would be checked.
+        Call this once, when ``progress`` can run. Raises what ``on_start`` raises, and RuntimeError
+        if no thread can start: without this thread, an idle engine would check no deadline.
         """
         self._thread.start()
         self._started.result()
@@ -49,7 +50,7 @@ class ProgressThread:
         self._awake.set()
 
     def close(self) -> None:
-        """Stop the thread. Wait at most _JOIN_S seconds for the current call of ``progress``."""
+        """Stop the thread. Wait at most _JOIN_S seconds for a running call of ``progress``."""
         self._closed.set()
         self._awake.set()
         self._thread.join(timeout=_JOIN_S)

@@ -1,14 +1,16 @@
-"""Runs the state machines of one rank: carries out their actions on its memory.
+"""Runs the state machines of one rank: gives them events, and carries out their actions.
 
-vLLM's hooks and the progress thread call the same machines under one lock. The hooks handle each
-step when it has run; the progress thread answers peers, polls writes and checks deadlines while the
-engine computes or idles.
+vLLM's hooks, the progress thread and the threads of handshakes, digests and probes call the same
+machines under one lock. The hooks apply the scheduler side's orders and hand over each step's KV.
+The progress thread answers peers, polls writes and checks deadlines while the engine computes or
+idles.
 
-    before_forward  new requests, preemptions, and ends of requests whose blocks are freed
+    before_forward  new prefill requests, prompts about to start, queued decode requests,
+                    preemptions, and ends of requests whose blocks are freed
     layer_computed  a layer of a prompt's last chunk, if that chunk is sent layer by layer
-    after_forward   the chunks that the step has computed, and the rest of its orders
-    results         requests whose blocks can be freed, and requests whose KV has arrived
-    report          queued requests that can allocate their blocks; changes of quarantine
+    after_forward   the chunks that the step computes, and the rest of its orders
+    results         requests whose blocks can be freed, and requests whose wait for KV has ended
+    report          queued requests whose wait has ended; changes of quarantine
 """
 
 from __future__ import annotations
@@ -75,19 +77,25 @@ logger = logging.getLogger(__name__)
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
+# Minimum interval between two logs of the same failing part of a round, in seconds.
 _WARN_EVERY_S = 10.0
 
-_TRANSFER_FAILED = "Tandem: the KV transfer of request %s failed, so this engine computes the prompt: %s"
+_TRANSFER_FAILED = (
+    "Tandem: the KV transfer of request %s failed: %s. Unless the request was aborted, this engine computes its prompt"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """A prompt's last chunk whose writes were still in progress at the end of its step.
+    """Writes in progress at the end of a step with last chunks of prompts.
 
-    ``since``      end of the step, in seconds
-    ``by_layers``  whether it was sent layer by layer
+    The time until they have ended, plus ``engine_s``, is the cost of the step's mode for the
+    ``Governor``.
+
+    ``since``      time at which this worker handled the end of the step, in seconds
+    ``by_layers``  whether the last chunks were sent layer by layer
     ``engine_s``   engine time spent on handing over layers, in seconds
-    ``writes``     ids of the writes
+    ``writes``     ids of all writes in progress at ``since``
     """
 
     since: float
@@ -115,7 +123,7 @@ class RuntimeSnapshot:
 class WorkerRuntime:
     """State machines, transport and threads of one rank.
 
-    ``views``  tensors of the KV cache; host memory needs none
+    ``views``  tensors of the KV cache, which digests of KV on an accelerator read
     """
 
     def __init__(
@@ -145,8 +153,8 @@ class WorkerRuntime:
         self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
         self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()
-        # vLLM's second model runner queues the kernels that overwrite freed blocks before it calls
-        # the connector (v1/worker/gpu/model_runner.py: ``update_requests``, ``pre_forward``).
+        # vLLM's V2 model runner queues the kernels that overwrite freed blocks before it calls the
+        # connector (vllm/v1/worker/gpu/model_runner.py: ``update_requests``, ``pre_forward``).
         late_orders = agent_metadata.layout.memory_kind.memory != "DRAM"
         self._producer = Producer(agent_metadata.layout.groups, config.limits, late_orders)
         self._consumer = Consumer(agent_metadata.layout.groups, config.limits)
@@ -180,9 +188,9 @@ class WorkerRuntime:
             set_device,
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
-        # A thread of its own: comparing digests is slow and must delay neither steps nor answers.
-        # It starts now: a submission that cannot start a thread would never run. It has no
-        # initializer: after one that fails, the pool would run nothing more.
+        # A separate thread: comparing digests is slow and must delay neither steps nor answers. It
+        # starts now, because a later submission that cannot start the thread would never run. The
+        # pool has no initializer: if one failed, the pool would run nothing more.
         self._verifier = ThreadPoolExecutor(1, "tandem-verify")
         self._verifier.submit(set_device)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
@@ -193,8 +201,10 @@ class WorkerRuntime:
     def before_forward(self, orders: Orders) -> None:
         """Apply the orders that must precede this step, which may overwrite reallocated blocks.
 
-        Requests that ended without holding their blocks send no more KV. A write that reads blocks
-        of a preempted request may continue until fence_s after its start; then its delivery fails.
+        Requests that ended without holding their blocks send no more KV. In host memory, this call
+        waits for writes that read blocks of preempted requests, at most until fence_s after each
+        was posted. It then aborts the deliveries of these requests whose writes may have read
+        overwritten blocks.
         """
         with self._lock:
             for expect in orders.expects:
@@ -213,8 +223,8 @@ class WorkerRuntime:
                 if not finished.held:
                     self._steps.drop(finished.request_id)
                     self._finish(finished)
-            # Only rank 0 sends AwaitStart: a prompt starts on all ranks of the prefill engine in
-            # one step.
+            # Only rank 0 of the decode engine sends AwaitStart: a prompt starts on all ranks of the
+            # prefill engine in one step.
             for queue in orders.queues if self.agent_metadata.rank == 0 else ():
                 now = time.monotonic()
                 self._perform(self._consumer.queue(queue.request_id, queue.transfer_id, queue.producer, now))
@@ -232,9 +242,10 @@ class WorkerRuntime:
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
-        """Wait for writes that read the host memory of preempted requests.
+        """Wait for writes that read blocks of preempted requests, then abort unfinished deliveries.
 
-        The lock is released between polls; no new write is posted.
+        Waits in host memory only. The lock is released between polls; no new write reads these
+        blocks.
         """
         with self._lock:
             for request_id in request_ids:
@@ -250,7 +261,7 @@ class WorkerRuntime:
                 self._perform(self._producer.fenced(request_id, time.monotonic()))
 
     def _poll_fresh_writes(self, request_ids: list[str]) -> bool:
-        """Return whether a write of these requests is in progress and younger than fence_s."""
+        """Poll all writes. Return whether these requests have a write younger than fence_s."""
         with self._lock:
             now = time.monotonic()
             self._perform(self._writes.poll(now))
@@ -263,7 +274,8 @@ class WorkerRuntime:
     def spoil(self, request_ids: Set[str], reason: str) -> None:
         """Abort the deliveries of prompts of which this step computes wrong KV.
 
-        Called before the forward pass, whose KV a consumer could otherwise receive.
+        Call it before the wrong KV is handed over by ``layer_computed`` or ``after_forward``: a
+        consumer could otherwise receive it.
         """
         with self._lock:
             for request_id in request_ids:
@@ -271,9 +283,10 @@ class WorkerRuntime:
                 self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
-        """Record a computed layer; the progress thread writes it.
+        """Record a computed layer, which the progress thread then writes to consumers.
 
-        vLLM calls this during the forward pass, so it takes no lock.
+        No effect in a step that is not sent layer by layer. vLLM calls this during the forward
+        pass, so it takes no lock.
         """
         if self._by_layers:
             started_at = time.monotonic()
@@ -282,7 +295,7 @@ class WorkerRuntime:
             self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
-        """Write the step's chunks and apply the rest of its orders."""
+        """Hand over the step's chunks, apply the rest of its orders, and run a round."""
         now = time.monotonic()
         with self._lock:
             self._producer.stepped(now)
@@ -312,9 +325,11 @@ class WorkerRuntime:
                     self._finish(finished)
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Return the (sent, received, failed) request ids since the last call.
+        """Run a round, and return the (sent, received, failed) request ids since the last call.
 
-        ``received`` includes ``failed``.
+        ``sent``      prefill requests of which this rank sends no more KV
+        ``received``  decode requests whose wait for KV has ended; includes ``failed``
+        ``failed``    decode requests whose transfer to this rank failed
         """
         with self._lock:
             self._try_round(time.monotonic())
@@ -325,7 +340,8 @@ class WorkerRuntime:
     def report(self) -> WorkerReport | None:
         """Return the changes since the last call; None if there were none.
 
-        Called after ``results``.
+        Call it after ``results`` of the same step: the report must include the quarantine of each
+        request that ``results`` has returned.
         """
         with self._lock:
             report = WorkerReport(self._quarantine, self._due)
@@ -333,12 +349,15 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call; None if there were none."""
+        """Return the counts and the changed gauges since the last call; None if there are none."""
         with self._lock:
             return self._tally.take(self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of transfers by stage, writes and quarantines."""
+        """Return the numbers of transfers by stage of both roles, quarantine included.
+
+        Also the numbers of writes, of hanging writes and of remembered transfer ids.
+        """
         with self._lock:
             return self._producer.counts() | self._consumer.counts()
 
@@ -368,24 +387,24 @@ class WorkerRuntime:
     # Progress thread.
 
     def _progress(self) -> float:
-        """Run one round. Return the seconds until the next one."""
+        """Run one round, unless this worker is closing. Return the seconds until the next one."""
         with self._lock:
             if not self._progress_thread.closed:
                 self._try_round(time.monotonic())
             return self._pause_s()
 
     def _pause_s(self) -> float:
-        """Return the pause of the progress thread in seconds. Engine steps run rounds, too."""
+        """Return the pause of the progress thread in seconds. Engine steps also run rounds."""
         if self._writes.in_flight() or self._steps:
             return _BUSY_S
         busy = self._handshaker.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
 
     def _try_round(self, now: float) -> None:
-        """Handle messages, computed chunks, writes and deadlines.
+        """Run one round: handle messages, computed chunks, writes and deadlines.
 
         Never raises: an exception would end the engine in a hook of vLLM, or the progress thread. A
-        part that fails does not prevent the others.
+        part of the round that fails does not prevent the others.
         """
         for part in (
             self._read_messages,
@@ -402,7 +421,7 @@ class WorkerRuntime:
                 name = part.__name__.removeprefix("_")
                 if now - self._warned_at.get(name, float("-inf")) >= _WARN_EVERY_S:
                     self._warned_at[name] = now
-                    logger.exception("Tandem: %s failed in a round of the progress thread; the round continues", name)
+                    logger.exception("Tandem: %s failed in a round of transfer work; the round's other parts run", name)
 
     def _read_messages(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
@@ -447,7 +466,7 @@ class WorkerRuntime:
                     self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.in_flight())
 
     def _measure(self, now: float) -> None:
-        """Report the cost of sending the last step to the governor, once its writes have ended."""
+        """Report the cost of an ``Exposure`` to the governor, once its writes have ended."""
         exposed = self._exposed
         if exposed is not None and not exposed.writes & self._writes.in_flight():
             self._exposed = None
@@ -456,7 +475,9 @@ class WorkerRuntime:
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
         """Handle a frame from the transport's agent ``sender``.
 
-        Drop and log malformed frames and frames for another worker or incarnation.
+        Drop and log a frame that is malformed, has a wrong tag, or names another sender or
+        receiver. Also drop and log AwaitStart, Offer and Cancel of a consumer that the producer
+        does not know.
         """
         with self._lock:
             self._dispatch(sender, frame, now)
@@ -477,7 +498,10 @@ class WorkerRuntime:
                 self._handshaker.answer_received(envelope.sender, answer)
             case AwaitStart() | Offer() | Cancel() as message:
                 if not self._producer.knows(envelope.sender):
-                    self._warn("stranger", f"dropped {message.kind} of {sender[:80]!r}: it has not sent Hello")
+                    self._warn(
+                        "stranger",
+                        f"dropped {message.kind} of {sender[:80]!r}: this consumer has not sent Hello, or was removed",
+                    )
                     return
                 self._peers.spoke(envelope.sender)
                 self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
@@ -489,7 +513,7 @@ class WorkerRuntime:
     # Actions.
 
     def _perform(self, actions: Iterable[ProducerAction | ConsumerAction]) -> None:
-        """Carry out actions in order. A failure does not prevent the actions after it."""
+        """Carry out actions and those that follow from them. Log a failure and go on."""
         todo = deque(actions)
         while todo:
             action = todo.popleft()
@@ -582,7 +606,7 @@ class WorkerRuntime:
             self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
 
     def _verify(self, verify: Verify) -> None:
-        """Verify a digest and always report the result: the machine keeps the blocks until then."""
+        """Verify a digest and always report the result: the blocks stay allocated until then."""
         started_at = time.monotonic()
         try:
             self._set_device()
@@ -601,5 +625,5 @@ class WorkerRuntime:
 
 
 def _first_token(group: Group, receive: Receive) -> int:
-    """Return the first token of a group that a transfer must fill."""
+    """Return the position of the first token whose KV a transfer must fill in a group."""
     return max(receive.start_token, receive.loaded_token) if group.kind is GroupKind.FULL else receive.start_token

@@ -1,9 +1,9 @@
-"""Queue of the engine steps' results, in order, until the device has computed them.
+"""Queue of chunks and layers that engine steps compute, until the device has computed them.
 
 The engine's thread appends the start of a step, its computed layers and its end. On an accelerator
 this thread is ahead of the device, so entries of layers and ends have an event of the ``StepFence``
-and are yielded after the event has passed. Only this thread appends, and layers without a lock, so
-that a forward pass does not wait while the progress thread holds the lock.
+and are yielded after the event has passed. Only the engine's thread appends. It appends layers
+without a lock, so that a forward pass does not wait while the progress thread holds the lock.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A step starts to compute these chunks, and reports each computed layer."""
+    """A step starts to compute these last chunks of prompts, and reports each computed layer."""
 
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayersComputed:
-    """The step has computed the first ``stop`` layers of a group for these requests."""
+    """The step has computed the first ``stop`` layers of a group for these requests.
+
+    ``group``  index of the group
+    """
 
     request_ids: tuple[str, ...]
     group: int
@@ -71,7 +74,10 @@ class Steps:
         return bool(self._entries)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Append the start of a step that computes these chunks and reports its layers."""
+        """Append the start of a step that computes these chunks and reports its layers.
+
+        No effect without chunks.
+        """
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}
         if chunks:
@@ -81,7 +87,7 @@ class Steps:
         """Record a computed layer.
 
         Return whether it extends a group's computed layers without a gap, starting at the first
-        layer.
+        layer. False in a step without ``begin``, and for a layer without KV.
         """
         position = self._positions.get(name)
         if not self._begun or position is None:
@@ -99,7 +105,7 @@ class Steps:
         return True
 
     def end(self, chunks: Sequence[Chunk]) -> None:
-        """Append the end of a step."""
+        """Append the end of a step that computes these chunks, if there are any."""
         if chunks:
             self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
         self._begun = ()

@@ -16,7 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Trace file of one rank. Every line names the engine and the rank."""
+    """Writes one rank's events to the trace file; does nothing if ``path`` is empty.
+
+    Ranks and engines may share the file: every line names the engine and the rank. Raises OSError
+    if the file cannot be opened.
+    """
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:
         self._who = {"engine": incarnation, "rank": rank}
@@ -30,13 +34,13 @@ class Trace:
         try:
             self._stream.write(json.dumps(record) + "\n")
         except OSError as error:
-            logger.warning("Tandem: cannot write to the file trace_path, so this rank's trace ends: %s", error)
+            logger.warning("Tandem: cannot write to the trace file (trace_path), so this rank's trace ends: %s", error)
             self.close()
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            # close() retries the failed write and fails again.
+            # After a failed write, close() retries it and may fail again.
             with contextlib.suppress(OSError):
                 stream.close()
 
@@ -44,7 +48,8 @@ class Trace:
 def read_trace(path: Path, from_byte: int = 0) -> list[dict[str, Any]]:
     """Return the events after the first ``from_byte`` bytes of a trace file, in file order.
 
-    Lines that are not complete JSON are skipped, for example one that is being written.
+    Lines that are not complete JSON are skipped, for example one that is being written. Raises
+    OSError if the file cannot be read.
     """
     with path.open("rb") as stream:
         stream.seek(from_byte)

@@ -1,4 +1,4 @@
-"""Worker side of the connector: created before vLLM allocates the KV cache, started after it."""
+"""Worker side of one rank: created before vLLM allocates the KV cache, started after that."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConnector:
-    """Worker side of one rank.
+    """Worker side of one rank: the calls of vLLM's hooks, with the checks of LoRA adapters.
 
-    The constructor checks the cache; ``register`` starts the runtime.
+    The constructor raises UnsupportedCacheError if the connector does not support the cache specs.
+    ``register`` starts the runtime.
     """
 
     def __init__(
@@ -57,7 +58,13 @@ class WorkerConnector:
         self._adapters = AdapterClaims(adapter_loads())
 
     def register(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Describe and register the allocated cache, and start the runtime."""
+        """Describe the allocated cache, register its memory with NIXL, and start the runtime.
+
+        ``views``  tensors of the cache by layer, as in ``engine_layout``
+
+        Raises a TandemError if the cache, the weights, a network device or a backend cannot be
+        used, and OSError if a weight file or the trace file cannot be opened.
+        """
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)
         name = agent_name(Peer(self._incarnation, rank))
@@ -102,10 +109,10 @@ class WorkerConnector:
         self._check_adapters()
 
     def _check_adapters(self) -> None:
-        """Abort the deliveries of prompts whose adapter has been replaced.
+        """Abort the deliveries of prompts whose adapter's identity has changed since ``expect``.
 
-        vLLM's V2 runner loads the adapters of a step before it calls the connector, V1 between
-        ``before_forward`` and the first layer.
+        vLLM's V2 model runner loads the adapters of a step before it calls the connector. The V1
+        runner loads them between ``before_forward`` and the first layer.
         """
         outdated = self._adapters.take_outdated()
         if outdated:

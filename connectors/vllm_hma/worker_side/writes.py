@@ -32,7 +32,7 @@ class Posted:
     ``handle``      the transport's handle
     ``engine``      incarnation of the consumer engine
     ``size_bytes``  bytes of the write
-    ``since``       time at which it was posted, in seconds
+    ``since``       time at which the write was posted, in seconds (``time.monotonic()``)
     """
 
     handle: WriteHandle
@@ -42,9 +42,12 @@ class Posted:
 
 
 class Writes:
-    """Posts and polls writes, and reports their ends to the producer machine.
+    """Posts and polls writes, and reports their ends to the producer state machine.
 
-    Not thread-safe: its owner serialises calls. Methods return actions of the producer machine.
+    ``begin`` and ``poll`` return the actions with which the producer answers these reports. Not
+    thread-safe: the owner serialises calls.
+
+    ``posted``  number of writes posted so far
     """
 
     def __init__(
@@ -73,15 +76,15 @@ class Writes:
         return frozenset(self._handles)
 
     def is_newer(self, write_id: int, than: float) -> bool:
-        """Return whether this write is in progress and was posted after ``than``."""
+        """Return whether this write is in progress and was posted after ``than``, in seconds."""
         posted = self._handles.get(write_id)
         return posted is not None and posted.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        """Post a write.
+        """Post a write; a write without bytes is done at once.
 
-        Only a plain TransportError proves that nothing was posted. After any other error of the
-        transport, parts of the write may arrive.
+        Of the errors of ``Transport.write``, only a TransportError that is no FailedWriteError
+        proves that nothing was posted. After any other one, parts of the write may arrive.
         """
         try:
             memory_kind, plan = self._target(write)
@@ -111,7 +114,8 @@ class Writes:
     def poll(self, now: float) -> list[ProducerAction]:
         """Return the actions for the writes that have ended.
 
-        An exception ends the write as failed: the transport does not report it again.
+        An exception of the transport ends the write as failed: the transport has dropped its
+        handle.
         """
         actions: list[ProducerAction] = []
         for write_id, posted in list(self._handles.items()):
@@ -128,8 +132,8 @@ class Writes:
                 try:
                     actions += self._producer.write_done(write_id, now)
                 except Exception as error:
-                    # For example, no memory for the digest on a device. The consumer's deadline
-                    # ends the transfer. The other writes' actions must not be lost.
+                    # An error of the state machine. The consumer's deadline ends the transfer. The
+                    # other writes' actions must not be lost.
                     self._warn("write done", "".join(traceback.format_exception(error)[-3:]))
         return actions
 
@@ -150,11 +154,11 @@ class Writes:
             return self._transport.write(peer, runs, self._source, target)
 
     def _refused(self, write_id: int, error: Exception) -> list[ProducerAction]:
-        """Report a write of which nothing was posted."""
+        """Report to the producer a write of which nothing was posted."""
         return self._producer.write_refused(write_id, self._reason(error), time.monotonic())
 
     def _failed(self, write_id: int, error: Exception) -> list[ProducerAction]:
-        """Report a failed write of which parts may still arrive."""
+        """Report to the producer a failed write of which parts may still arrive."""
         return self._producer.write_failed(write_id, self._reason(error), time.monotonic())
 
     def _reason(self, error: Exception) -> str:
@@ -166,18 +170,21 @@ class Writes:
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
-        """Hash the source bytes now: the engine may overwrite them before the write reads them."""
+        """Hash the source bytes of a write, if the offer requests a digest.
+
+        They are hashed now: if the engine overwrites them before the write reads them, the digests
+        differ.
+        """
         if write.digest is None:
             return
         try:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
         except Exception:
-            # The write continues. The incomplete digest makes the consumer compute the prompt
-            # itself.
+            # The write continues. The digests will differ, so the consumer computes the prompt.
             self._warn(
                 "digest",
-                f"no digest of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
+                f"cannot hash the bytes of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
             )
 
     def _count(self, write: Write, plan: PairPlan, runs: int) -> None:
