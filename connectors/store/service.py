@@ -527,7 +527,7 @@ class KVStore:
             tier.removed = deque(maxlen=_KEPT_CHANGES)
 
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return the objects that this process stored and those that it removed since the last call.
+        """Return what this process has stored and what it has removed since the last call.
 
         Each entry is (tier label, object). A removed object was evicted, or corrupt in a lookup or
         read; at most the last _KEPT_CHANGES of each tier are returned. Both lists are empty without
