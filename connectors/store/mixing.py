@@ -31,7 +31,7 @@ class MixCosts:
         self._loads.append((size_bytes, seconds))
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
-        """Record a finished transfer. Ignores a transfer of no bytes."""
+        """Record the bytes and duration of a finished transfer; ignore one of no bytes."""
         if size_bytes > 0 and seconds > 0:
             self._transfers.append((size_bytes, seconds))
 

@@ -46,8 +46,8 @@ _KEPT_CHANGES = 10_000
 class StoreLimits:
     """Deadlines and bounds of the store.
 
-    ``lookup_s``       time after which a lookup without an answer is a miss, and a fetch ends to
-                       which the tiers deliver no bytes, in seconds
+    ``lookup_s``       time after which an unanswered lookup is a miss, and after which a fetch ends
+                       if the tiers deliver no bytes to it, in seconds
     ``load_s``         time from the start of a fetch after which unverified objects are not loaded,
                        in seconds
     ``store_s``        time from ``commit`` for which an object may wait for its write, in seconds
@@ -430,7 +430,7 @@ class KVStore:
         return None
 
     def _promote(self, name: ObjectName, reading: _Reading) -> None:
-        """Queue writes of a verified object to all tiers faster than the one that it is from.
+        """Queue writes of a verified object to all tiers faster than the one it was read from.
 
         Writes none if stores may not use more of staging (``_may_store``).
         """

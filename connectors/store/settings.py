@@ -24,8 +24,8 @@ class StoreSettings:
     ``memory_path``   folder on a tmpfs; engines with the same folder share its objects
     ``chunk_tokens``  tokens per chunk; ``planning/spans.py`` derives each group's objects from it
     ``staging_mib``   size of this engine's shared memory between files and KV blocks, in MiB
-    ``lookup_s``      time after which a lookup without an answer is a miss, and a fetch ends to
-                      which the tiers deliver no bytes, in seconds
+    ``lookup_s``      time after which an unanswered lookup is a miss, and after which a fetch ends
+                      if the tiers deliver no bytes to it, in seconds
     ``load_s``        time from the start of a fetch after which unverified objects are not loaded,
                       in seconds
     ``store_s``       time for which an object may wait for its write after all ranks have copied it

@@ -5,8 +5,8 @@ A fetch brings the objects of the longest usable prefix from the tiers into stag
     lookup   the caller looks ``candidates`` up; ``found`` records which ones exist;
              ``stop_looking`` ends the lookup at its deadline
     reading  ``fit`` limits the reads to the free memory; the caller reads ``next_reads`` into
-             staging; ``read`` and ``failed`` record the results; ``give_up`` ends the reads at
-             their deadline
+             staging; ``read`` and ``failed`` record the results; ``give_up`` ends the fetch
+             early, for example at its deadline
     settled  all objects that a resume at ``end_token`` needs are verified, in staging
 
 If an object cannot be read, the fetch continues with the longest prefix that does not need this
@@ -125,7 +125,7 @@ class Fetch:
         self._choose()
 
     def give_up(self) -> None:
-        """End the fetch at its deadline with the longest prefix of verified objects."""
+        """End the fetch now, with the longest prefix of verified objects."""
         self._looking.clear()
         self._present = set(self._verified)
         self._reading.clear()

@@ -266,7 +266,8 @@ class FolderTier:
     def _make_room(self, size_bytes: int, deadline: float) -> None:
         """Evict objects until ``size_bytes`` fit. Requires the ledger's lock.
 
-        Raises StoreError if they cannot fit, or not before ``deadline``, and OSError.
+        Raises StoreError if they cannot fit or do not fit before ``deadline``, and OSError if files
+        cannot be removed or counted.
         """
         if size_bytes > self.budget_bytes:
             raise StoreError(f"{self.path}: {size_bytes} bytes exceed the budget of {self.budget_bytes}")

@@ -1,7 +1,7 @@
 """Messages between the scheduler side and the worker side of the KV store.
 
-``StoreOrders`` goes to the workers with each step, and ``StoreReport`` back if there is news.
-``RankCache`` describes a rank when the engine starts.
+The scheduler side sends ``StoreOrders`` with each step. After a step, ranks that have results send
+a ``StoreReport``. ``RankCache`` describes a rank when the engine starts.
 """
 
 from __future__ import annotations

@@ -560,7 +560,7 @@ def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
 
 
 def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
-    """Raise ConfigurationError if staging, or each of the tiers, is smaller than one chunk.
+    """Raise ConfigurationError if staging or all tiers are smaller than the objects of one chunk.
 
     ``sizes``  payload bytes of one object, for each group that has objects
     """
