@@ -110,7 +110,8 @@ class FolderTier:
     def open(self) -> int:
         """Read the eviction order from the files, if not done yet; return its number of objects.
 
-        Only eviction needs it. Raises StoreError if the files cannot be counted within _OPEN_S.
+        Only eviction needs it. Raises StoreError if the ledger's lock is not free within _OPEN_S,
+        or the files cannot be counted.
         """
         with self._ledger.locked(time.monotonic() + _OPEN_S):
             pass
