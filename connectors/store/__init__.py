@@ -1,1 +1,1 @@
-"""The KV store: keeps computed KV on disk and in host memory for later requests."""
+"""The KV store: keeps computed KV in files, on disk or in host memory, for later requests."""

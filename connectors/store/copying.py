@@ -16,7 +16,7 @@ Rows = npt.NDArray[np.void]
 
 
 def copy_runs(runs: Runs) -> None:
-    """Copy all runs; short runs of equal length in one numpy operation.
+    """Copy all runs. Four or more short runs of equal length take one numpy operation.
 
     Sources and destinations must be memory of this process and must not overlap.
     """
@@ -35,6 +35,8 @@ def copy_runs(runs: Runs) -> None:
 
 def _rows(first: int, last: int, length: int) -> Rows:
     """Return a view in which element i is the ``length`` bytes at address ``first + i``.
+
+    Its shape is ``(last - first + 1,)``, so its elements overlap.
 
     numpy copies an element of a void type with one memcpy, which is faster than a row of bytes. The
     caller must access only elements that are runs: memory between runs may be unmapped.

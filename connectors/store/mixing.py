@@ -1,8 +1,9 @@
-"""Decides how long a request may wait for its stored prefix before its transfer starts.
+"""Decides how long a decode request may wait for its stored prefix before its transfer starts.
 
-The transfer sends the KV that the store has not loaded. Waiting pays only if a load takes less time
-than the transfer of the same bytes. A request waits at most as long as that transfer would take, so
-waiting at most doubles the time for these bytes. Sans-I/O: the caller measures.
+A *load* reads stored KV of the prompt from files; the transfer then sends only the rest from the
+prefill engine. Waiting pays only if the load takes less time than the transfer of the same bytes.
+A request waits at most as long as that transfer would take, so waiting at most doubles the time for
+these bytes. Sans-I/O: the caller measures.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class MixCosts:
         self._transfers: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
-        """Record an ended load, even if it read nothing before its deadline."""
+        """Record the bytes and duration of an ended load; 0 bytes if it read nothing in time."""
         self._loads.append((size_bytes, seconds))
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
-        """Record a finished transfer."""
+        """Record the bytes and duration of a finished transfer; ignore one of no bytes."""
         if size_bytes > 0 and seconds > 0:
             self._transfers.append((size_bytes, seconds))
 
@@ -39,7 +40,10 @@ class MixCosts:
         return size_bytes * min((seconds / size for size, seconds in self._transfers), default=math.inf)
 
     def load_s(self, size_bytes: int) -> float:
-        """Return the estimated seconds of a load; 0 before the first, infinite if none read any."""
+        """Return the estimated seconds of a load of ``size_bytes``.
+
+        0 without recorded loads; infinite if none of them read any bytes.
+        """
         seconds = sum(each[1] for each in self._loads)
         read = sum(each[0] for each in self._loads)
         if not seconds:
@@ -50,7 +54,8 @@ class MixCosts:
         """Return the longest time to wait for a load of ``size_bytes``, in seconds.
 
         The result is 0 if a transfer of the same bytes would take no longer than the load. Each
-        such result discards the oldest measured load, so a tier that recovers is used again.
+        such result discards the oldest recorded load, so a tier that recovers is used again.
+        Infinite before the first transfer, unless all recorded loads have read nothing.
         """
         transfer_s = self.transfer_s(size_bytes)
         if self.load_s(size_bytes) < transfer_s:

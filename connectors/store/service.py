@@ -1,13 +1,18 @@
-"""The store of one engine: fetches and stores objects over its tiers.
+"""Moves KV between files and staging memory, on the scheduler side of one engine.
 
-    fetch  ``begin_fetch`` looks a request's objects up and reads them into staging; ``poll``
-           returns the result; ``hand_over`` passes the slots to the caller, ``end_fetch`` frees
-           them
-    store  ``reserve`` takes a slot of staging for an object; ``commit`` writes it to the tiers once
-           all ranks have filled it, ``drop`` discards it
+An *object* is the KV of one KV cache group for one chunk of tokens, in one file. A *tier* is a
+folder of objects, on disk or in host memory. *Staging* is memory that the engine's scheduler and
+workers share; workers copy KV between staging and blocks. A *slot* of staging holds one object.
 
-No method blocks. A tier that fails, hangs or is full only causes misses and dropped stores. Only
-the scheduler's thread calls these methods.
+    fetch  ``begin_fetch`` starts to look up the objects that a request could load. Repeated calls
+           of ``poll`` start their reads into slots and return the result; ``stop_fetch`` ends the
+           fetch early. ``hand_over`` passes the slots to the caller; ``end_fetch`` frees them
+    store  ``reserve`` takes a slot for an object, which the ranks fill. ``commit`` then queues its
+           writes to all tiers; ``drop`` frees the slot instead
+
+Threads of the tiers access the files. No method waits for them, except that ``close`` may wait for
+a second per tier. A tier that fails, hangs or is full only causes misses and dropped stores. Not
+thread-safe: only the scheduler's thread calls these methods.
 """
 
 from __future__ import annotations
@@ -41,12 +46,13 @@ _KEPT_CHANGES = 10_000
 class StoreLimits:
     """Deadlines and bounds of the store.
 
-    ``lookup_s``       time after which a lookup without an answer is a miss, and a read that
-                       delivers nothing has failed, in seconds
-    ``load_s``         time from the start of a fetch until its objects must be verified, in seconds
-    ``store_s``        time after which an unwritten object is dropped, in seconds
-    ``queue_objects``  maximum number of objects queued for writing, per tier; further ones are
-                       dropped
+    ``lookup_s``       time after which an unanswered lookup is a miss, and after which a fetch ends
+                       if the tiers deliver no bytes to it, in seconds
+    ``load_s``         time from the start of a fetch after which unverified objects are not loaded,
+                       in seconds
+    ``store_s``        time from ``commit`` for which an object may wait for its write, in seconds
+    ``queue_objects``  maximum number of objects queued for writing, per tier; a tier with a full
+                       queue gets no further objects
     ``read_threads``   threads per tier that read objects
     ``write_threads``  threads per tier that write objects
     """
@@ -63,12 +69,14 @@ class StoreLimits:
 class Fetched:
     """Result of a fetch: the request can resume at ``end_token``.
 
-    ``start_token``  tokens in the engine's own cache
-    ``end_token``    tokens with KV after the load
-    ``offsets``      slot in staging of each loaded object
-    ``present``      all looked-up objects that a tier has
-    ``tier``         slowest tier that was read
-    ``read_bytes``   bytes of the loaded objects
+    ``start_token``  number of tokens in the engine's own cache when the fetch began
+    ``end_token``    number of tokens with KV after the load; ``start_token`` without a load
+    ``offsets``      offset in staging of each verified object that the load needs
+    ``present``      objects that a tier has, as far as lookups were answered in time; without those
+                     that no tier could read
+    ``tier``         label of the slowest tier from which an object was verified; of the fastest
+                     tier if there was none
+    ``read_bytes``   payload bytes of the objects in ``offsets``
     ``seconds``      duration of the fetch
     ``ended_at``     end of the fetch, in ``time.monotonic()`` seconds
     """
@@ -98,15 +106,19 @@ class _Reading:
 class _Fetch:
     """State of one request's fetch.
 
-    ``lookups``     (tier, objects, call) of each unanswered lookup
+    Times of events are in ``time.monotonic()`` seconds. Tiers are numbered from the fastest one.
+
+    ``lookups``     (tier number, objects, call) of each unanswered lookup
     ``unanswered``  numbers of the tiers whose lookup has no answer, by object
-    ``tiers``       numbers of the tiers that have the object, by object
+    ``tiers``       numbers of the tiers that have the object and did not fail to read it, by object
     ``readings``    reads in progress
-    ``offsets``     slots of the verified objects
-    ``read_at``     time of the last verified object, in seconds. Before the first one: the start
-                    of the reads, less the time that the lookups took
-    ``looked_s``    time that the slowest lookup took, in seconds
-    ``ended_at``    end of the fetch, in seconds
+    ``offsets``     offsets in staging of the verified objects
+    ``read_at``     time from which the fetch waits for bytes of a tier. At first the start of the
+                    reads, less the duration of the lookups; then the time of the last verified
+                    object, or of the last read that was started again on another tier
+    ``looked_s``    duration of the slowest lookup that has ended, at most ``lookup_s``, in seconds
+    ``slowest``     number of the slowest tier from which an object was verified
+    ``ended_at``    end of the fetch
     """
 
     machine: Fetch
@@ -126,7 +138,7 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Lingering:
-    """Use of the slot at ``offset`` by a call whose fetch or store has ended.
+    """Use of the slot at ``offset`` by a write, or by a read whose result is not needed any more.
 
     ``written``  tier label and object of a write; None for a read
     """
@@ -149,11 +161,11 @@ class _Tier:
 
 
 class KVStore:
-    """A store over several tiers.
+    """One engine's access to stored objects in one or more tiers.
 
     ``plan``     spans of the KV cache groups
     ``space``    namespace of the objects
-    ``sizes``    payload bytes of an object, by group
+    ``sizes``    payload bytes of an object, by index of each group that has objects
     ``tiers``    folders, fastest first
     ``staging``  memory between files and blocks
     """
@@ -192,7 +204,7 @@ class KVStore:
         # Objects stored since the last `take_changes`; None unless `record_changes` was called.
         self._stored: list[tuple[str, ObjectName]] | None = None
         for tier in self._tiers:
-            # Read the index in the background: only eviction needs it.
+            # Read the eviction order in the background: lookups and reads do not need it.
             tier.writes.submit(tier.folder.open, time.monotonic() + limits.store_s)
 
     # Fetches.
@@ -207,8 +219,11 @@ class KVStore:
     ) -> None:
         """Start to look up the objects that a request could load beyond ``start_token``.
 
-        ``names``                names of the request's ``possible_objects``; objects past the known
-                                 tokens have no name
+        Ends an earlier fetch of this request.
+
+        ``names``                names of the request's ``possible_objects``; an object without a
+                                 name counts as missing
+        ``limit_token``          largest token at which the request may resume
         ``full_attention_only``  whether a transfer supplies windows and states
         """
         self.end_fetch(request_id)
@@ -231,11 +246,14 @@ class KVStore:
         machine.found((), [ref for ref in machine.candidates if not fetch.unanswered.get(ref)])
 
     def has_fetch(self, request_id: str) -> bool:
-        """Return whether the request has a fetch."""
+        """Return whether the request has a fetch, in progress or with a result."""
         return request_id in self._fetches
 
     def poll(self, request_id: str) -> Fetched | None:
-        """Return the result of a fetch; None while it runs, for at most ``load_s``."""
+        """Continue a fetch and return its result, or None while it runs.
+
+        From ``load_s`` after the start of the fetch, every call returns a result.
+        """
         fetch = self._fetches[request_id]
         if not fetch.over:
             self._advance(fetch, time.monotonic())
@@ -252,7 +270,7 @@ class KVStore:
         )
 
     def stop_fetch(self, request_id: str) -> None:
-        """End a fetch now with the longest verified prefix. ``poll`` then returns the result."""
+        """End a fetch now. ``poll`` then returns the longest prefix of verified objects."""
         fetch = self._fetches[request_id]
         self._advance(fetch, time.monotonic())
         if not fetch.over:
@@ -261,26 +279,27 @@ class KVStore:
             self._settle(fetch)
 
     def idle_s(self, request_id: str) -> float:
-        """Return the time since the tiers last delivered bytes to a fetch, in seconds.
+        """Return the time for which a fetch has waited for bytes of the tiers, in seconds.
 
-        Bytes of any read of a tier count for the queued reads of this tier.
+        Before the first bytes this is the time that its lookups and reads have taken. Bytes of any
+        read of a tier count for the queued reads of this tier.
         """
         return self._idle_s(self._fetches[request_id], time.monotonic())
 
     def object_bytes(self, refs: Iterable[ObjectRef]) -> int:
-        """Return the payload bytes of objects."""
+        """Return the sum of the objects' payload bytes."""
         return sum(self._sizes[ref.group] for ref in refs)
 
     def hand_over(self, request_id: str) -> list[int]:
-        """End a fetch and return its slots.
+        """Forget a fetch that has a result, and return the offsets of its slots.
 
-        The caller copies the objects and then frees the slots.
+        The caller frees the slots (``Staging.give_back``) when all ranks have copied the objects.
         """
         fetch = self._fetches.pop(request_id)
         return list(fetch.offsets.values())
 
     def end_fetch(self, request_id: str) -> None:
-        """End a fetch and free its slots. Idempotent."""
+        """Forget a fetch, if there is one, and free its slots; those of running reads later."""
         fetch = self._fetches.pop(request_id, None)
         if fetch is None:
             return
@@ -314,7 +333,7 @@ class KVStore:
         return fetch.machine.next_reads()
 
     def _free_unneeded(self, fetch: _Fetch) -> None:
-        """Free the slots of objects past the fetch's end, which only moves towards its start."""
+        """Free the slots of objects past ``end_token``, which only decreases once reads start."""
         for ref in fetch.offsets.keys() - set(fetch.machine.needed):
             self.staging.give_back(fetch.offsets.pop(ref))
 
@@ -389,9 +408,9 @@ class KVStore:
             fetch.readings.append(started)
 
     def _start_read(self, fetch: _Fetch, ref: ObjectRef, now: float) -> _Reading | None:
-        """Start to read an object from the fastest tier that has it.
+        """Start to read an object from the fastest tier that has it and accepts the read.
 
-        Return None if no tier has it, staging is full, or no such tier accepts the read.
+        Return None if there is no such tier, or no room in staging.
         """
         if not fetch.tiers.get(ref):
             return None
@@ -411,7 +430,10 @@ class KVStore:
         return None
 
     def _promote(self, name: ObjectName, reading: _Reading) -> None:
-        """Copy an object that was read from a slow tier to all faster tiers."""
+        """Queue writes of a verified object to all tiers faster than the one it was read from.
+
+        Writes none if stores may not use more of staging (``_may_store``).
+        """
         assert reading.call.result is not None
         cost_ns = reading.call.result.cost_ns
         size = reading.call.result.payload_bytes
@@ -431,7 +453,7 @@ class KVStore:
         self.counts["missed_tokens"] += machine.limit_token - machine.end_token
 
     def _abandon(self, readings: Iterable[_Reading]) -> None:
-        """Cancel queued reads. The slot of a running read stays in use until the read returns."""
+        """Cancel queued reads. ``_sweep`` frees the slot of each read once the read has ended."""
         for each in readings:
             lane = self._tiers[each.tier].reads
             lane.cancel(each.call)
@@ -442,8 +464,8 @@ class KVStore:
     def reserve(self, ref: ObjectRef) -> int | None:
         """Reserve a slot of staging for an object to store; return its offset.
 
-        Return None, and count a dropped store, if staging is full, stores already use half of it,
-        or no tier accepts writes.
+        Return None, and count a dropped store, if staging has no room, if stores would use more
+        than half of it (``_may_store``), or if no tier accepts writes.
         """
         self._sweep()
         size, offset = self._sizes[ref.group], None
@@ -459,14 +481,19 @@ class KVStore:
         return offset
 
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
-        """Write an object to every tier, once all ranks have filled its slot."""
+        """Queue writes of an object to all tiers, after all ranks have filled its slot.
+
+        Its slot is freed after the writes. Counts a dropped store if no tier accepts the write.
+
+        ``cost_ns``  time to recompute the object, in nanoseconds; orders evictions
+        """
         written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
         if not any(written):
             self.counts["dropped_stores"] += 1
         self._release(offset)
 
     def drop(self, offset: int) -> None:
-        """Free the slot of an object that the ranks did not fill."""
+        """Free a reserved slot without a write, and count a dropped store."""
         self.counts["dropped_stores"] += 1
         self._release(offset)
 
@@ -475,7 +502,10 @@ class KVStore:
         self.staging.give_back(offset)
 
     def _may_store(self, size: int) -> bool:
-        """Return whether stores leave half of staging to loads. One object is always allowed."""
+        """Return whether a store of ``size`` payload bytes leaves half of staging to loads.
+
+        A store is always allowed while there is no other.
+        """
         stores = self._reserved | {each.offset for each in self._lingering if each.written is not None}
         return not stores or 2 * (self.staging.bytes_of(stores) + slot_bytes(size)) <= self.staging.size_bytes
 
@@ -497,9 +527,11 @@ class KVStore:
             tier.removed = deque(maxlen=_KEPT_CHANGES)
 
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return the objects stored and the objects removed since the last call.
+        """Return what this process has stored and what it has removed since the last call.
 
-        Each entry is (tier label, object). Removals by other processes are not included.
+        Each entry is (tier label, object). A removed object was evicted, or corrupt in a lookup or
+        read; at most the last _KEPT_CHANGES of each tier are returned. Both lists are empty without
+        ``record_changes``.
         """
         self._sweep()
         stored, removed = self._stored or [], []
@@ -516,7 +548,7 @@ class KVStore:
         return sum(not fetch.over for fetch in self._fetches.values())
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return all counts since the start: ``{counter: {label: number}}``."""
+        """Return counts, bytes and seconds since the start: ``{counter: {label: number}}``."""
         self._sweep()
         counts, tiers = self.counts, {tier.label: tier.counts for tier in self.tiers}
         return {
@@ -539,12 +571,15 @@ class KVStore:
         }
 
     def idle(self) -> bool:
-        """Return whether every committed object has been written or dropped."""
+        """Return whether no write, and no read of an ended fetch, is queued or running."""
         self._sweep()
         return not self._lingering
 
     def close(self) -> None:
-        """Stop without waiting. Unwritten objects are lost."""
+        """Fail queued calls and reject new ones. Objects that are not written yet are lost.
+
+        Waits at most a second per tier for threads that hold its ledger's lock.
+        """
         for tier in self._tiers:
             for lane in (tier.lookups, tier.reads, tier.writes):
                 lane.close()
@@ -563,7 +598,7 @@ class KVStore:
             self.staging.give_back(each.offset)
             if each.written is not None:
                 self._seconds["stored", each.written[0]] += each.call.seconds
-                # Without a result: the object was already in the tier.
+                # The result is False if the object was already in the tier.
                 if self._stored is not None and each.call.state is CallState.ENDED and each.call.result:
                     self._stored.append(each.written)
         self._lingering = kept

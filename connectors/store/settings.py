@@ -16,18 +16,20 @@ GIB = 1 << 30
 class StoreSettings:
     """Settings of the KV store.
 
-    ``path``          folder on a local disk; empty: no disk tier
-    ``disk_gib``      budget of ``path`` in GiB, shared by all engines that use it
-    ``memory_gib``    budget of host memory in GiB, shared by all engines of this host; 0: no memory
-                      tier
+    ``path``          folder on a local disk; engines with the same folder share its objects; empty:
+                      no disk tier
+    ``disk_gib``      maximum size of all files in ``path``, of all engines, in GiB
+    ``memory_gib``    maximum size of all files in ``memory_path``, of all engines, in GiB; 0: no
+                      memory tier
     ``memory_path``   folder on a tmpfs; engines with the same folder share its objects
     ``chunk_tokens``  tokens per chunk; ``planning/spans.py`` derives each group's objects from it
-    ``staging_mib``   shared memory of this engine between files and KV blocks, in MiB
-    ``lookup_s``      time after which a lookup without an answer is a miss, and after which a fetch
-                      ends if the tiers deliver no bytes to it, in seconds
+    ``staging_mib``   size of this engine's shared memory between files and KV blocks, in MiB
+    ``lookup_s``      time after which an unanswered lookup is a miss, and after which a fetch ends
+                      if the tiers deliver no bytes to it, in seconds
     ``load_s``        time from the start of a fetch after which unverified objects are not loaded,
                       in seconds
-    ``store_s``       time after which an unwritten object is dropped, in seconds
+    ``store_s``       time for which an object may wait for its write after all ranks have copied it
+                      into staging, in seconds; then the store drops it
     """
 
     path: str = ""
@@ -54,7 +56,7 @@ class StoreSettings:
 def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
     """Parse the ``store`` object of ``kv_connector_extra_config``.
 
-    Raises ConfigurationError that names the key.
+    Raises ConfigurationError that names the invalid or missing key.
     """
     given = extra.get("store")
     if not isinstance(given, Mapping):

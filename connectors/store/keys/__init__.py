@@ -1,1 +1,1 @@
-"""Names of stored objects. Pure: equal on every host, for every TP size and block size."""
+"""Names of stored objects; they are equal on every host, for every TP size and block size."""

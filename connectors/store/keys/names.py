@@ -1,12 +1,12 @@
 """Names of stored objects, by model (namespace), tokens (prefix) and KV cache group.
 
-    namespace  weights and configuration, dtypes, vLLM release, layout of objects
-    prefix     all token ids from the first one, the adapter, the salt, and multimodal inputs at
-               their offsets
+    namespace  weights and configuration, dtypes, vLLM release, ``chunk_tokens``, layout of objects
+    prefix     namespace, all token ids from the first one, the adapter, the salt, and multimodal
+               inputs at their offsets
     key        namespace, prefix up to the object's end, group
 
-All are BLAKE2b of bytes defined here. They do not depend on Python's ``hash``, the TP size, block
-sizes or the host.
+All three are BLAKE2b digests of these values. They do not depend on Python's ``hash``, the TP size,
+block sizes or the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 
-# Version of names and object contents. Versions have different namespaces.
+# Version of names, file headers and object contents. Versions have different namespaces.
 FORMAT = 1
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
@@ -35,7 +35,7 @@ _MARK = np.array([-1], "<i8").tobytes()
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """Properties besides the layout that must be equal for two engines to share KV.
+    """Properties besides the layout of objects that must be equal for two engines to share objects.
 
     ``weights``         digest of weights and configuration; paths may differ between hosts
     ``dtype``           dtype of the model
@@ -64,7 +64,7 @@ class Feature:
 def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> bytes:
     """Return the namespace of a model's objects, NAMESPACE_BYTES long.
 
-    ``store``  layout of the virtual engine
+    ``store``  layout of the virtual engine (``store_layout``)
     """
     groups = [
         {
@@ -98,6 +98,10 @@ class PrefixChain:
     A digest covers all tokens from the first one, and is the same for any division into ``extend``
     calls. The chain keeps the digest at each multiple of ``spans`` (``StorePlan.spans``). A feature
     is part of all digests of prefixes that end after its offset.
+
+    ``space``    namespace of the objects
+    ``adapter``  identity of the LoRA adapter's content; empty without an adapter
+    ``salt``     cache salt of the request; None differs from an empty salt
     """
 
     def __init__(
@@ -120,7 +124,11 @@ class PrefixChain:
         self.tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens. Raises PlanError for a negative id, or a feature at a negative offset."""
+        """Append tokens to the prefix.
+
+        Raises PlanError for a negative id, or a feature at a negative offset; the chain is then
+        unchanged.
+        """
         ids = np.asarray(token_ids, "<i8")
         if len(ids) and int(ids.min()) < 0:
             raise PlanError("token ids must not be negative")
@@ -129,7 +137,7 @@ class PrefixChain:
         offsets = set()
         for feature in self._features:
             if feature.offset < start:
-                raise PlanError(f"a feature begins at token {feature.offset}, but {start} tokens are already hashed")
+                raise PlanError(f"a multimodal input is at token {feature.offset}, but {start} tokens are hashed")
             if feature.offset < stop:
                 offsets.add(feature.offset)
         for stop_at in sorted({*ends, *offsets, stop}):
@@ -145,12 +153,12 @@ class PrefixChain:
     def prefix(self, end_token: int) -> bytes:
         """Return the digest of the first ``end_token`` tokens.
 
-        ``end_token`` is a multiple of one of ``spans`` that ``extend`` has reached.
+        ``end_token`` must be a multiple of one of ``spans`` that ``extend`` has reached.
         """
         return self._digests[end_token]
 
     def key(self, ref: ObjectRef) -> bytes:
-        """Return the key of an object of this request, 32 bytes."""
+        """Return the key of an object of this request, KEY_BYTES long."""
         whole = hashlib.blake2b(self._space, digest_size=KEY_BYTES, person=b"tandem-object")
         whole.update(self.prefix(ref.end_token))
         whole.update(ref.group.to_bytes(4, "little"))

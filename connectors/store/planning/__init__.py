@@ -1,1 +1,1 @@
-"""Geometry of the KV store: stored objects, usable prefixes, and the bytes to copy. Pure."""
+"""Plans which objects the KV store keeps and loads, and which bytes to copy, without any I/O."""

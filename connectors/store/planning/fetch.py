@@ -1,12 +1,16 @@
-"""State machine of one request's fetch: which objects to look up and to read, and when it ends.
+"""State machine of one request's fetch: which stored objects to look up and read, and when it ends.
 
-    lookup   ``candidates`` are looked up; ``found`` reports which ones exist
-    reading  ``fit`` limits the reads to the free memory; ``next_reads`` are read into staging;
-             ``read`` and ``failed`` report the results
-    settled  all objects for ``end_token`` are verified, in staging
+A fetch brings the objects of the longest usable prefix from the tiers into staging memory.
+
+    lookup   the caller looks ``candidates`` up; ``found`` records which ones exist;
+             ``stop_looking`` ends the lookup at its deadline
+    reading  ``fit`` limits the reads to the free memory; the caller reads ``next_reads`` into
+             staging; ``read`` and ``failed`` record the results; ``give_up`` ends the fetch
+             early, for example at its deadline
+    settled  all objects that a resume at ``end_token`` needs are verified, in staging
 
 If an object cannot be read, the fetch continues with the longest prefix that does not need this
-object. Sans-I/O: the caller applies the deadlines and calls ``give_up``.
+object. Sans-I/O: files, memory and deadlines are the caller's.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ from connectors.store.planning.spans import StorePlan
 class Fetch:
     """Fetch of one request.
 
-    ``start_token``  tokens in the engine's own cache
+    ``start_token``  number of tokens in the engine's own cache
     ``limit_token``  largest token at which the request may resume
-    ``end_token``    token at which it can resume with the current objects
+    ``candidates``   objects that a resume could need, sorted by end, then group
+    ``end_token``    token at which the request can resume with the objects that are present and
+                     fit into memory; ``start_token`` during the lookup
     """
 
     def __init__(self, plan: StorePlan, start_token: int, limit_token: int) -> None:
@@ -48,21 +54,21 @@ class Fetch:
 
     @property
     def verified(self) -> frozenset[ObjectRef]:
-        """Objects that have been verified in staging."""
+        """Objects that ``read`` has recorded, also those that are not needed any more."""
         return frozenset(self._verified)
 
     @property
     def needed(self) -> list[ObjectRef]:
-        """Objects needed to resume at ``end_token``."""
+        """Objects needed to resume at ``end_token``, sorted by end, then group."""
         return needed_objects(self._plan, self.start_token, self.end_token)
 
     @property
     def settled(self) -> bool:
-        """True once the fetch has ended."""
+        """True after ``give_up``, or once all needed objects are verified."""
         return self._given_up or (not self._looking and self._verified.issuperset(self.needed))
 
     def found(self, refs: Iterable[ObjectRef], missing: Iterable[ObjectRef]) -> None:
-        """Record the answers of a lookup: a tier has ``refs``, no tier has ``missing``."""
+        """Record answers of the lookup: a tier has ``refs``, no tier has ``missing``."""
         refs, missing = set(refs), set(missing)
         self._present |= refs & self._looking
         self._looking -= refs | missing
@@ -74,10 +80,12 @@ class Fetch:
         self._choose()
 
     def fit(self, sizes: Mapping[int, int], room_bytes: int) -> bool:
-        """Lower ``end_token`` until its unread objects fit into memory; return whether it changed.
+        """Lower ``end_token`` until the objects still to be read fit; return whether it changed.
 
-        ``sizes``       bytes of memory of an object, by group
-        ``room_bytes``  free memory
+        Does nothing during the lookup and after ``give_up``.
+
+        ``sizes``       bytes of memory that an object takes, by group
+        ``room_bytes``  bytes of free memory
         """
 
         def unread_bytes(limit_token: int) -> int:
@@ -92,7 +100,10 @@ class Fetch:
         return True
 
     def next_reads(self) -> list[ObjectRef]:
-        """Return the objects to read now. They count as being read until ``read`` or ``failed``."""
+        """Return the objects to read now; none during the lookup and after ``give_up``.
+
+        They count as being read until ``read`` or ``failed``.
+        """
         if self._looking or self._given_up:
             return []
         reads = self._unread(self.end_token)
@@ -100,7 +111,7 @@ class Fetch:
         return reads
 
     def read(self, ref: ObjectRef) -> bool:
-        """Record a verified object; return whether the fetch still needs it."""
+        """Record a verified object; return False if it was not being read (any more)."""
         if ref not in self._reading or self._given_up:
             return False
         self._reading.discard(ref)
@@ -108,13 +119,13 @@ class Fetch:
         return True
 
     def failed(self, ref: ObjectRef) -> None:
-        """Record an object that could not be read, for example because it is corrupt."""
+        """Record an object that could not be read, for example because it is corrupt or missing."""
         self._reading.discard(ref)
         self._present.discard(ref)
         self._choose()
 
     def give_up(self) -> None:
-        """End the fetch at its deadline with the longest prefix of verified objects."""
+        """End the fetch now, with the longest prefix of verified objects."""
         self._looking.clear()
         self._present = set(self._verified)
         self._reading.clear()

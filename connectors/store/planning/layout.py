@@ -1,8 +1,8 @@
-"""Describes the store as a virtual engine, so that ``plan_pair`` plans copies in both directions.
+"""Describes the store as a virtual engine, so that the planner of transfers also plans its copies.
 
 The virtual engine has TP 1 and a dense layout with one block per object. ``plan_pair(rank, store)``
-plans a rank's writes into objects, and ``plan_pair(store, rank)`` its reads from objects. Both work
-for any TP size, block size and strides. ``prove_plans`` proves them.
+plans a rank's copies into objects, and ``plan_pair(store, rank)`` its copies from objects, for the
+TP size, block size and strides of that rank. ``plan_rank`` and ``prove_store`` prove both.
 
 An object may have any address in a process. The virtual engine therefore begins at address 0 with
 blocks one byte apart: *the block id of an object is the address of its first byte.*
@@ -39,9 +39,10 @@ class RankPlans:
 
 
 def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    """Return the layout of the virtual engine.
+    """Return the layout of the virtual engine, derived from the layout of one rank.
 
-    The layouts of all ranks of one model give the same result.
+    All ranks of engines that share objects must give the same result: ``prove_store`` compares the
+    ranks of one engine, and the namespace contains the result (``keys/names.py``).
     """
     groups = tuple(
         _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))
@@ -57,7 +58,7 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
 
 def stored_groups(plan: StorePlan) -> tuple[GroupSpans, ...]:
-    """Return the groups that have objects. Plans and virtual layouts contain only these."""
+    """Return the groups that have objects: ``RankPlans`` and the virtual layout have only these."""
     return tuple(spans for spans in plan.groups if spans.stored)
 
 
@@ -72,8 +73,8 @@ def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
     """Plan both directions for one rank, and prove that a load fills the rank's blocks.
 
-    ``prove_store`` proves that all ranks together fill an object. Raises PlanError if the bytes
-    cannot be mapped, and CoverError if the proof fails.
+    ``prove_store`` proves that all ranks together fill an object. Raises PlanError if the rank's
+    blocks and objects cannot be divided into common units, and CoverError if the proof fails.
     """
     store, rank = store_layout(plan, layout), stored_part(plan, layout)
     plans = RankPlans(plan_pair(rank, store), plan_pair(store, rank))
@@ -85,11 +86,13 @@ def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayou
     """Prove that an engine's ranks together write each byte of an object once.
 
     Return the layout of the virtual engine. Raises PlanError if the ranks' layouts of objects
-    differ, and CoverError if the proof fails.
+    differ or their copies cannot be planned, and CoverError if the proof fails.
     """
     stores = [store_layout(plan, layout) for layout in layouts]
     if any(store != stores[0] for store in stores):
-        raise PlanError("the ranks of this engine have different object layouts; report this model")
+        raise PlanError(
+            "store: the ranks of this engine have different layouts of objects; remove store, and report this model"
+        )
     prove_plans(stores[0], [plan_pair(stored_part(plan, layout), stores[0]) for layout in layouts])
     return stores[0]
 

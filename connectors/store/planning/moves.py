@@ -1,10 +1,10 @@
-"""Converts objects and block tables to ``Moves`` between blocks and objects.
+"""Lists the units to copy (``Moves``) from a request's blocks into objects, and back.
 
-``store_moves`` and ``load_moves`` return moves for the plans of ``layout.plan_rank``. Their group
-numbers therefore count only stored groups.
+``store_moves`` and ``load_moves`` return moves for the plans of ``layout.plan_rank``. The group
+numbers of moves therefore count only groups that have objects.
 
-``tables[g]``       block table of KV cache group g
-``addresses[ref]``  address of an object in this process
+``tables[g]``       block table of KV cache group g, with or without objects
+``addresses[ref]``  address in this process of the staging slot of an object
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 
 
 def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) -> bool:
-    """Return whether a group's block table still has all blocks of an object's kept tokens."""
+    """Return whether a group's block table has all blocks of an object's kept tokens or state."""
     if spans.is_state:
         first = state_position(spans.group, ref.end_token)
     else:
@@ -36,9 +36,9 @@ def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) ->
 def store_moves(
     plan: StorePlan, pair: PairPlan, tables: Sequence[Sequence[int]], addresses: Mapping[ObjectRef, int]
 ) -> list[Moves]:
-    """Return the moves that copy objects out of a request's blocks.
+    """Return the moves that copy a request's blocks into the objects in ``addresses``.
 
-    Raises PlanError if a block is no longer allocated.
+    Raises PlanError if the table lacks a block, for example one that has left its window.
     """
     moves = []
     for number, spans in enumerate(stored_groups(plan)):
@@ -83,9 +83,10 @@ def load_moves(
 ) -> list[Moves]:
     """Return the moves that fill a request's blocks from objects, to resume at ``end_token``.
 
-    Tokens before ``start_token`` are in the engine's own cache; no move writes to their blocks.
-    With ``full_attention_only``, no move writes to windows and states: a transfer fills them.
-    Raises PlanError if a block is not allocated or an object is missing.
+    Tokens before ``start_token`` are in the engine's own cache; no move writes to a block that has
+    only such tokens. With ``full_attention_only``, no move writes to windows and states: a transfer
+    fills them. Raises PlanError if ``start_token`` exceeds ``end_token``, a block is not allocated,
+    or ``addresses`` lacks a needed object.
     """
     moves: list[Moves] = []
     for number, spans in enumerate(stored_groups(plan)):
@@ -122,7 +123,10 @@ def load_moves(
 
 
 def _addresses(addresses: Mapping[ObjectRef, int], group: int, ends: Ints) -> tuple[Ints, Ints]:
-    """Return the addresses of the distinct objects, and the index of each end's address."""
+    """Return the addresses of a group's objects that end at ``ends``, each one once.
+
+    Also return the index of each end's address. Raises PlanError if an object is missing.
+    """
     distinct, which = np.unique(ends, return_inverse=True)
     found = [_address(addresses, ObjectRef(end, group)) for end in distinct.tolist()]
     return np.asarray(found, np.int64), which

@@ -1,4 +1,7 @@
-"""Computes the objects that a step completes or a resume needs, and the usable stored prefix.
+"""Computes the objects that a step completes or a request needs, and the usable stored prefix.
+
+Here, a request *resumes at token t* if the engine computes it from token t on, and takes the
+earlier KV that it needs from the engine's own cache and from objects.
 
 An object is identified by its group and its end token. It keeps the tokens ``[end_token -
 kept_tokens, end_token)``, or the state after ``end_token`` tokens.
@@ -18,7 +21,7 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 class ObjectRef:
     """One object of one request's prefix.
 
-    ``end_token``  token at which the object ends
+    ``end_token``  number of tokens from the request's first one to the object's end
     ``group``      index of its KV cache group
     """
 
@@ -30,7 +33,7 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
     """Return the objects that a step completes, sorted by end, then group.
 
     The step computes tokens ``[before_tokens, after_tokens)``. A state exists only between two
-    steps, so a step completes a state object only if both have the same end token.
+    steps, so a step completes a state object only if ``after_tokens`` is the object's end.
     """
     refs = []
     for group in plan.groups:
@@ -51,8 +54,8 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
 def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
     """Return the objects that a request must load to resume at ``end_token``.
 
-    Tokens ``[0, start_token)`` are already computed. Loads fill whole blocks, so a window needs all
-    objects of the block in which it begins.
+    They are sorted by end, then group. Tokens ``[0, start_token)`` are in the engine's own cache.
+    Loads fill whole blocks, so a window needs all objects of the block in which it begins.
     """
     refs = [
         ObjectRef(end, group.index)
@@ -77,7 +80,11 @@ def _needed_ends(group: GroupSpans, start_token: int, end_token: int) -> Iterato
 
 
 def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterator[int]:
-    """Yield the resume points in ``(start_token, limit_token]``, largest first."""
+    """Yield the tokens in ``(start_token, limit_token]`` at which a request could resume.
+
+    These are the ends of chunks and, unless ``only_chunk_ends``, of all groups' spans. The largest
+    comes first.
+    """
     chunk = plan.chunk_tokens
     points = set(range((start_token // chunk + 1) * chunk, limit_token + 1, chunk))
     if not plan.only_chunk_ends:
@@ -90,8 +97,8 @@ def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterat
 def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
     """Return the largest token at which a request can resume with ``present`` objects.
 
-    ``start_token``  tokens in the engine's own cache; the result without a usable object
-    ``limit_token``  upper limit; usually the prompt's length minus 1, because the engine always
+    ``start_token``  number of tokens in the engine's own cache; the result if no object is usable
+    ``limit_token``  upper limit; usually the request's length minus 1, because the engine always
                      computes the last token
     """
     for group in _full(plan):
@@ -104,9 +111,9 @@ def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, li
 
 
 def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
-    """Return all objects that a resume up to ``limit_token`` could need.
+    """Return all objects that a resume in ``(start_token, limit_token]`` could need.
 
-    They are sorted by end, then group.
+    They are sorted by end, then group. Tokens ``[0, start_token)`` are in the engine's own cache.
     """
     points = list(resume_points(plan, start_token, limit_token))
     refs = {ObjectRef(end, g.index) for g in _full(plan) if points for end in _needed_ends(g, start_token, points[0])}
@@ -124,7 +131,10 @@ def _not_full(plan: StorePlan) -> list[GroupSpans]:
 
 
 def _covered(group: GroupSpans, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
-    """Return the token up to which a full-attention group is present without a gap."""
+    """Return the token up to which a full-attention group's objects are present without a gap.
+
+    At least ``start_token`` and at most ``limit_token``.
+    """
     for end in _needed_ends(group, start_token, limit_token):
         if ObjectRef(end, group.index) not in present:
             return max(start_token, end - group.span_tokens)

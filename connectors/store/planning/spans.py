@@ -1,9 +1,9 @@
-"""Plans how each KV cache group is divided into stored objects, when an engine starts.
+"""Plans, when an engine starts, how each KV cache group is divided into stored objects.
 
-chunk  ``chunk_tokens`` tokens of a request
-row    tokens that a kernel packs together (``planning/layout.py``)
-span   tokens of one group per object: ``chunk_tokens`` if rows can be cut at chunk ends; else the
-       fewest whole rows that cover a chunk, with a warning
+chunk  ``chunk_tokens`` tokens of a request; chunks begin at multiples of ``chunk_tokens``
+row    one token, or several that a kernel packs together (``connectors/planning/layout.py``)
+span   tokens of one group per object: ``chunk_tokens`` if the rows of all its layers can be cut at
+       chunk ends; else the fewest tokens that cover a chunk and end between rows, with a warning
 
 Spans depend on rows and not on the allocator's block size, so engines of different block sizes have
 the same objects.
@@ -15,6 +15,8 @@ An object *keeps* the tokens that a reader needs:
                        rounded up to a power of two and then to whole rows; at most the chunk
     chunked attention  the whole chunk; nothing if attention chunks end at every chunk end
     state              the state at the chunk's end
+
+A windowed or chunked group whose span exceeds the chunk keeps its whole span.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class GroupSpans:
     """Span and kept tokens of one group.
 
     ``span_tokens``  tokens from one object's end to the next
-    ``kept_tokens``  tokens in an object, up to its end; 0 for a state, and for a group without
-                     objects
+    ``kept_tokens``  number of a span's last tokens that an object keeps; 0 for a state, and for a
+                     group without objects
     ``whole``        whether the span exceeds the chunk because rows cannot be cut at chunk ends
     """
 
@@ -59,10 +61,10 @@ class GroupSpans:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Spans of all groups of an engine's cache.
+    """Spans of the groups of an engine's cache.
 
     ``chunk_tokens``  tokens per chunk
-    ``groups``        spans of each KV cache group
+    ``groups``        spans of each KV cache group, with or without objects, sorted by index
     ``warnings``      messages for the operator's log
     """
 
@@ -72,30 +74,31 @@ class StorePlan:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Distinct spans in tokens, ascending. Objects end at their multiples."""
+        """Distinct spans of the groups that have objects, ascending; objects end at multiples."""
         return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
 
     @cached_property
     def full_attention(self) -> StorePlan:
-        """The plan with full-attention groups only."""
+        """The plan with full-attention groups only; positions in ``groups`` are not indices."""
         groups = tuple(group for group in self.groups if group.group.kind is GroupKind.FULL)
         return StorePlan(self.chunk_tokens, groups, ())
 
     @cached_property
     def first_tokens(self) -> int:
-        """Tokens that a request must compute before a later request can resume from the store."""
+        """Number of a prompt's first tokens that must be stored before a request can resume."""
         return max((group.span_tokens for group in self.groups if group.stored), default=self.chunk_tokens)
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """True if requests can resume only at chunk ends: a group keeps states or partial spans."""
+        """True if a group keeps states or parts of spans, so requests resume only at chunk ends."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 
 def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -> StorePlan:
     """Plan how an engine's ``groups`` are stored.
 
-    Raises ConfigurationError if ``chunk_tokens`` does not fit the model or its block sizes.
+    Raises ConfigurationError if there are no groups, or if ``chunk_tokens`` does not fit them,
+    their block sizes or ``max_model_len``.
     """
     if type(chunk_tokens) is not int or chunk_tokens <= 0:
         raise ConfigurationError(f"store: chunk_tokens must be a positive number of tokens, not {chunk_tokens!r}")
@@ -110,14 +113,15 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
             "chunk_tokens to a value that is not a multiple of the model's attention chunks"
         )
     plan = StorePlan(chunk_tokens, spans, tuple(_warning(each, chunk_tokens) for each in spans if each.whole))
-    # vLLM always computes the last token of a request, so a load has at most max_model_len - 1.
+    # vLLM always computes the last token of a request, so a load has at most max_model_len - 1
+    # tokens.
     if plan.first_tokens >= max_model_len:
         raise ConfigurationError(_nothing_fits(plan, max_model_len))
     return plan
 
 
 def granule_tokens(group: Group) -> int:
-    """Return the number of tokens between adjacent positions at which all layers can be cut."""
+    """Return the fewest tokens that are whole rows in all layers of a group."""
     return math.lcm(*(group.row_tokens(pages) for pages in group.layers))
 
 
@@ -139,7 +143,7 @@ def _spans(group: Group, chunk_tokens: int) -> GroupSpans:
 
 
 def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
-    """Return the number of tokens to keep of a chunk, for attention after the chunk's end."""
+    """Return how many of a chunk's last tokens to keep, for attention after the chunk's end."""
     if group.kind not in WINDOWED:
         return chunk_tokens
     assert group.window_tokens is not None
@@ -147,13 +151,13 @@ def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
         # If attention chunks end at every chunk end, later tokens read no token before that end.
         return 0 if chunk_tokens % group.window_tokens == 0 else chunk_tokens
     seen = group.window_tokens - 1
-    # A power of two is a multiple of most block sizes.
+    # Most block sizes are powers of two too, so that kept tokens and blocks fit (``_fits``).
     kept = 1 << (seen - 1).bit_length() if seen else 0
     return min(chunk_tokens, -(-kept // granule) * granule)
 
 
 def _fits(block_tokens: int, kept: int, chunk_tokens: int) -> bool:
-    """Return whether a load at a chunk end leaves every block complete for a prefix cache.
+    """Return whether a load up to a chunk end leaves every block complete for a prefix cache.
 
     Blocks within the kept tokens are complete. A block longer than the kept tokens ends with the
     chunk, and no token after the chunk reads the tokens that the block lacks.

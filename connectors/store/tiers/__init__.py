@@ -1,1 +1,1 @@
-"""Tiers of the KV store: folders of object files, on disk or in host memory (tmpfs)."""
+"""Tiers of the KV store (folders of object files, on disk or on tmpfs), and staging memory."""

@@ -1,9 +1,9 @@
 """Eviction order of a tier: GreedyDual over recompute cost per byte. Pure: no clock, no files.
 
-An object's *value* is its cost per byte plus the *age* at its last use. Eviction removes the object
-of least value and raises the age to this value, so it eventually removes all unused objects. Among
-equal values, it removes the least recently used object first. With equal costs per byte, this is
-LRU.
+The *age* of a tier starts at 0. An object's *value* is its cost per byte plus the age at its last
+use. Eviction removes the object of least value and raises the age to this value, so it eventually
+removes all unused objects. Among equal values, it removes the least recently used object first.
+With equal costs per byte, this is LRU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Entry:
 
 
 class EvictionOrder(Generic[K]):
-    """Objects by value. Operations other than ``size_bytes`` take amortized logarithmic time."""
+    """Objects by value. Operations take amortized logarithmic time, except for ``size_bytes``."""
 
     def __init__(self) -> None:
         self._entries: dict[K, _Entry] = {}
@@ -44,7 +44,10 @@ class EvictionOrder(Generic[K]):
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def add(self, key: K, size_bytes: int, cost: float) -> None:
-        """Add an object as just used, or update its size and cost; all costs have the same unit."""
+        """Add an object as just used, or update its size and cost.
+
+        ``cost``  cost to recompute the whole object; costs of all objects have the same unit
+        """
         self._entries[key] = _Entry(size_bytes, cost / max(1, size_bytes), 0)
         self.use(key)
 
@@ -63,7 +66,7 @@ class EvictionOrder(Generic[K]):
         self._entries.pop(key, None)
 
     def pop(self) -> tuple[K, int] | None:
-        """Remove the object of least value; return its key and size, or None without objects."""
+        """Remove the object of least value; return its key and bytes, or None without objects."""
         while self._heap:
             item = heapq.heappop(self._heap)
             if self._current(item):

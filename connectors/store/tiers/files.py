@@ -1,4 +1,4 @@
-"""System calls on object files, in one class so that a campaign can inject failures."""
+"""System calls on object files. Tests replace the class ``Files`` to inject failures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES
 
 PIECE_BYTES = 256 << 10
-"""Bytes per read call. A read reports progress after each call: a disk without progress hangs
-(``reads.py``)."""
+"""Payload bytes per read call. A read reports progress after each call, so that the store can tell
+a slow disk from a hanging one (``reads.py``)."""
 
 
 class Files:
@@ -30,10 +30,11 @@ class Files:
             return os.pread(fd, HEADER_BYTES, 0), state
 
     def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
-        """Fill ``payload``; return the header's bytes, the file size and the payload bytes read.
+        """Read a file's payload into ``payload``, up to the end of either.
 
-        Calls ``piece_read`` after each piece. Also raises CorruptObjectError if ``path`` is not a
-        regular file.
+        Return the header's bytes (fewer if the file is shorter), the file's size and the number of
+        payload bytes read. Calls ``piece_read`` after each read call. Also raises
+        CorruptObjectError if ``path`` is not a regular file.
         """
         with _opened(path) as (fd, state):
             header = bytearray(HEADER_BYTES)
@@ -51,7 +52,8 @@ class Files:
     def create(self, path: Path, size_bytes: int) -> int:
         """Create a file with ``size_bytes`` allocated; return its descriptor.
 
-        The file stays locked until the descriptor is closed.
+        The file stays locked until the descriptor is closed. If the file exists, raises
+        FileExistsError.
         """
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -65,6 +67,7 @@ class Files:
         return fd
 
     def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
+        """Write header and payload at a file's start. With ``sync``, wait until they are synced."""
         count = os.pwritev(fd, [header, payload], 0)
         while count < len(header) + payload.nbytes:
             if count < len(header):
@@ -75,13 +78,13 @@ class Files:
             os.fdatasync(fd)
 
     def publish(self, part: Path, path: Path) -> None:
-        """Rename a complete file to its final name, and create its folder if necessary."""
+        """Rename a complete file to its final name, and create this name's folder if necessary."""
         path.parent.mkdir(exist_ok=True)
         part.rename(path)
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether the process that was writing this file has ended; False if unknown."""
+    """Return whether no process writes to this file any more; False if unknown."""
     try:
         with _opened(path, os.O_RDWR) as (fd, _):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,14 @@
 """A tier: a folder of objects with a byte budget, shared by any number of processes.
 
+    <path>/tandem-kv-store            marks the folder as a store
     <path>/ledger                     bytes used, under a lock of <path> (ledger.py)
     <path>/parts/<process>-<number>   files being written, locked by their writers
-    <path>/objects/<namespace>/<key>  complete objects; renamed into place, never changed
+    <path>/objects/<namespace>/<key>  complete objects; renamed into place, content never changed
 
-The folder is on a disk, or on tmpfs for host memory. The files are the index: a lookup opens the
-file of a key. Each process reads the eviction order from the files when it starts, and again when
-it counts their bytes. All methods block on the file system: callers run them in threads with
-deadlines (``lanes.py``). A failure is a miss or a dropped store.
+The folder is on a disk, or on tmpfs for host memory. There is no index: a lookup opens the file of
+a key. Each process reads the eviction order from the files when it starts, and again when it counts
+their bytes. Methods block on the file system, so callers run all but the constructor and ``close``
+in threads with deadlines (``lanes.py``). A failure is a miss or a dropped store.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class TierCounts:
 class FolderTier:
     """Objects in one folder. Thread-safe.
 
+    Creates the folder if necessary. Raises ConfigurationError if it cannot be used, or if the
+    budget is not positive.
+
     ``budget_bytes``  limit for the bytes of all files, including those of other processes
     ``durable``       whether to sync each file before it is renamed; tmpfs needs no sync
     ``files``         system calls, replaced in tests
@@ -80,7 +84,8 @@ class FolderTier:
         self.label = label
         self.budget_bytes = budget_bytes
         self.counts = TierCounts()
-        # Names of objects that this process has removed; None: not recorded. The owner may set it.
+        # Objects that this process has evicted, or found corrupt in a lookup or read. None: not
+        # recorded. The owner of this tier may set a deque.
         self.removed: deque[ObjectName] | None = None
         self._durable = durable
         self.files = files or Files()
@@ -104,9 +109,10 @@ class FolderTier:
         self._ledger = Ledger(path, self._scan)
 
     def open(self) -> int:
-        """Read the index from the files; return the number of objects.
+        """Read the eviction order from the files, if not done yet; return its number of objects.
 
-        Lookups and loads do not need the index.
+        Only eviction needs it. Raises StoreError if the ledger's lock is not free within _OPEN_S,
+        or the files cannot be counted.
         """
         with self._ledger.locked(time.monotonic() + _OPEN_S):
             pass
@@ -114,14 +120,18 @@ class FolderTier:
             return len(self._order)
 
     def used_bytes(self, deadline: float) -> int:
-        """Return the bytes of all files, including other processes'. Raises StoreError."""
+        """Return the bytes of all files, including other processes'.
+
+        Raises StoreError if another thread or process holds the ledger's lock until ``deadline``,
+        or the files cannot be counted.
+        """
         with self._ledger.locked(deadline):
             return self._ledger.used_bytes
 
     def find(self, name: ObjectName) -> ObjectHeader | None:
-        """Look up an object and check its header; None if it is missing, unreadable or corrupt.
+        """Return the header of an object; None if the file is missing or unreadable.
 
-        Removes a corrupt file.
+        Removes a file whose header is corrupt or of another object, and returns None.
         """
         path = self._path(name)
         try:
@@ -145,9 +155,11 @@ class FolderTier:
     def read(
         self, name: ObjectName, payload: memoryview, piece_read: Callable[[], None] = lambda: None
     ) -> ObjectHeader:
-        """Read an object into ``payload`` and verify its digest. Calls ``piece_read`` per piece.
+        """Read an object into ``payload`` and verify its header and digest.
 
-        Raises StoreError; ``payload`` is then undefined. Removes a corrupt object.
+        Calls ``piece_read`` after each read call. Raises StoreError if the file is missing or
+        unreadable; ``payload`` is then undefined. Removes a corrupt object, or one whose payload
+        has another size than ``payload``, and raises CorruptObjectError.
         """
         path = self._path(name)
         try:
@@ -169,10 +181,11 @@ class FolderTier:
     def write(self, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
         """Store an object; return False if it already exists.
 
-        ``cost_ns``   time to recompute the payload, in nanoseconds
-        ``deadline``  in ``time.monotonic()`` seconds
+        ``cost_ns``   estimated time to recompute the payload, in nanoseconds
+        ``deadline``  end of any wait for the ledger's lock or for evictions, in
+                      ``time.monotonic()`` seconds
 
-        Raises StoreError if there is no room, if the file system fails, or after ``deadline``.
+        Raises StoreError if there is no room, if the file system fails, or at ``deadline``.
         """
         path = self._path(name)
         if path.exists():
@@ -220,7 +233,7 @@ class FolderTier:
     def _reserve(self, part: Path, size_bytes: int, deadline: float) -> int:
         """Make room, create a file of ``size_bytes`` and return its descriptor.
 
-        Raises StoreError if there is no room, if the file system fails, or after ``deadline``.
+        Raises StoreError if there is no room, if the file system fails, or at ``deadline``.
         """
         with self._ledger.locked(deadline):
             self._make_room(allocated(size_bytes), deadline)
@@ -228,7 +241,7 @@ class FolderTier:
             try:
                 fd = self._create(part, size_bytes)
             except OSError as error:
-                # The ledger counts the evicted files, so the release of the lock marks it clean.
+                # The ledger is correct without the file: evictions have reduced its count.
                 failure = error
             else:
                 self._ledger.add(allocated(size_bytes))
@@ -255,7 +268,10 @@ class FolderTier:
         return self.files.create(part, size_bytes)
 
     def _give_up(self, part: Path, size_bytes: int) -> None:
-        """Remove an unfinished file and return its bytes to the budget."""
+        """Remove an unfinished file and return its bytes to the budget.
+
+        If the ledger's lock is not free in time, the next use of the ledger counts all files.
+        """
         try:
             with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
                 self._ledger.begin()
@@ -271,7 +287,8 @@ class FolderTier:
     def _make_room(self, size_bytes: int, deadline: float) -> None:
         """Evict objects until ``size_bytes`` fit. Requires the ledger's lock.
 
-        Raises StoreError if they do not fit before ``deadline``.
+        Raises StoreError if they cannot fit or do not fit before ``deadline``, and OSError if files
+        cannot be removed or counted.
         """
         if size_bytes > self.budget_bytes:
             raise StoreError(f"{self.path}: {size_bytes} bytes exceed the budget of {self.budget_bytes}")
@@ -322,14 +339,14 @@ class FolderTier:
             if time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
 
-    # Index.
+    # Eviction order.
 
     def _scan(self) -> int:
-        """Rebuild the index; return the bytes of all files. Remove corrupt and abandoned files.
+        """Rebuild the eviction order; return the bytes of all parts and objects.
 
-        Raises OSError if the files cannot be counted. A file counts as missing only if it is
-        missing relative to its folder's descriptor: paths also fail while a disk is briefly
-        unavailable.
+        Removes corrupt objects and abandoned parts. Raises OSError if the files cannot be counted.
+        A file counts as missing only if it is missing relative to its folder's descriptor: paths
+        also fail while a disk is briefly unavailable.
         """
         found: list[tuple[float, Path, int, float]] = []
         used = 0
@@ -349,7 +366,7 @@ class FolderTier:
                         path.unlink()
                     used += _bytes_now(entry)
                 except FileNotFoundError:
-                    # A reader has removed it as corrupt.
+                    # A reader has removed it as corrupt, or the path of the disk fails.
                     if _bytes_now(entry):
                         raise OSError(f"{self.path} changed while its files were counted") from None
                 else:
@@ -367,7 +384,7 @@ class FolderTier:
         """Return the stat result and recompute cost, in nanoseconds, of an object of any model.
 
         The cost is 0 if the file cannot be read or has the format of another release. Raises
-        CorruptObjectError, and OSError if the file is missing.
+        CorruptObjectError if the header fails a check, and OSError if the file is missing.
         """
         try:
             head, state = self.files.head(path)
@@ -384,7 +401,7 @@ class FolderTier:
                 return state, 0.0
             raise
         if (header.name.space.hex(), header.name.key.hex()) != (space, path.name):
-            raise CorruptObjectError("it contains another object")
+            raise CorruptObjectError("it contains another object: a file was moved or copied here")
         return state, header.cost_ns
 
 
@@ -399,7 +416,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _bytes_now(entry: os.DirEntry[str]) -> int:
-    """Return the bytes that a file uses; 0 if it is missing."""
+    """Return the bytes of the budget that a file uses; 0 if it is missing. Raises OSError."""
     try:
         return allocated(entry.stat(follow_symlinks=False).st_size)
     except FileNotFoundError:
@@ -407,10 +424,11 @@ def _bytes_now(entry: os.DirEntry[str]) -> int:
 
 
 def check_folder(path: Path) -> None:
-    """Raise ConfigurationError if a folder cannot be a tier.
+    """Raise ConfigurationError if an existing folder cannot be a tier.
 
     The folder must belong to this user or root and be writable for this user, but not for all
-    users. It must not contain files other than a store's and ``lost+found``.
+    users. Without the marker of a store it must be empty, except for ``lost+found``. Raises OSError
+    if the folder is missing or unreadable.
     """
     state = path.stat()
     if state.st_uid not in (0, os.geteuid()):

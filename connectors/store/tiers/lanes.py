@@ -1,8 +1,9 @@
 """Threads for a tier's blocking calls, so that a hanging file system blocks no caller.
 
 A lane has a few threads and a bounded queue. A call that has not started by its deadline fails when
-a thread takes it; until then, its owner may cancel it. A call that hangs keeps its thread. If all
-threads of a lane hang, the lane rejects calls until one returns.
+a thread takes it; its owner may cancel it as long as it is queued. A call that runs past its
+deadline *hangs* and keeps its thread. If the calls of all threads of a lane hang, the lane rejects
+calls until one returns.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class LaneCall(Generic[T]):
     """One call on a lane. A call that is ``over`` accesses no memory or file.
 
     ``function``  the blocking call
-    ``deadline``  latest start, in ``time.monotonic()`` seconds
+    ``deadline``  latest start, in ``time.monotonic()`` seconds; a call that runs longer hangs
     ``result``    result of ``function``, once ``state`` is ENDED
-    ``seconds``   duration of the call
+    ``seconds``   duration of the call without its time in the queue; 0 until it has ended
     """
 
     function: Callable[[], T]
@@ -91,7 +92,7 @@ class Lane:
 
     @property
     def pending(self) -> int:
-        """Number of calls that have not ended."""
+        """Number of queued and running calls."""
         with self._condition:
             return len(self._queue) + len(self._calls)
 
@@ -102,7 +103,7 @@ class Lane:
             return self._hangs(time.monotonic())
 
     def close(self) -> None:
-        """Fail all queued calls and reject new ones."""
+        """Fail all queued calls and reject new ones. Running calls go on."""
         with self._condition:
             self._closed = True
             left, self._queue = list(self._queue), deque()

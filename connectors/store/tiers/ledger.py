@@ -1,10 +1,11 @@
 """Counts the bytes below one folder for all processes that store there, to keep a shared budget.
 
-The ledger is a small file next to the objects. It is marked dirty before the first change to files
-and clean after the last one. A process that finds it dirty, damaged or missing counts the files
-again, so a process may be killed at any point. The lock is ``flock`` on the folder itself: no
-process can remove or replace it while it is locked, and the kernel releases the lock of a dead
-process.
+The ledger is a small file next to the objects. A process that holds the lock marks the ledger dirty
+before it changes files, and clean before it releases the lock, unless an operation failed. A
+process that finds it dirty, damaged or missing counts the files again, so a process may be killed
+at any point. Each process also counts them at its first use. The lock is ``flock`` on the folder
+and not on the ledger file, so it does not vanish with this file. The kernel releases the lock of a
+dead process.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Ledger:
 
     In ``with ledger.locked(deadline)``, no other thread or process stores or evicts objects.
 
-    ``count``  returns the bytes of all files; called under the lock if the ledger file is dirty,
-               damaged or missing, or after ``distrust``
+    ``count``  returns the bytes of all files. Called under the lock at the first use, after
+               ``distrust``, by ``recount``, and if the ledger file is dirty, damaged or missing
 
     ``used_bytes``, ``begin``, ``add`` and ``recount`` require the lock.
     """
@@ -64,11 +65,12 @@ class Ledger:
     def locked(self, deadline: float) -> Iterator[None]:
         """Hold the lock.
 
-        Raises StoreError after ``deadline`` (``time.monotonic()`` seconds), after ``close``, if the
-        folder was replaced, and for an OSError.
+        Raises StoreError if the lock is not free by ``deadline`` (``time.monotonic()`` seconds),
+        after ``close``, if the folder was replaced or unmounted, and instead of any OSError, also
+        one that the ``with`` block raises.
         """
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise StoreError(f"{self._folder}: another thread holds the store's lock")
+            raise StoreError(f"{self._folder}: another thread of this process holds the store's lock")
         try:
             with self._folder_locked(deadline) as folder, self._opened(folder):
                 self._read()
@@ -108,6 +110,7 @@ class Ledger:
         self._distrusted = True
 
     def close(self) -> None:
+        """Make ``locked`` fail from now on, and close the folder. Waits at most _CLOSE_S."""
         self._closed = True
         if not self._thread_lock.acquire(timeout=_CLOSE_S):
             # A thread hangs with the lock: the kernel closes the descriptor with the process.
@@ -121,7 +124,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def _folder_locked(self, deadline: float) -> Iterator[int]:
-        """Wait for the lock; yield the folder's descriptor."""
+        """Hold the folder's ``flock``; yield the folder's descriptor.
+
+        Raises the errors of ``locked``, and OSError.
+        """
         if self._closed:
             raise StoreError(f"{self._folder}: the store is closed")
         self._check_folder()

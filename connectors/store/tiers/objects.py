@@ -6,8 +6,8 @@
     payload bytes, cost            8 + 8     the file ends with the payload; recompute cost in ns
     payload digest, header digest  16 + 16   xxh3_128; the header digest covers all fields before it
 
-Numbers are little endian. A lookup checks the header; a load checks the payload before a request
-uses it.
+The second column has the bytes of each field. Numbers are little endian. A lookup checks the
+header; a read checks header and payload before a request uses the object.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ObjectName:
 class ObjectHeader:
     """A valid header.
 
-    ``cost_ns``  time to recompute the payload, in nanoseconds
+    ``cost_ns``  estimated time to recompute the payload, in nanoseconds; orders evictions
     """
 
     name: ObjectName
@@ -75,7 +75,10 @@ def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
 
 
 def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
-    """Parse the first ``HEADER_BYTES`` of a file of ``file_bytes``. Raises CorruptObjectError."""
+    """Parse ``data``, the first ``HEADER_BYTES`` of a file that has ``file_bytes``.
+
+    Raises CorruptObjectError if it is no header, has changed, or states another file size.
+    """
     if len(data) < HEADER_BYTES:
         raise CorruptObjectError(f"its header has only {len(data)} of {HEADER_BYTES} bytes")
     magic, version, header_bytes, group, space, key, payload_bytes, cost_ns, digest = _FIELDS.unpack_from(data)
@@ -89,7 +92,7 @@ def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
 
 
 def is_other_format(data: bytes) -> bool:
-    """Return whether ``data`` begins an object in the format of another release."""
+    """Return whether ``data`` is the start of an object in the format of another release."""
     return data.startswith(MAGIC) and data[_VERSION] != FORMAT.to_bytes(2, "little")
 
 

@@ -23,13 +23,16 @@ class Progress:
 
 @dataclass(slots=True)
 class TierReads:
-    """Reads of one tier by several threads. ``progress``: last piece of any of these reads."""
+    """Reads of one tier by several threads. ``progress`` has the latest piece of any read."""
 
     folder: FolderTier
     progress: Progress = field(default_factory=Progress)
 
     def read(self, name: ObjectName, payload: memoryview, progress: Progress) -> ObjectHeader:
-        """Read and verify an object on the caller's thread. Raises StoreError."""
+        """Read and verify an object on the caller's thread, and report to ``progress``.
+
+        Raises StoreError if the object is missing, unreadable or corrupt.
+        """
         # Keep the tier's progress, which counted while this read was queued. 0 would mean queued.
         progress.at = max(self.progress.at, sys.float_info.min)
 

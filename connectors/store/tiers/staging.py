@@ -2,7 +2,7 @@
 
 Loaded objects are verified here before a worker copies them into blocks. Stored objects are
 gathered here from all ranks before they are written to files. The memory is bounded: without room,
-a store is dropped and a load is a miss.
+a store is dropped, and a load covers a shorter prefix or none.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ _PREFIX = "tandem-staging-"
 
 
 def slot_bytes(size_bytes: int) -> int:
-    """Return the bytes of a slot for an object of ``size_bytes``: a number of whole pages."""
+    """Return the bytes of a slot for an object of ``size_bytes``: whole pages, at least one."""
     return max(1, -(-size_bytes // _ALIGN)) * _ALIGN
 
 
 class Staging:
     """A range of shared memory, divided into slots.
 
-    Thread-safe. Workers attach to it by ``path``.
+    Thread-safe. Workers attach to the file at ``path`` (``AttachedStaging``). Raises
+    ConfigurationError if ``size_bytes`` is less than a page or does not fit into ``folder``, and
+    OSError if the file cannot be created.
     """
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
@@ -73,12 +75,12 @@ class Staging:
             return sum(self._slots.values())
 
     def bytes_of(self, offsets: Iterable[int]) -> int:
-        """Return the bytes of some slots."""
+        """Return the total bytes of the slots at ``offsets``."""
         with self._lock:
             return sum(self._slots[offset] for offset in offsets)
 
     def take(self, size_bytes: int) -> int | None:
-        """Return the offset of a new slot for ``size_bytes``, or None if there is no room."""
+        """Return the offset of a new slot for ``size_bytes``, with one user; None without room."""
         size = slot_bytes(size_bytes)
         with self._lock:
             for number, (offset, length) in enumerate(self._free):
@@ -122,7 +124,7 @@ class Staging:
 
 
 class AttachedStaging:
-    """A worker's mapping of its engine's staging memory.
+    """A worker's mapping of its engine's staging memory; ``address`` is that of its first byte.
 
     Raises StoreError if the memory cannot be mapped.
     """
@@ -144,7 +146,7 @@ class AttachedStaging:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the staging memory of engines that were killed."""
+    """Remove the staging memory of engines that have ended without ``close``."""
     for path in folder.glob(f"{_PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

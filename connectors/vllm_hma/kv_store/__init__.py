@@ -1,1 +1,1 @@
-"""The KV store in vLLM: stores KV after each step and loads stored prefixes."""
+"""The KV store in vLLM: stores KV after a step, and loads stored prefixes before one."""

@@ -1,9 +1,9 @@
-"""vLLM's KV events for objects of the KV store: stored and removed chunks, by tier.
+"""vLLM's KV events for objects that this engine has stored in a tier or removed from it.
 
 vLLM publishes them with its own events (``kv_events_config``). A block of an event is an object:
 the block's hash is the object's key, and the block's size is the object's span in tokens. The
-parent of a full-attention object is the object before it, so a subscriber can rebuild prefixes.
-Objects of windows and states have no parent.
+parent of a full-attention object is the object of the span before, so a subscriber can rebuild
+prefixes. A prefix's first object, and objects of windows and states, have no parent.
 """
 
 from __future__ import annotations
@@ -31,14 +31,20 @@ Changes = Iterable[tuple[str, ObjectName]]
 
 
 class StoreEvents:
-    """KV events of one engine's store. Events of stored objects include tokens and parent."""
+    """KV events of one engine's store.
+
+    ``describe`` records the content of the latest _KEPT objects for their BlockStored events.
+    """
 
     def __init__(self, plan: StorePlan) -> None:
         self._plan = plan
         self._described: dict[bytes, BlockStored] = {}
 
     def describe(self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], request: Request) -> None:
-        """Record tokens, parent and extra keys of an object of ``request`` for its event."""
+        """Record tokens, parent and extra keys of an object of ``request`` for its event.
+
+        ``names``  name of ``ref`` and, unless it is the first one, of its group's object before it
+        """
         spans = self._plan.groups[ref.group]
         full = spans.group.kind is GroupKind.FULL
         begin = ref.end_token - spans.span_tokens
@@ -61,7 +67,11 @@ class StoreEvents:
             del self._described[next(iter(self._described))]
 
     def take(self, stored: Changes, removed: Changes) -> list[KVCacheEvent]:
-        """Return the events of these changes. Skips stored objects without ``describe``."""
+        """Return the events of these changes.
+
+        Skips stored objects that are not recorded by ``describe``, for example those that other
+        engines had stored and this one copied to a faster tier.
+        """
         events: list[KVCacheEvent] = []
         for label, name in stored:
             event = self._described.get(name.key)
@@ -75,7 +85,7 @@ class StoreEvents:
 
 
 def reports_events(config: VllmConfig) -> bool:
-    """Return whether vLLM publishes KV events."""
+    """Return whether the configuration enables vLLM's KV events."""
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 

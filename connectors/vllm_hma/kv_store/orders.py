@@ -1,4 +1,8 @@
-"""Messages between the store's scheduler side and worker side, one per step and direction."""
+"""Messages between the scheduler side and the worker side of the KV store.
+
+The scheduler side sends ``StoreOrders`` with each step. After a step, ranks that have results send
+a ``StoreReport``. ``RankCache`` describes a rank when the engine starts.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,12 @@ Tables = tuple[tuple[int, ...], ...]
 class Load:
     """Copy verified objects into a request's blocks, before the forward pass.
 
-    ``load_id``                   number of this load
-    ``tables``                    block table of each group
-    ``start_token``, ``end_token``  tokens to load
-    ``offsets``                   slot in staging of each object
-    ``beside_transfer``           whether only full attention is loaded: a transfer fills the rest
+    ``load_id``          number of this load, unique in the engine
+    ``tables``           block table of each group
+    ``start_token``      number of tokens in the engine's own cache, which the load does not write
+    ``end_token``        number of tokens with KV after the load
+    ``offsets``          offset in staging of each object
+    ``beside_transfer``  whether only full attention is loaded: a transfer fills the rest
     """
 
     load_id: int
@@ -43,7 +48,7 @@ class Store:
     """Copy objects from a request's blocks into staging, after the forward pass.
 
     ``tables``   block table of each group
-    ``offsets``  slot in staging of each object
+    ``offsets``  offset in staging of each object
     """
 
     request_id: str
@@ -53,7 +58,7 @@ class Store:
 
 @dataclass(slots=True)
 class StoreOrders(KVConnectorMetadata):
-    """Orders of one step. ``staging`` is the path of the engine's staging memory."""
+    """Orders of one step, for all ranks. ``staging`` is the path of the engine's staging memory."""
 
     staging: str = ""
     loads: list[Load] = field(default_factory=list)
@@ -62,15 +67,16 @@ class StoreOrders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport(KVConnectorWorkerMetadata):
-    """Report of one or several ranks on their copies.
+    """Report of one or several ranks on their copies since their last report.
 
-    ``attached``  number of ranks that have mapped the staging memory, which they try once
+    ``attached``  number of ranks that have mapped the staging memory. Each rank reports once, with
+                  its first step, whether it can
     ``detached``  number of ranks that cannot map it
-    ``loaded``    number of ranks that have finished a load, by load id
+    ``loaded``    number of ranks that have ended a load, with or without success, by load id
     ``filled``    number of ranks that have filled a slot of staging, by offset
     ``failed``    number of ranks that have failed to fill a slot, by offset
-    ``broken``    whether a load failed on a rank. KV computed since may be invalid, also that of
-                  requests that share blocks with the request of the load
+    ``broken``    whether a load without a transfer failed on a rank. KV computed since may be
+                  invalid, also that of requests that share blocks with the request of the load
     ``adapters``  identities of the LoRA adapters that have been loaded or replaced since the last
                   report
     """
@@ -104,7 +110,7 @@ class StoreReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class RankCache(KVConnectorHandshakeMetadata):
-    """One rank's cache layout and model, sent to the scheduler's process when the engine starts."""
+    """One rank's cache layout and model; the scheduler side gets it when the engine starts."""
 
     layout: EngineLayout
     model: ModelFingerprint

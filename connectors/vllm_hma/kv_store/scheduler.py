@@ -1,11 +1,12 @@
 """Scheduler side of the KV store: decides which objects to load and to store, and names them.
 
-    load   the first call of ``matched_tokens`` starts a fetch; vLLM repeats the call each step
-           until the fetch has ended. Its objects are verified before workers copy them
-    store  each step's completed objects get slots of staging; once all ranks have filled a slot,
-           its object is written to the tiers
+    load   the first call of ``matched_tokens``, or of ``prefix_ready`` for a request with a
+           transfer, starts a fetch: objects are read into staging memory and verified. vLLM repeats
+           the call each step until the fetch has ended. Then workers copy the objects into blocks
+    store  objects that a step completes get slots of staging, which the ranks fill after the step.
+           Once all ranks have filled a slot, its object is written to the tiers
 
-Keys are computed from the tokens whose KV was computed: the prompt, then the answer.
+Names of objects depend on all tokens up to their end: those of the prompt, then of the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Not measured: eviction only compares costs, so any constant gives the same order.
+# Not measured: eviction only compares costs, so the same constant for all tokens is enough.
 _COST_NS_PER_TOKEN = 100_000
 
 
@@ -54,15 +55,20 @@ _COST_NS_PER_TOKEN = 100_000
 class _Known:
     """State of one request.
 
+    Times of events are in ``time.monotonic()`` seconds.
+
     ``chain``            digests of its prefixes
-    ``fetched``          result of its fetch, until the load is ordered
+    ``fetched``          result of its fetch, until its load is ordered or the fetch is discarded
     ``present``          objects that a tier had at its last fetch; its steps do not store them
     ``tier``             label of the slowest tier that its last load has read
-    ``beside_transfer``  whether the fetch is for a transferred prompt: full attention only
+    ``beside_transfer``  whether its fetch is for a prompt that also has a transfer, and therefore
+                         of full attention only
     ``patience_s``       time that the transfer may wait for the fetch, in seconds
-    ``ready_at``         time at which the transfer could start, in seconds
-    ``asked``            start of the transfer in seconds, and the bytes of its full attention
-    ``received``         range ``[start, end)`` of received tokens that are not stored yet
+    ``ready_at``         time since which only the fetch delays the transfer; None before
+    ``asked``            start of the transfer, and the estimated bytes of its full attention; None
+                         without a transfer in progress
+    ``received``         range ``[start, end)`` of tokens whose full attention a transfer supplies
+                         and that are not stored yet
     ``filling``          objects whose slots ranks are filling, by offset
     ``ended``            whether vLLM has finished the request
     ``void``             whether its KV must not be stored
@@ -87,7 +93,7 @@ class StoreScheduler:
     """Scheduler side of one engine's store. Ready after ``publish``.
 
     ``answers``  whether to store KV of answers; False with speculative decoding
-    ``events``   whether to report stored and removed objects (``take_events``)
+    ``events``   whether ``take_events`` reports stored and removed objects
     """
 
     def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True, events: bool = False) -> None:
@@ -103,6 +109,7 @@ class StoreScheduler:
         self.costs = MixCosts()
         self._ranks = self._attached = self._detached = 0
         self._requests: dict[str, _Known] = {}
+        # Request, number of ranks that have reported, and whether one failed, by offset of a slot.
         self._filling: dict[int, tuple[_Known, int, bool]] = {}
         self._loads: list[Load] = []
         self._load_ids = itertools.count()
@@ -119,13 +126,15 @@ class StoreScheduler:
 
     @property
     def remembered(self) -> int:
-        """Number of requests, loads and slots in progress."""
+        """Number of known requests, unfinished loads, and slots that ranks are filling."""
         return len(self._requests) + len(self._loading) + len(self._filling)
 
     def publish(self, rank_caches: Sequence[RankCache]) -> None:
         """Open the store with the layouts of all ranks.
 
-        Raises ConfigurationError, PlanError and CoverError.
+        Raises ConfigurationError if settings, folders or staging memory do not fit or cannot be
+        used, PlanError and CoverError if the cache cannot be mapped to objects (``prove_store``),
+        and OSError if the staging file cannot be created.
         """
         settings = self._settings
         plan = plan_store(rank_caches[0].layout.groups, settings.chunk_tokens, self._max_model_len)
@@ -146,7 +155,7 @@ class StoreScheduler:
             self._store.record_changes()
             self._events = StoreEvents(plan)
         logger.info(
-            "Tandem: KV store %s with chunks of %d tokens in %s",
+            "Tandem: KV store with namespace %s and chunks of %d tokens in %s",
             space.hex(),
             plan.chunk_tokens,
             ", ".join(str(folder) for _, folder, _ in settings.tiers),
@@ -155,28 +164,35 @@ class StoreScheduler:
     # Requests.
 
     def new_request(self, request: Request) -> None:
-        """Start to name a request's objects, if its tokens have a digest and cannot change."""
+        """Start to name a request's objects.
+
+        Ignores a request whose KV has no stable name; the store neither loads nor stores its KV.
+        """
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
-            # Embeddings have no digest, so their objects have no name.
+            # Names are digests of token ids, and prompt embeddings have none.
             return
         if request.resumable:
             # Sessions of streamed input replace computed tokens (vllm/v1/core/sched/scheduler.py,
             # ``_update_request_as_session``).
             return
         if not named_by_content(request):
-            # Another image may have the same name later.
+            # A client may give another image the same name later.
             return
         adapter = adapter_of(request.lora_request)
         identity = "" if adapter is None else self._adapters.get(adapter, UNKNOWN)
         if adapter is not None and identity == UNKNOWN:
-            # Workers report what they have loaded with each step. Until then, the KV has no name.
+            # Workers have not reported this adapter's load yet, or its content is unclear.
             return
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
         chain = PrefixChain(self.store.space, self.store.plan.spans, identity, request.cache_salt, features)
         self._requests[request.request_id] = _Known(request, chain)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
-        """Return the verified tokens beyond ``local_tokens``; None while the fetch runs."""
+        """Return the number of tokens beyond ``local_tokens`` that the store can load now.
+
+        None while the fetch runs, before all ranks have mapped staging, and if the engine's own
+        cache has lost tokens, so that the next call must start another fetch.
+        """
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache or self._detached:
             return 0
@@ -190,8 +206,9 @@ class StoreScheduler:
             if not self.store.has_fetch(request.request_id) and not self._begin_fetch(known, local_tokens):
                 return 0
             fetched = self.store.poll(request.request_id)
-            # vLLM ends an engine with several KV cache groups if a load within a step fails. Each
-            # rank has reported with the first step.
+            # If a load within a step fails, vLLM ends an engine with several KV cache groups. So no
+            # load is ordered before all ranks have reported, with the first step, that they have
+            # mapped staging.
             if fetched is None or self._attached < self._ranks:
                 return None
             if local_tokens < fetched.start_token:
@@ -202,7 +219,10 @@ class StoreScheduler:
         return max(0, known.fetched.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        """Add an order to load the fetched objects into the request's blocks; end the fetch."""
+        """Order the load of the fetched objects into the request's blocks, and end the fetch.
+
+        ``external_tokens``  number of tokens to load; 0: no load
+        """
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -213,9 +233,10 @@ class StoreScheduler:
     def prefix_ready(self, request: Request, local_tokens: int, end_token: int, queued: bool) -> bool:
         """Return whether a request's transfer up to ``end_token`` may start.
 
-        The first call starts a fetch of full attention beyond ``local_tokens``. The fetch ends when
-        it has read all objects, when the transfer has waited as long as it would take for the same
-        bytes, or when the tiers have delivered no bytes for ``lookup_s``.
+        The first call starts a fetch of full attention beyond ``local_tokens``, unless waiting for
+        it would save no time. The fetch ends when all its objects are read, after ``load_s``, when
+        the tiers have delivered no bytes for ``lookup_s``, or when the transfer has waited as long
+        as it would take for the same bytes.
 
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
@@ -252,7 +273,7 @@ class StoreScheduler:
         """Order the load of a stored prefix beside the transfer of ``[start_token, end_token)``.
 
         Return the token before which the store supplies full attention, ``start_token`` if it
-        supplies none. Tokens that the transfer supplies are stored once the request runs.
+        supplies none. Full attention that the transfer supplies is stored once the request runs.
         """
         known = self._requests.get(request.request_id)
         if known is None:
@@ -267,7 +288,7 @@ class StoreScheduler:
         return stop
 
     def received(self, request_ids: Iterable[str]) -> None:
-        """Measure the transfers that have ended without a failure."""
+        """Record the durations of transfers that have ended without a failure, in ``costs``."""
         for request_id in request_ids:
             known = self._requests.get(request_id)
             if known is not None and known.asked is not None:
@@ -275,12 +296,19 @@ class StoreScheduler:
                 self.costs.transferred(size_bytes, time.monotonic() - asked_at)
 
     def source(self, request_id: str) -> CacheHitSource:
-        """Return the medium of the slowest tier that the request's last load has read."""
+        """Return the medium of the slowest tier that the request's last load has read.
+
+        DISK for a request without a load.
+        """
         known = self._requests.get(request_id)
         return CacheHitSource.HOST if known is not None and known.tier == "memory" else CacheHitSource.DISK
 
     def finished(self, request: Request) -> None:
-        """Handle the end of a request. An ordered load runs before vLLM reuses the blocks."""
+        """End the fetch of a request that vLLM has finished, and forget the request.
+
+        Workers still run its ordered load, before vLLM reuses the blocks. A request with slots that
+        ranks are filling is forgotten after their reports.
+        """
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -291,7 +319,7 @@ class StoreScheduler:
     # Steps.
 
     def orders(self, output: SchedulerOutput) -> StoreOrders:
-        """Return the copies of this step."""
+        """Return the loads to copy before this step, and the objects to store after it."""
         orders = StoreOrders(str(self.store.staging.path), self._loads)
         self._loads = []
         for request_id, computed in _scheduled(output):
@@ -302,9 +330,9 @@ class StoreScheduler:
         return orders
 
     def take(self, report: StoreReport) -> None:
-        """Apply a report of ranks about their copies."""
-        # Adapters and failed loads first: KV of this step, and of a next step in progress, must not
-        # be stored.
+        """Apply a report of ranks on their copies and adapters."""
+        # Adapters and failed loads first: KV that they make invalid must not be stored by the rest
+        # of this report, or by a step that is already in progress.
         for adapter, identity in report.adapters.items():
             if self._adapters.get(adapter, identity) != identity:
                 self._give_up(
@@ -337,13 +365,13 @@ class StoreScheduler:
         """Discard all fetches and keys: the engine's weights may have been changed in memory.
 
         The namespace is derived from the weight files. Until it restarts, this engine therefore
-        uses a random namespace. KV that running requests have computed is not stored.
+        uses a random namespace. The store loads and stores no further KV of current requests.
         """
         self._give_up(list(self._requests.values()))
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
     def stats(self) -> TandemStats:
-        """Return the counts since the last call."""
+        """Return counts and fetches since the last call, and pending loads if they have changed."""
         stats, self._unreported = self._unreported, TandemStats()
         if self._store is None:
             return stats
@@ -361,7 +389,10 @@ class StoreScheduler:
         return stats
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Return vLLM's KV events for objects stored and removed since the last call."""
+        """Return vLLM's KV events for objects stored and removed since the last call.
+
+        Empty if events are not enabled.
+        """
         if self._events is None:
             return []
         return self._events.take(*self.store.take_changes())
@@ -373,7 +404,7 @@ class StoreScheduler:
     # Helpers.
 
     def _give_up(self, requests: Iterable[_Known]) -> None:
-        """Neither load nor store further KV of these requests."""
+        """Load and store no further KV of these requests. Loads that are ordered still run."""
         for known in requests:
             self.store.end_fetch(known.request.request_id)
             known.void = True
@@ -381,7 +412,7 @@ class StoreScheduler:
 
     def _order_load(self, known: _Known, fetched: Fetched, tables: tuple[list[int], ...], start_token: int) -> None:
         known.tier = fetched.tier
-        # The load owns the slots now: after a preemption, the request starts another fetch.
+        # The load owns the slots now: after a preemption, the request may start another fetch.
         load_id = next(self._load_ids)
         self._loading[load_id] = (self.store.hand_over(known.request.request_id), 0)
         self._loads.append(
@@ -397,7 +428,10 @@ class StoreScheduler:
         )
 
     def _begin_prefix(self, known: _Known, local_tokens: int, limit: int, queued: bool) -> None:
-        """Start a fetch of full attention, if objects can exist and waiting can save time."""
+        """Start a fetch of full attention up to token ``limit``, if it can save time.
+
+        It cannot if no object can exist, or if a transfer that is ready would be as fast.
+        """
         names = self._names(known, possible_objects(self.store.plan.full_attention, local_tokens, limit))
         if not names:
             return
@@ -406,7 +440,7 @@ class StoreScheduler:
             self.store.begin_fetch(known.request.request_id, names, local_tokens, limit, full_attention_only=True)
 
     def _prefix_bytes(self, start_token: int, end_token: int) -> int:
-        """Return the estimated stored size of full attention in a token range, in bytes."""
+        """Return the estimated bytes of full attention of ``[start_token, end_token)``."""
         groups = self.store.plan.full_attention.groups
         per_token = sum(self.store.object_bytes([ObjectRef(0, each.index)]) / each.span_tokens for each in groups)
         return int(per_token * (end_token - start_token))
@@ -418,7 +452,7 @@ class StoreScheduler:
             self.costs.loaded(fetched.read_bytes, fetched.seconds)
 
     def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
-        """Start a fetch beyond ``local_tokens``; False if no object can exist there."""
+        """Start a fetch beyond ``local_tokens``; return False if no object can exist there."""
         limit = known.request.num_tokens - 1
         names = self._names(known, possible_objects(self.store.plan, local_tokens, limit))
         if names:
@@ -431,7 +465,11 @@ class StoreScheduler:
         self.store.end_fetch(known.request.request_id)
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
-        """Return the order to store the objects that a step completes; None without any."""
+        """Return the order to store objects after a step that computes ``[before, after)``.
+
+        These are objects that the step completes and objects of received tokens, without objects
+        that a tier had. None if there are none, or none gets a slot of staging.
+        """
         refs = self._received(known, before)
         if not self._answers:
             after = min(after, known.request.num_prompt_tokens)
@@ -456,9 +494,10 @@ class StoreScheduler:
         return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
 
     def _received(self, known: _Known, computed: int) -> list[ObjectRef]:
-        """Return received objects to store in this step: at most one chunk, to keep the step short.
+        """Return objects of received tokens to store in this step, which begins at ``computed``.
 
-        Returns only full attention: a transfer sends windows and states only for the prompt's end.
+        At most one chunk, to keep the step short, and only full attention: a transfer sends windows
+        and states only for the prompt's end.
         """
         if known.received is None:
             return []
@@ -473,7 +512,7 @@ class StoreScheduler:
         return [ref for ref in completed_objects(self.store.plan, start, stop) if ref.group in full]
 
     def _filled(self, known: _Known, offset: int, failed: bool) -> None:
-        """Write or drop the object in a slot after the reports of all ranks."""
+        """Write or drop the object in a slot, after all ranks have reported on it."""
         ref = known.filling.pop(offset)
         name = self._names(known, [ref]).get(ref)
         if failed or name is None or known.void:
@@ -485,14 +524,14 @@ class StoreScheduler:
                 names = self._names(known, [ref, before] if before.end_token else [ref])
                 self._events.describe(ref, names, known.request)
             # A later object costs slightly less, so a prompt loses its last objects first: without
-            # its first object, it would be of no use.
+            # its first object, the others would be of no use.
             self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN - ref.end_token)
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Return the names of the objects that end within the sampled tokens.
+        """Return the names of those of ``refs`` that end within the request's known tokens.
 
-        The engine may not have sampled an answer's last tokens yet.
+        The last tokens of an answer may not be known yet. Empty while an id is a placeholder.
         """
         request, chain = known.request, known.chain
         try:
@@ -521,9 +560,9 @@ def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
 
 
 def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
-    """Raise ConfigurationError if staging or the tiers can never hold one chunk.
+    """Raise ConfigurationError if staging or all tiers are smaller than the objects of one chunk.
 
-    ``sizes``  bytes of one object of each group
+    ``sizes``  payload bytes of one object, for each group that has objects
     """
     chunk_bytes = sum(sizes)
     if chunk_bytes > settings.staging_mib << 20:

@@ -42,7 +42,8 @@ class StoreWorker:
         self._plans: RankPlans | None = None
         self._staging: AttachedStaging | None = None
         self._tried = False
-        # Number of steps, with this one, that vLLM has scheduled with the blocks of a failed load.
+        # Number of steps, including the current one, that vLLM may have scheduled with blocks of a
+        # failed load.
         self._spoiled_steps = 0
         self._report = StoreReport()
         self._not_loaded: set[int] = set()
@@ -52,7 +53,8 @@ class StoreWorker:
     def register(self, layout: EngineLayout) -> None:
         """Plan the copies of this rank's cache.
 
-        Raises ConfigurationError, PlanError and CoverError.
+        Raises ConfigurationError if the cache is not in host memory or does not fit the settings,
+        and PlanError or CoverError if it cannot be mapped to objects (``plan_rank``).
         """
         if layout.memory_kind.memory != "DRAM":
             raise ConfigurationError(
@@ -77,11 +79,11 @@ class StoreWorker:
         return self._spoiled_steps > 0
 
     def load(self, orders: StoreOrders) -> set[str]:
-        """Copy objects into blocks; return the requests whose load beside a transfer failed.
+        """Copy objects into blocks; return the ids of requests whose load beside a transfer failed.
 
-        The caller makes the transfer fill all their blocks. If another load failed, the step is
-        ``spoiled``: the scheduler already counts its tokens as computed, and vLLM computes the
-        prompt.
+        The caller makes the transfer fill all their blocks. If a load without a transfer failed,
+        vLLM computes the request's prompt (``not_loaded``). The scheduler has already counted its
+        tokens as computed, so this step, and others already scheduled, are ``spoiled``.
         """
         broken: set[str] = set()
         self._attach_once(orders)
@@ -97,7 +99,9 @@ class StoreWorker:
                 copy_runs(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
                 remedy = "the transfer sends all KV" if load.beside_transfer else "this engine computes its prompt"
-                logger.error("Tandem: the store load of request %s failed, so %s: %s", load.request_id, remedy, error)
+                logger.error(
+                    "Tandem: the load of stored KV for request %s failed, so %s: %s", load.request_id, remedy, error
+                )
                 if load.beside_transfer:
                     broken.add(load.request_id)
                 else:
@@ -109,36 +113,40 @@ class StoreWorker:
         return broken
 
     def store(self, orders: StoreOrders) -> None:
-        """Copy completed objects into staging after the forward pass, and end the step.
+        """Copy objects from blocks into staging after the forward pass, and end the step.
 
-        A failed copy drops its objects, and a spoiled step all objects.
+        If a copy fails, the scheduler side drops the request's objects of this step; after a
+        ``spoiled`` step, it drops all objects of the step.
         """
         assert self._plan is not None
         assert self._plans is not None
         for store in orders.stores:
             try:
                 if self.spoiled:
-                    raise StoreError("a load of this step or of the one before it failed")
+                    raise StoreError("a load failed in this step, or in one that ran while this one was scheduled")
                 base = self._attach(orders).address
                 addresses = {ref: base + offset for ref, offset in store.offsets.items()}
                 moves = store_moves(self._plan, self._plans.store, store.tables, addresses)
                 copy_runs(build_runs(self._plans.store, moves))
             except (PlanError, StoreError) as error:
-                logger.warning("Tandem: cannot store KV of request %s: %s", store.request_id, error)
+                logger.warning("Tandem: some KV of request %s is not stored: %s", store.request_id, error)
                 self._report.failed |= dict.fromkeys(store.offsets.values(), 1)
             else:
                 self._report.filled |= dict.fromkeys(store.offsets.values(), 1)
         self._spoiled_steps = max(0, self._spoiled_steps - 1)
 
     def not_loaded(self) -> set[int]:
-        """Return the ids of blocks whose load has failed since the last call."""
+        """Return the block ids of requests whose load has failed since the last call.
+
+        vLLM computes the prompts of these requests. Loads beside transfers are not included.
+        """
         found, self._not_loaded = self._not_loaded, set()
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of copies and the loaded adapters since the last call.
+        """Return the results of copies, and the adapters loaded, since the last call.
 
-        None if there were none.
+        None without any.
         """
         report, self._report = self._report, StoreReport()
         loaded = self._adapters.identities
@@ -147,14 +155,16 @@ class StoreWorker:
         return report or None
 
     def _attach_once(self, orders: StoreOrders) -> None:
-        """Map the staging memory before any load, and report whether that was possible."""
+        """Map the staging memory in the first step, and report whether that was possible."""
         if self._tried:
             return
         self._tried = True
         try:
             self._attach(orders)
         except StoreError as error:
-            logger.error("Tandem: this engine neither loads nor stores KV: a rank cannot map its staging: %s", error)
+            logger.error(
+                "Tandem: this rank cannot map staging memory, so the engine neither loads nor stores KV: %s", error
+            )
             self._report.detached = 1
         else:
             self._report.attached = 1
