@@ -28,7 +28,7 @@ MOST_BYTES = 2**16
 
 
 class Answer:
-    """Answer to one request, created when the first bytes of a stream or a whole body are here.
+    """Answer to one request, created when a stream's first bytes, or a whole body, have arrived.
 
     If prefill has sampled the first token (`router.first_token`), decode's answer may not have
     started yet. `body` then waits for it.
@@ -77,7 +77,7 @@ class Answer:
 
     @property
     def completion_tokens(self) -> int | None:
-        """Number of tokens so far; None if the answer is no stream, or one that cannot resume."""
+        """Number of tokens so far of a stream that can be resumed; None for other answers."""
         return self._replay_log.tokens if self.start.streams and self._resumable else None
 
     @cached_property
@@ -109,10 +109,11 @@ class Answer:
 
         `start` and `local_reason` are final after the first item. If the engine fails before its
         first event, the answer of another engine, with its own status, replaces the stream. After
-        the first event another engine continues the stream. Raises DeadlineError at the request's
-        deadline, which each token extends by `idle_timeout_s`; CannotResumeError, UnavailableError
-        or OverloadedError if the engine fails and no engine can continue the stream; EngineError
-        for an internal error of the engine.
+        the first event another engine continues the stream.
+
+        Raises DeadlineError at the request's deadline, or `idle_timeout_s` after the last token;
+        CannotResumeError, UnavailableError or OverloadedError if the engine fails and no engine can
+        continue the stream; EngineError for an internal error of the engine.
         """
         stream = EventStream()
         replay_log = self._replay_log
@@ -238,7 +239,9 @@ class Answer:
                 self._first = self._attempt
                 self.start, self.local_reason = start, self._attempt.local_reason
             elif not start.streams:
-                raise CannotResumeError(f"the engine that should continue the stream answered HTTP {start.status}; send the request again")
+                raise CannotResumeError(
+                    f"the engine that should continue the stream answered HTTP {start.status}; send the request again"
+                )
             stream.restart()
             outcome = "resumed"
         except CannotResumeError:
@@ -256,7 +259,9 @@ def _check_resumable(request: ClientRequest, replay_log: RecordedGroups) -> None
             "send the request again"
         )
     if not replay_log:
-        raise CannotResumeError("the engine has failed and sent no record of the stream's tokens; send the request again")
+        raise CannotResumeError(
+            "the engine has failed and sent no record of the stream's tokens; send the request again"
+        )
 
 
 def _bytes_of(item: Any) -> bytes:

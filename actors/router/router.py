@@ -80,7 +80,7 @@ class Router:
 
     @property
     def ongoing_sequences(self) -> int:
-        """Number of sequences of the ongoing requests. Until its body arrives, a request is one."""
+        """Number of sequences of ongoing requests; a request counts as 1 until its body arrives."""
         return self._sequences
 
     @property
@@ -163,7 +163,8 @@ class Router:
 
         Yields the start and the body of that answer, or of the last 404. If the engines of a model
         failed and no other model answered, raises their error: UnavailableError, OverloadedError
-        or DeadlineError. Leaving the context cancels the call.
+        or DeadlineError. Raises EngineError for an internal error of an engine. Leaving the context
+        cancels the call.
         """
         # Waiting for a model without engines would delay the calls to the others.
         left = [model for model in self.models if model.ready] or self.models[:1]
