@@ -12,13 +12,13 @@ from actors.upstream.ray_private import replica_results
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
-"""Minimum interval between the log lines of `ask_all` about one role and method, in seconds.
+"""Minimum interval in seconds between warnings that Serve cannot call a role's replicas.
 
-Calls fail while replicas start.
+Applies to each method of a role. Serve cannot call replicas that are still starting.
 """
 
 _logged_at: dict[tuple[str, str], float] = {}
-"""Time of the last log line by role and method."""
+"""Monotonic time of the last such warning by role and method."""
 
 
 class Role(Protocol):
@@ -31,7 +31,9 @@ class Role(Protocol):
 async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *arguments: object) -> list[Any]:
     """Return the results of `method` on all replicas, without those that fail or time out.
 
-    Returns an empty list if Serve cannot call the replicas.
+    ``role``  name of the deployment in log messages
+
+    Returns an empty list if Serve cannot call the replicas, or cannot list them in time.
     """
     try:
         return await replies_of(role, method, handle.broadcast(method, *arguments), timeout_s)

@@ -8,7 +8,7 @@ class OverloadedError(TandemError):
 
 
 class UnavailableError(TandemError):
-    """The engines that a request needs cannot answer: none runs, or one has died or is silent."""
+    """A request cannot be served now: its engines do not run, have died, are silent or busy."""
 
 
 class BusyError(UnavailableError):
@@ -30,8 +30,8 @@ class NoModelNamedError(TandemError):
 class HandoverError(UnavailableError):
     """Decode did not continue an answer after prefill's first token.
 
-    It refused the request, the prefill leg failed, or it sampled another token. Its engine may run,
-    so another attempt may use the same decode replica.
+    Decode refused the request or sampled another token, or the prefill leg failed. The decode
+    engine may run, so another attempt may use the same replica.
     """
 
 
@@ -44,11 +44,11 @@ class DeadlineError(TandemError):
 
 
 class EngineDownError(TandemError):
-    """An engine has died or is stopping, or the connection to it cannot be opened or was lost."""
+    """An engine has died, hangs or is stopping, or there is no connection to it."""
 
 
 class EngineError(TandemError):
-    """A call or a method failed in an engine's process, but not because of the client's request."""
+    """A call or a method failed in an engine with an internal error or an unexpected status."""
 
 
 class CannotResumeError(TandemError):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 OFF_LOOP_BYTES = 256 * 2**10
-"""Size above which a body is decoded in a thread."""
+"""Size in bytes above which a body is decoded in a thread."""
 
 Decoded = TypeVar("Decoded")
 
@@ -23,7 +23,7 @@ def loads(raw: bytes) -> Any:
 
 
 async def off_loop(body_bytes: int, decode: Callable[[], Decoded]) -> Decoded:
-    """Return the result of `decode`, which runs in a thread above OFF_LOOP_BYTES."""
+    """Return the result of `decode`; run it in a thread if `body_bytes` is large."""
     return decode() if body_bytes <= OFF_LOOP_BYTES else await asyncio.to_thread(decode)
 
 

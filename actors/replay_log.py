@@ -19,7 +19,7 @@ from actors.telemetry.timestamps import CallTimestamps
 
 
 class RecordedGroups:
-    """Groups of one stream in the router, in 4 bytes per token and 4 bytes per group."""
+    """Groups of one stream in the router; takes 4 bytes per token and 4 bytes per group."""
 
     def __init__(self) -> None:
         self._tokens = array("I")
@@ -100,7 +100,8 @@ class ServedCall:
     def chunk(self, body: bytes) -> bytes | StreamChunk:
         """Return `body`, as a StreamChunk if tokens or timings are new since the last chunk.
 
-        The StreamChunk has the groups recorded since then.
+        The StreamChunk has the groups recorded since then; it is a FirstTokenChunk if
+        `prompt_tokens` is set.
         """
         timings = self.timestamps.take_timings()
         if not self._sampled and not self._new and timings is None:
@@ -123,7 +124,7 @@ class ServedCall:
         return problem
 
     def check(self) -> None:
-        """Raise the recorded error, which vLLM's serving layer has converted to a response."""
+        """Raise the recorded error, if any; vLLM's serving layer converts it to a response."""
         if self.problem is not None:
             raise self.problem
 

@@ -42,7 +42,7 @@ TRANSFER_FIELD = "kv_transfer_params"
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""SSE comment that the router sends in a stream without a token.
+"""SSE comment that the router sends to the client of a stream before its first token.
 
 The text is vLLM's (`vllm/entrypoints/serve/utils/sse_keep_alive.py`).
 """
@@ -79,7 +79,7 @@ class ProducerAddress:
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request to an engine; `replay_log` is that of an interrupted answer, else empty."""
+    """An HTTP request to an engine; `replay_log` is that of an interrupted stream, else empty."""
 
     method: str
     path: str
@@ -92,7 +92,7 @@ class Call:
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First item of each call.
+    """First item of the answer to each call that the engine accepts.
 
     ``replica``  id of the engine that has accepted the call
     ``ongoing``  number of the engine's sequences, this call's included
@@ -103,7 +103,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The engine core has answered a liveness check since the previous item."""
+    """The engine core has answered a liveness check, or sampled a first token (`tokens`)."""
 
     tokens: bool = False
     """True once, when the engine has sampled the first token of an answer that is not streamed."""
@@ -116,12 +116,14 @@ class EngineTimings:
     ``queued_s``       the request is sent to the engine's scheduler
     ``scheduled_s``    the first step with the request begins
     ``first_token_s``  the last step of the prompt ends
-    ``answered_s``     a stream's chunk with the first token, or another answer as a whole, is sent
+    ``answered_s``     a stream's chunk with the first token, or the start of another answer, is
+                       sent
     ``kv_asked_s``     blocks are allocated and KV is requested; None if no KV was requested
-    ``kv_ended_s``     all KV has arrived, or the transfer has failed
+    ``kv_ended_s``     all KV has arrived, or the transfer has failed; None without a transfer
     ``kv_failed``      whether the transfer failed
     ``store_asked_s``  the lookup in the KV store begins; None without one
-    ``store_ended_s``  all KV from the store is read and verified, or the fetch is given up
+    ``store_ended_s``  all KV from the store is read and verified, or the fetch has ended without
+                       it; None without a lookup
     """
 
     queued_s: float
@@ -171,7 +173,7 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
-    """First token of an answer from a prefill engine. Sent only if the router requests it."""
+    """Chunk with the first token, from a prefill engine that the router asked to sample it."""
 
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""

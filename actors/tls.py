@@ -38,7 +38,8 @@ class TlsFiles:
     def load(self, client: bool = False) -> ssl.SSLContext:
         """Return the TLS context of a server, or of a client if `client` is true.
 
-        Raises ConfigurationError with the names of the setting and the file.
+        Raises ConfigurationError with the names of the setting and the file, if a file cannot be
+        read or used, or if the certificate has expired or is not valid yet.
         """
         _check_dates(f"{self.prefix}certfile", self.certfile, self._own_certificate())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if client else ssl.PROTOCOL_TLS_SERVER)
@@ -70,7 +71,7 @@ class TlsFiles:
         return _certificates(f"{self.prefix}certfile", self.certfile)[0]
 
     def expires_at(self) -> datetime:
-        """Return the expiry time of the certificate. Raises ConfigurationError."""
+        """Return the certificate's expiry time. Raises ConfigurationError if it cannot be read."""
         return self._own_certificate().not_valid_after_utc
 
     def signature(self) -> Signature:
@@ -80,9 +81,10 @@ class TlsFiles:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a context that loads changed files at the next handshake. Raises ConfigurationError.
+    """Return a server's context, which loads changed files at the next handshake.
 
-    Files that cannot be loaded, for example half of a rotation, leave the previous ones in use.
+    Raises ConfigurationError if the files cannot be loaded now. Later, files that cannot be loaded,
+    for example half of a rotation, leave the previous ones in use.
     """
     outer = files.load()
     current, loaded = outer, _signature(files)
@@ -152,7 +154,7 @@ def _check_dates(setting: str, file: Path, certificate: x509.Certificate) -> Non
 
 
 def router_files(settings: RouterSettings) -> TlsFiles | None:
-    """Return the files of `settings`, or None without TLS."""
+    """Return the files of the router's port, or None without TLS."""
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
         return None
     ca_certs = None if settings.ssl_ca_certs is None else Path(settings.ssl_ca_certs)

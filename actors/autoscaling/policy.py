@@ -1,4 +1,4 @@
-"""Ray Serve autoscaling policies; `replica_counts.py` computes the number of replicas of each role.
+"""Ray Serve autoscaling policies: `ScaleTogether` for both roles, `ScaleByOngoing` for one.
 
 Set `ScaleTogether` in a Serve config file, beside `args`; `replicas` of both roles must be an
 autoscaling_config:
@@ -43,7 +43,7 @@ LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 class ScaleTogether:
     """Scales the deployments `Prefill` and `Decode` of one application; ignores others.
 
-    With the setting `models`, the deployments have other names.
+    With the setting `models` the deployments have other names, so this policy cannot scale them.
     """
 
     def __init__(self, **policy_kwargs: Any) -> None:
@@ -54,8 +54,9 @@ class ScaleTogether:
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """Return the number of replicas by deployment id, and no state. Called by Serve.
 
-        Missing metrics leave the numbers unchanged. An exception would end the update of all
-        applications in Serve's controller (`ApplicationStateManager.update`), each time.
+        A role without metrics keeps its number, unless the bounds or the ratio of the roles require
+        another one. An exception would end the update of all applications in Serve's controller
+        (`ApplicationStateManager.update`), each time.
         """
         by_name = {context.deployment_name: (key, context) for key, context in contexts.items()}
         if "Prefill" not in by_name or "Decode" not in by_name:
@@ -81,14 +82,16 @@ class ScaleTogether:
 class ScaleByOngoing:
     """Scales one deployment to `target_ongoing_requests` sequences per replica.
 
+    Each request that waits in a router counts as one sequence.
+
     Serve's default policy uses its own count of requests, which is zero here: requests bypass
     Serve.
     """
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas, and no state. Called by Serve.
+        """Return the number of replicas, not rounded, and no state. Called by Serve.
 
-        Keeps the current number until a replica has reported.
+        Keeps the last requested number until a replica has reported.
         """
         ongoing = _metric(context, "ongoing")
         if not ongoing or context.config is None:
@@ -98,7 +101,7 @@ class ScaleByOngoing:
 
 
 def _queued(context: AutoscalingContext) -> float:
-    """Return the number of requests waiting in routers, as reported to the replicas."""
+    """Return the number of requests waiting in routers: the highest that a replica reports."""
     return max(_metric(context, "queued"), default=0.0)
 
 
@@ -109,7 +112,7 @@ def _metric(context: AutoscalingContext, name: str) -> list[float]:
 
 
 def _loads(context: AutoscalingContext, kind: type[LoadT]) -> list[LoadT]:
-    """Return the load of each running replica that has reported."""
+    """Return the load of each running replica that has reported; 0 for unreported fields."""
     names = [field.name for field in fields(kind)]
     by_name = {name: (context.aggregated_metrics or {}).get(name, {}) for name in names}
     replicas = [one for one in context.running_replicas if any(one in values for values in by_name.values())]

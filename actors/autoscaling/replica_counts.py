@@ -39,7 +39,7 @@ class DecodeLoad:
     """Load of one decode replica over the last seconds.
 
     ``kv_use``    fraction of the KV cache in use
-    ``running``   running requests
+    ``running``   running requests, over all data-parallel ranks
     ``waiting``   waiting requests that vLLM's scheduler has not deferred (`num_waiting_reqs`)
     ``tpot_s``    mean time between two tokens of a sequence; 0 until measured
     ``decoding``  mean number of decoding sequences; below 1 if it was idle for part of the time
@@ -65,7 +65,7 @@ class Bounds:
 
 
 def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the number of engines for arriving and queued prompts; None until a rate is measured.
+    """Return the need for arriving and queued prompts; None until a rate is measured.
 
     ``queued_requests`` is the number of requests waiting in routers. Their lengths are unknown, so
     each counts as a prompt of mean length.
@@ -81,11 +81,11 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 
 
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the number of engines for KV or for `tpot_s`, the larger; None without a report.
+    """Return the need for KV or for `tpot_s`, the larger one; None without a report.
 
     Assumes that the time between tokens is proportional to the number of sequences on an engine. In
-    fact part of this time is constant. So one call adds or removes too few engines, and later calls
-    correct the number.
+    fact part of this time is constant. So one call adds or removes too few engines for `tpot_s`,
+    and later calls correct the number.
     """
     if not loads:
         return None
@@ -102,7 +102,10 @@ def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: S
 
 
 def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int:
-    """Return a whole number within the bounds: scale up at once, scale down only beyond `slack`."""
+    """Return a whole number within the bounds: scale up at once, scale down only beyond `slack`.
+
+    An unknown or infinite need keeps the current number.
+    """
     if need is None or not isfinite(need):
         return bounds.clip(bounds.current)
     up, down = ceil(need - _TINY), ceil(need * (1 + settings.slack) - _TINY)

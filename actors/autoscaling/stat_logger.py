@@ -22,7 +22,7 @@ class LoadLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Count the results of one step. Called by vLLM."""
+        """Count the results of one step of rank `engine_idx`. Called by vLLM."""
         now_s = time.monotonic()
         if scheduler_stats is not None:
             stats = scheduler_stats

@@ -1,4 +1,4 @@
 """Routing policy: decides from measured costs which engines serve a request.
 
-No I/O, clock or Ray.
+Does no I/O, and uses neither a clock nor Ray: callers pass the time.
 """

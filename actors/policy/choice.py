@@ -22,8 +22,9 @@ Without calls, such a replica would seem idle until Serve detects its failure.
 SILENT_S = 300.0
 """Time for which a replica ranks last after it was silent, unless it computes something earlier.
 
-A hung engine accepts calls, and each would wait for `silence_timeout_s`. Serve replaces the engine
-within this time (`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`).
+A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the default of
+`transfer.step_s`, Serve replaces the engine within this time (`HUNG_MARGIN_S` in
+`actors/engine/heartbeat.py`).
 """
 
 Key = Callable[[Estimate], tuple[float, ...]]
@@ -56,7 +57,10 @@ def score(settings: RoutingSettings, estimate: Estimate) -> float:
 
 
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
-    """Return the decision, with all usable replicas ranked: the first may have no free slot."""
+    """Return the decision. It ranks all usable replicas of the roles on its route.
+
+    The dispatcher needs the whole rank, because the first replica may have no free slot.
+    """
     key = _key(settings, options, asked.session)
     local = sorted(options.local, key=key)
     remote = None
@@ -154,8 +158,8 @@ def _failing(load: EngineLoad | None, now: float) -> bool:
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
     """Return the sort key of the policy.
 
-    Replicas that have just failed rank last. Among the others, the session's decode replica ranks
-    first.
+    Replicas that have just failed or were silent rank last. Among the others, the session's decode
+    replica ranks first.
     """
 
     def affinity(decode: str) -> float:

@@ -80,7 +80,7 @@ class Costs:
     def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
         """Return the cost parts of a prefill on a decode engine with ``streams`` running streams.
 
-        The parts are derived from the measured costs of prefill engines.
+        The parts are derived from the costs of prefill engines, measured or still assumed.
         """
         prefill = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
         return (*prefill, prefill[1] * streams / BUSY_STREAMS)

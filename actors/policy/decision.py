@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass
 
 CHEAPER = "cheaper"
-"""The best option of this route ranks before that of the other one, mostly by its lower cost."""
+"""The best option of this route ranks before that of the other one, mostly by a lower cost."""
 
 SHORT = "short_uncached"
 """The best option of decode alone has fewer uncached tokens than `local_below_tokens`."""
 
 NO_PREFILL = "no_prefill"
-"""No prefill replica accepts calls, or none had a slot within `prefill_wait_s`."""
+"""No prefill replica accepts calls, or none accepted this request within `prefill_wait_s`."""
 
 PREFILL_FAILED = "prefill_failed"
 """Prefill rejected this request, or its prefill legs failed and no attempt or replica is left."""
@@ -28,9 +28,10 @@ POLICY = "policy"
 """The policy does not compare local with remote."""
 
 UNSEEN = "unseen"
-"""The prefill replicas are not known yet, or no decode replica is usable: no option is estimated.
+"""The prefill replicas are not known yet, or no decode replica is usable.
 
-The least busy replicas of each role serve the request, once there are any.
+The decision ranks no replicas. The least busy ones of each role serve the request, once there are
+any.
 """
 
 
@@ -72,7 +73,9 @@ class Decision:
     ``reason``         one of the constants of this module, or why decode serves the whole request
     ``policy``         configured policy
     ``prompt_tokens``  estimated prompt tokens
-    ``chosen``         estimate of the chosen option; None if no option is estimated
+    ``decode``         decode replicas; empty: the dispatcher takes the least busy one
+    ``prefill``        prefill replicas; empty on the local route, or as for `decode`
+    ``chosen``         estimate of the chosen option; None if the route has none
     ``other``          best estimate of the other route; None if it has none
     """
 
@@ -90,7 +93,7 @@ class Decision:
         return self.route == "local"
 
     def explain(self) -> str:
-        """Return the decision as compact JSON, seconds rounded to microseconds."""
+        """Return the decision and its estimates as JSON, seconds rounded to microseconds."""
         fields: dict[str, object] = {
             "route": self.route,
             "reason": self.reason,

@@ -76,7 +76,7 @@ class Level:
 
     @property
     def state(self) -> tuple[float, float, float]:
-        """Mean logarithm of the ratios, their faded count, and time of the last measurement."""
+        """Mean logarithm of the ratios, their count at the last measurement, and its time."""
         return self._mean, self._count, self._at
 
     def _share(self, now: float) -> float:
@@ -138,7 +138,7 @@ class PairLevels:
 class Regression:
     """Factor of each part of a cost: ridge regression of relative errors towards a common factor.
 
-    An observation counts from the next fit on, at most FIT_EVERY_S later.
+    A prediction includes each observation at most FIT_EVERY_S after it.
     """
 
     RIDGE = 0.3

@@ -11,10 +11,13 @@ from actors.policy.prompts import Prompt
 class InflightRequest:
     """A request's legs on a decode replica and, on the remote route, a prefill replica.
 
+    Times are those of the planner's caller, in seconds.
+
+    ``prompt_tokens``           estimated prompt tokens; the exact number once prefill reports it
     ``held_tokens``             prompt tokens cached on the engine that computes the prompt
     ``decode_held_tokens``      prompt tokens cached on the decode engine
     ``streams``                 this router's streams on the decode engine at `began_at`
-    ``began_at``                time of `Planner.begin`, in seconds
+    ``began_at``                time of `Planner.begin`
     ``added``                   prefix pieces that each engine holds only if the request succeeds
     ``prefilled_at``            time at which prefill's answer began; None before
     ``opened_at``               time of the first token of a stream; None before

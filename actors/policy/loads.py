@@ -1,4 +1,4 @@
-"""Unfinished work that this router sent to one engine: queued prompts and running streams."""
+"""Unfinished work of this router on one engine: queued prompts and running streams."""
 
 from __future__ import annotations
 
@@ -91,15 +91,15 @@ class PromptQueue:
 
 
 class EngineLoad:
-    """Work that this router has sent to one engine.
+    """Work that this router has assigned to one engine, from the routing decision on.
 
-    ``prompts``          prompts sent to the engine and not known to be computed
-    ``calls``            keys of all open calls
+    ``prompts``          prompts assigned to the engine and not known to be computed
+    ``calls``            keys of the requests with an open or expected call to the engine
     ``streams``          keys of the calls whose stream has started
     ``computed_tokens``  prompt tokens that a decode engine has computed so far for local streams
-    ``failed_at``        time of the last failed call, in seconds
-    ``silent_at``        time at which a call ended because the engine sent nothing; None once the
-                         engine has computed something
+    ``failed_at``        time in seconds of the last failed call; None before the first
+    ``silent_at``        time in seconds at which a call ended because the engine sent nothing; None
+                         before, and once the engine has computed something
     """
 
     def __init__(self) -> None:

@@ -38,19 +38,22 @@ class Options:
     def ongoing_decode(self, decode: str) -> int:
         """Return the number of ongoing sequences of a decode replica.
 
-        At least the number of this router's open calls.
+        At least the number of this router's requests on it.
         """
         return max(self.decode[decode], len(self._decode_load(decode).calls))
 
     def ongoing_prefill(self, prefill: str) -> int:
         """Return the number of ongoing sequences of a prefill replica; 0 for an unknown id.
 
-        At least the number of this router's open calls.
+        At least the number of this router's requests on it.
         """
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the number of other streams on a replica, including those of other routers."""
+        """Return the number of other streams on a replica.
+
+        All sequences of other routers count as streams: only their number is known.
+        """
         load = self.decode_loads.get(decode)
         ongoing = self.decode[decode]
         return ongoing if load is None else len(load.streams) + max(ongoing - len(load.calls), 0)

@@ -1,8 +1,8 @@
 """Routes each request, and updates cost estimates from its outcome.
 
 The caller passes the time of any monotonic clock in seconds (`now`) and reports events: `begin`
-when replicas for the legs are chosen, `prefilled`, `opened` with the first bytes of a stream, and
-always `ended`. Costs are learnt only from stages that a request reached.
+when replicas for the legs are chosen, `prefilled`, `opened` with the first bytes of a stream,
+`handed_over`, and always `ended`. Costs are learnt only from stages that a request reached.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _immediately(do: Callable[[], None]) -> None:
 
 
 class Planner:
-    """State of a router's engines: running work, measured costs and cached prefixes.
+    """State of one model's engines in a router: running work, costs and cached prefixes.
 
     Records running work at once. Updates costs through `later`, because an update takes longer and
     would delay an answer.
@@ -221,11 +221,11 @@ class Planner:
                     loads[engine].silent_at = now
 
     def computed(self, inflight: InflightRequest) -> None:
-        """Record that decode has sent tokens: it does not hang."""
+        """Record that the request's decode engine has sent tokens: it does not hang."""
         self._decode[inflight.decode].silent_at = None
 
     def engines(self) -> dict[str, int]:
-        """Return the number of known engines of each role, and of prefix pieces."""
+        """Return the number of engines with recorded work, by role, and of prefix pieces."""
         return {"prefill": len(self._prefill), "decode": len(self._decode), "pieces": self._prefixes.size()}
 
     def prompt_tokens(self, prompt: Prompt) -> int:

@@ -58,7 +58,7 @@ class Prompt:
 
     ``passages``            prompts; empty if the body has no readable prompt
     ``answers``             number of answers
-    ``most_answer_tokens``  the client's limit of each answer; None without one
+    ``most_answer_tokens``  the client's limit of each answer in tokens; None without one
     """
 
     passages: tuple[Passage, ...] = ()

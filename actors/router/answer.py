@@ -1,4 +1,4 @@
-"""Answer to a client request. A stream continues on another replica if its decode engine dies."""
+"""Answer to a client request. If the engine of a stream fails, another engine continues it."""
 
 import logging
 from collections import deque
@@ -24,13 +24,14 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2**16
-"""Size above which `body` yields joined stream data although more is ready."""
+"""Size in bytes of joined events at which `body` yields them, even if more events are ready."""
 
 
 class Answer:
-    """Answer of a request, from its first bytes.
+    """Answer to one request, created when a stream's first bytes, or a whole body, have arrived.
 
-    If prefill sampled the first token, decode may not have taken over yet.
+    If prefill has sampled the first token (`router.first_token`), decode's answer may not have
+    started yet. `body` then waits for it.
     """
 
     def __init__(self, attempts: Dispatcher, attempt: Attempt, metrics: RouterMetrics) -> None:
@@ -47,43 +48,43 @@ class Answer:
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
         self._has_tokens = False
         self._first_group: TokenGroup | None = None
-        """First token, if prefill sampled it and decode has not repeated it yet."""
+        """First token if prefill sampled it and decode has not repeated it yet, else None."""
 
     @property
     def sampled_by(self) -> RoleName | None:
-        """Role of the engine that sampled the first token; None if it is always decode."""
+        """Role of the engine that sampled the first token; None with `first_token: decode`."""
         return None if self._attempts.limits.first_token == "decode" else self._first.sampled_by
 
     @property
     def route(self) -> str:
-        """Route of the request: `remote` (the router sent it to prefill, too) or `local`."""
+        """Route of the attempt with the first bytes: `remote`, or `local` for decode alone."""
         return "remote" if self.local_reason is None else "local"
 
     @property
     def explanation(self) -> str | None:
-        """Routing decision and its inputs as JSON, if the client asked for them."""
+        """Routing decision and its inputs as JSON; None unless the client asked for them."""
         return self._first.decision.explain() if self._attempts.request.explain else None
 
     @property
     def pair(self) -> Pair:
-        """Replicas that produced the first bytes."""
+        """Replicas of the attempt that produced the first bytes."""
         return self._first.pair
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of the prompt; None until the prefill engine reports it."""
+        """Number of tokens of the prompt; None until, or unless, a prefill engine reports it."""
         return self._first.prompt_tokens
 
     @property
     def completion_tokens(self) -> int | None:
-        """Number of tokens of a stream so far; None if the replay log is incomplete."""
+        """Number of tokens so far of a stream that can be resumed; None for other answers."""
         return self._replay_log.tokens if self.start.streams and self._resumable else None
 
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
         """Latency breakdown up to the first bytes, computed at the first access.
 
-        It is complete if `accounted` is true at the first access.
+        Timings of the prefill engine that arrive after the first access are missing in it.
         """
         return break_down(self._attempts.timestamps(self._first))
 
@@ -96,9 +97,9 @@ class Answer:
         return self._first.prefill is None or self._first.prefill.accounted
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until `accounted` is true, at most `at_most_s`.
+        """Wait until `accounted` is true, at most `at_most_s` seconds.
 
-        Prefill timings may arrive after the first token.
+        The prefill engine's timings may arrive after the first token.
         """
         if self._first.prefill is not None:
             await self._first.prefill.account(at_most_s)
@@ -106,11 +107,13 @@ class Answer:
     async def body(self) -> AsyncGenerator[bytes, None]:
         """Yield whole events of a stream, or the complete body of another answer.
 
-        `start` and `local_reason` are final after the first item. If the engine dies before its
+        `start` and `local_reason` are final after the first item. If the engine fails before its
         first event, the answer of another engine, with its own status, replaces the stream. After
-        the first event another engine continues the stream. Raises DeadlineError at the request's
-        deadline; CannotResumeError, UnavailableError or OverloadedError if the decode engine dies
-        and no engine can continue the stream.
+        the first event another engine continues the stream.
+
+        Raises DeadlineError at the request's deadline, or `idle_timeout_s` after the last token;
+        CannotResumeError, UnavailableError or OverloadedError if the engine fails and no engine can
+        continue the stream; EngineError for an internal error of the engine.
         """
         stream = EventStream()
         replay_log = self._replay_log
@@ -158,7 +161,7 @@ class Answer:
                         if not released:
                             self._attempt.release()
                             released = True
-                error = UnavailableError("the decode engine ended a stream before its end")
+                error = UnavailableError("the engine closed a stream before its end")
             except UnavailableError as death:
                 error = death
             except TandemError:
@@ -174,7 +177,10 @@ class Answer:
         yield b"".join(_bytes_of(item) for item in self._attempt.items)
 
     async def _from_prefill(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
-        """Yield the events of prefill's first token until decode takes over or the stream ends."""
+        """Yield the events of prefill's first token until decode takes over or the stream ends.
+
+        Raises the errors of `Dispatcher.first_token`.
+        """
         async with aclosing(self._attempts.first_token(self._attempt)) as items:
             async for item in items:
                 if isinstance(item, StreamChunk):
@@ -188,11 +194,11 @@ class Answer:
                     return
 
     def _check_first(self, item: StreamChunk) -> None:
-        """Raise HandoverError if decode's first token differs from the one that prefill sent."""
+        """Raise HandoverError if decode's first token differs from the one that prefill sampled."""
         expected, self._first_group = self._first_group, None
         if expected is not None and item.groups[:1] != (expected,):
             self._metrics.first_tokens.labels("replayed").inc()
-            raise HandoverError(f"prefill sampled the tokens {expected}, decode {item.groups[:1]}")
+            raise HandoverError(f"prefill sampled the first token {expected}, decode {item.groups[:1]}")
         if expected is not None:
             self._metrics.first_tokens.labels("repeated").inc()
 
@@ -207,7 +213,12 @@ class Answer:
         return await self._attempt.decode.next(limits.silence_timeout_s, timing.ends_at)
 
     async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: RecordedGroups) -> None:
-        """Reopen the stream on another decode replica, which first repeats `replay_log`."""
+        """Make another attempt at the request after `error`.
+
+        If the client has received events, the new attempt first repeats `replay_log`; otherwise its
+        answer replaces the stream. Raises CannotResumeError if the stream cannot be continued,
+        `error` if no attempts are left, and the errors of `Dispatcher.open`.
+        """
         outcome = "failed"
         try:
             if stream.sent == 0:
@@ -216,7 +227,7 @@ class Answer:
                 _check_resumable(self._attempts.request, replay_log)
             self._first_group = None  # the next engine repeats the replay log
             if isinstance(error, HandoverError):
-                logger.warning("a stream continues on another attempt: %s", error)
+                logger.warning("trying to continue a stream with another attempt: %s", error)
             elif (alone := self._attempt.on_prefill) is not None:
                 self._attempts.prefill_failed(alone, error)
             else:
@@ -228,7 +239,9 @@ class Answer:
                 self._first = self._attempt
                 self.start, self.local_reason = start, self._attempt.local_reason
             elif not start.streams:
-                raise CannotResumeError(f"the engine that should continue the stream answered HTTP {start.status}")
+                raise CannotResumeError(
+                    f"the engine that should continue the stream answered HTTP {start.status}; send the request again"
+                )
             stream.restart()
             outcome = "resumed"
         except CannotResumeError:
@@ -239,13 +252,16 @@ class Answer:
 
 
 def _check_resumable(request: ClientRequest, replay_log: RecordedGroups) -> None:
+    """Raise CannotResumeError if no other engine can continue the stream of a failed engine."""
     if reason := why_not_resumable(request.endpoint, request.body):
         raise CannotResumeError(
-            f"the decode engine has died, and a stream with {reason} cannot be continued on another engine; "
+            f"the engine has failed, and a stream with {reason} cannot be continued on another engine; "
             "send the request again"
         )
     if not replay_log:
-        raise CannotResumeError("the decode engine has died without a record of the stream")
+        raise CannotResumeError(
+            "the engine has failed and sent no record of the stream's tokens; send the request again"
+        )
 
 
 def _bytes_of(item: Any) -> bytes:

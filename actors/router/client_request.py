@@ -18,11 +18,12 @@ class ClientRequest:
     """A validated request.
 
     ``raw``         body as received
-    ``body``        parsed body
-    ``session``     session id; requests of one session go to the same decode replica
+    ``body``        parsed body; of a form, only the fields that the router needs
+    ``session``     session id or None; requests of one session prefer the same decode replica
     ``explain``     whether the client asked for the routing decision and the latency breakdown
     ``part``        whether it is a later prompt of a list, not counted as a waiting request
-    ``arrived_at``  time at which the headers had arrived, on the monotonic clock
+    ``arrived_at``  time at which the headers had arrived, on the monotonic clock; for a streamed
+                    prompt of a list, time at which the router began to serve it
     ``read_at``     time at which the whole body had arrived, on the monotonic clock
     """
 
@@ -38,7 +39,7 @@ class ClientRequest:
 
     @cached_property
     def prompt(self) -> Prompt:
-        """Passages of the prompt, which the routing policy matches with cached prefixes."""
+        """Prompts of the request, in which the routing policy finds cached prefixes."""
         return read_prompt(self.body)
 
     async def prepare(self) -> None:
@@ -63,23 +64,23 @@ class ClientRequest:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that an engine computes for the request: prompts times `n`."""
+        """Number of sequences of the request: prompts times `n`, or its number of `items`."""
         items = self.body.get("items")  # /generative_scoring: vLLM starts all items at once
         return max(self.prompt.answers, len(items) if isinstance(items, list) else 1)
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of the body with the client's encoding, for the bodies of the legs."""
+        """Fields of the body with the client's encoding, for the legs (`as_written`)."""
         return as_written(self.raw, self.body)
 
     @property
     def request_id(self) -> str:
-        """X-Request-Id of both legs: the client's, or one that the router generated."""
+        """X-Request-Id of the legs: the client's or a generated one; "" if the body has an id."""
         return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 
 class RequestTimer:
-    """Age of a request and its remaining time. `arrived_at` is on the monotonic clock."""
+    """Age and deadline of a request that arrived at `arrived_at` on the monotonic clock."""
 
     def __init__(self, timeout_s: float, arrived_at: float) -> None:
         self._began_at = asyncio.get_running_loop().time() - (time.monotonic() - arrived_at)
@@ -87,7 +88,7 @@ class RequestTimer:
         """Deadline on the event loop's clock."""
 
     def extend(self, idle_s: float) -> None:
-        """Set the deadline to `idle_s` from now; limits the idle time after the first token."""
+        """Set the deadline to `idle_s` seconds from now; limits the idle time after a token."""
         self.ends_at = asyncio.get_running_loop().time() + idle_s
 
     @property

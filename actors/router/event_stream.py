@@ -39,7 +39,7 @@ class EventStream:
         self._restarted = True
 
     def feed(self, data: bytes) -> bytes:
-        """Return the events that `data` completes, without duplicates of events already sent."""
+        """Return the events and comments that `data` completes, without events already sent."""
         *events, self._partial = (self._partial + data).split(END)
         return b"".join(self._new(event) for event in events)
 

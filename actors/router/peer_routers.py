@@ -34,7 +34,7 @@ class RouterReplica(Router):
     _status: SingleFlight[dict[str, Any]] | None = None
 
     async def own_metrics(self) -> RouterMetricsText:
-        """Return this replica's exposition."""
+        """Return this replica's id and Prometheus exposition."""
         # Without names, the only model uses the router's metrics.
         own = [self.metrics, *(model.metrics for model in self.models if model.names)]
         return own_replica_id(), "".join(metrics.exposition() for metrics in own)
@@ -60,13 +60,19 @@ class RouterReplica(Router):
         return dict(counts)
 
     async def router_metrics(self) -> list[RouterMetricsText]:
-        """Return the expositions of this replica and of the peers that answer, by replica id."""
+        """Return (replica id, exposition) of this replica and of its peers, sorted.
+
+        Omits peers that do not answer within `metrics_timeout_s`.
+        """
         own = await self.own_metrics()
         others = dict(await self._ask_peers("own_metrics")) | dict([own])
         return sorted(others.items())
 
     async def status(self) -> dict[str, Any]:
-        """Return the status of the whole service, at most `STATUS_AGE_S` old."""
+        """Return the status of the whole service, at most `STATUS_AGE_S` old.
+
+        Omits engines and routers that do not answer within `metrics_timeout_s`.
+        """
         if self._status is None:
             self._status = SingleFlight(self._ask_for_status, STATUS_AGE_S)
         return await self._status()

@@ -1,8 +1,9 @@
-"""Derives the bodies of both legs from a client's request, and the request's route. Pure.
+"""Derives the bodies of both legs from a client's request, and reasons for one engine. Pure.
 
 The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
 omits fields that concern only the output. If prefill samples the first token, its leg is the
-client's request, too. Both legs carry transfer parameters with the same single-use transfer id.
+client's request, too, and both legs have the same `seed`. Both legs carry transfer parameters with
+the same single-use transfer id.
 """
 
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ OUTPUT_ONLY = frozenset(
         "top_p",
     }
 )
-"""Fields that change the output and not the prompt; omitted from the prefill leg."""
+"""Fields that change the output and not the prompt; omitted by `prefill_leg`."""
 
 
 ONE_TOKEN: Mapping[Endpoint, Body] = {
@@ -54,7 +55,7 @@ ONE_TOKEN: Mapping[Endpoint, Body] = {
     "/v1/responses": {"max_output_tokens": 1, "store": False},
     "/v1/messages": {"max_tokens": 1},
 }
-"""Fields that limit a prefill leg to one token, by endpoint."""
+"""Fields that limit a prefill leg to one token of one choice, not stored, by endpoint."""
 
 TOKENS_ONLY: frozenset[Endpoint] = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 """Endpoints that only tokenize, detokenize or count tokens."""
@@ -99,7 +100,7 @@ def choices_of(body: Body) -> int | None:
 
 
 def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
-    """Return the reason why no other engine can continue the request's stream, or None."""
+    """Return the reason in the request why no other engine can continue its stream, or None."""
     if endpoint == "/v1/responses":
         return "engine-specific ids"  # each engine generates its own ids of output items
     if endpoint not in SPLIT_ENDPOINTS:
@@ -120,9 +121,9 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
 def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
     """Return the reason why decode must sample the first token, or None if prefill can do it.
 
-    If prefill samples it, decode samples the same token again. The router drops decode's events of
-    this token, as in a resumed stream. If decode samples a different token, the router resumes the
-    stream with prefill's token.
+    If prefill samples it, decode samples the first token again, and the router drops decode's
+    events of it, as in a resumed stream. If decode samples a different token, the router resumes
+    the stream with prefill's token.
     """
     if body.get("stream") is not True:  # vLLM converts other values
         return "not streamed"
@@ -146,8 +147,8 @@ def is_one_token(endpoint: Endpoint, body: Body) -> bool:
 def needs_seed(body: Body) -> bool:
     """Return whether the legs need a seed from the router to sample the same first token.
 
-    A request with temperature 0 needs none. Without `temperature` the model's default applies,
-    which may be above 0.
+    A request with a seed or with temperature 0 needs none. Without `temperature` the model's
+    default applies, which may be above 0.
     """
     return body.get("seed") is None and body.get("temperature") != 0
 
@@ -172,8 +173,8 @@ def _why_local_turns(body: Body) -> str | None:
 def _why_local_message(body: Body) -> str | None:
     """Return the reason for the local route of a request to Anthropic's API, or None.
 
-    vLLM's error for a required field counts the fields of the body, so the body must be the
-    client's.
+    vLLM's error for a missing field contains the number of fields in the body. So decode must
+    receive the client's body, without transfer parameters.
     """
     most = body.get("max_tokens")
     if not body.get("model") or type(most) is not int:
@@ -197,7 +198,10 @@ def _why_local_response(body: Body) -> str | None:
 
 
 def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
-    """Return the body for the prefill engine: the client's prompt, one token, KV for a transfer."""
+    """Return the body for a prefill engine that only computes the prompt and keeps its KV.
+
+    It has the client's prompt, asks for one token and no stream, and has transfer parameters.
+    """
     leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
     leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
     if endpoint == "/v1/messages" and _names_tool(leg.get("tool_choice")):
@@ -233,7 +237,7 @@ def first_token_leg(body: Body, transfer_id: str) -> dict[str, Any]:
 def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress, prompt_multiple: int = 0) -> dict[str, Any]:
     """Return the body for the decode engine: the client's body and the transfer parameters.
 
-    ``prompt_multiple``  the producer's `first_token_multiple` if it samples the first token
+    ``prompt_multiple``  the producer's `first_token_multiple` if it samples the first token, else 0
     """
     params = {
         "do_remote_prefill": True,

@@ -22,19 +22,25 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 SEQUENCES_PER_SLOT = 4
-"""Default number of sequences that a router admits for each slot of the decode engines."""
+"""Default number of sequences that a router admits for each slot of the decode engines.
+
+It admits at least MIN_ONGOING_SEQUENCES.
+"""
 
 
 class Router:
     """Serves requests with the engines of one model or of several."""
 
     def __init__(self, limits: RouterLimits, *engines: ModelEngines) -> None:
-        """Create the router of the models of `engines`; several models must have names."""
+        """Create a router for the models in `engines`; if there are several, each needs a name."""
         self.limits = self._built_limits = limits
         self.rejected_config: str | None = None
-        """Error of the last `user_config`; None if it was applied."""
+        """Error of the last `user_config`; None if it was applied or if there was none."""
         self.metrics = RouterMetrics()
-        """Metrics of requests without a model, and of all requests to the only model."""
+        """Metrics of the router itself, and of requests that end before their model is known.
+
+        Without the setting `models`: metrics of all requests.
+        """
         self.recent = RecentRequests()
         self.models = [
             ModelRouter(
@@ -49,9 +55,10 @@ class Router:
         self._ongoing = self._sequences = 0
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply new deadlines, limits and routing to later requests; Serve's hook.
+        """Apply new deadlines, limits and routing settings; Serve's hook.
 
-        Keys absent from `user_config` have the values of `args`. Logs an error and leaves the
+        Requests that are already dispatched keep their deadlines. Keys absent from `user_config`
+        have the values of `args`. For an invalid `user_config`, logs an error and leaves the
         settings unchanged, because Serve stops a replica whose hook raises.
         """
         try:
@@ -68,31 +75,31 @@ class Router:
 
     @property
     def ongoing(self) -> int:
-        """Number of admitted requests."""
+        """Number of ongoing requests that the router has admitted."""
         return self._ongoing
 
     @property
     def ongoing_sequences(self) -> int:
-        """Number of sequences of the admitted requests."""
+        """Number of sequences of ongoing requests; a request counts as 1 until its body arrives."""
         return self._sequences
 
     @property
     def max_sequences(self) -> int:
-        """Number of ongoing sequences at which the router admits no more requests."""
+        """Number of ongoing sequences at which the router admits no further request."""
         if self.limits.max_ongoing_sequences is not None:
             return self.limits.max_ongoing_sequences
         return max(SEQUENCES_PER_SLOT * sum(model.slots for model in self.models), MIN_ONGOING_SEQUENCES)
 
     @contextmanager
     def admitted(self) -> Iterator[Callable[[int], None]]:
-        """Count a request as admitted; raises OverloadedError at `max_sequences`.
+        """Count an ongoing request until the block ends. Raises OverloadedError at `max_sequences`.
 
         Yields a function that sets the request's number of sequences after the body has arrived;
-        until then it is 1. So the last admitted request may exceed the limit.
+        until then it is 1. So the number of sequences may exceed the limit.
         """
         if self._sequences >= self.max_sequences:
             raise OverloadedError(
-                f"this router is serving {self._sequences} sequences, which is its limit; retry later"
+                f"this router is serving {self._sequences} sequences and has reached its limit; retry later"
             )
         counted = 1
 
@@ -111,7 +118,7 @@ class Router:
             self._sequences -= counted
 
     def max_requests_of_key(self, keys: int) -> int | None:
-        """Return the limit of ongoing requests for each of `keys` API keys; None for no limit."""
+        """Return the limit of ongoing requests of each of `keys` API keys; None: no limit."""
         if self.limits.max_ongoing_requests_per_key is not None:
             return self.limits.max_ongoing_requests_per_key
         return None if keys == 1 else max(self.max_sequences // 2, 1)
@@ -119,9 +126,9 @@ class Router:
     async def model_of(self, name: Any) -> ModelRouter:
         """Return the model that serves requests for `name`: its own name, an alias or an adapter.
 
-        The only model of a service gets every request: its engines check the name. Raises
-        UnknownModelError, NoModelNamedError if the request must name a model, or UnavailableError
-        if the engines of a model that may have the adapter do not answer.
+        Without the setting `models`, the only model gets every request: its engines check the name.
+        Otherwise raises NoModelNamedError for an empty name, UnknownModelError for an unknown one,
+        or UnavailableError if the engines of a model that may have the adapter do not answer.
         """
         if not self._by_name:
             return self.models[0]
@@ -136,7 +143,7 @@ class Router:
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
-        """Serve `request` with its model (`ModelRouter.answer`)."""
+        """Serve `request` with its model. Raises as `model_of` and `ModelRouter.answer` do."""
         model = await self.model_of(request.body.get("model"))
         async with model.answer(request) as answer:
             yield answer
@@ -152,9 +159,12 @@ class Router:
 
     @asynccontextmanager
     async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
-        """Send `call` to a decode replica of the models in turn, until one does not answer 404.
+        """Send `call` to each model with a decode replica in turn, until one does not answer 404.
 
-        Leaving the context cancels the call.
+        Yields the start and the body of that answer, or of the last 404. If the engines of a model
+        failed and no other model answered, raises their error: UnavailableError, OverloadedError
+        or DeadlineError. Raises EngineError for an internal error of an engine. Leaving the context
+        cancels the call.
         """
         # Waiting for a model without engines would delay the calls to the others.
         left = [model for model in self.models if model.ready] or self.models[:1]
@@ -175,9 +185,9 @@ class Router:
         raise failed
 
     def replicas(self) -> dict[RoleName, int]:
-        """Return the number of replicas of each role that accept calls, from Serve's replica list.
+        """Return the number of replicas of each role that accept calls, over all models.
 
-        Calls no replica; Serve's controller checks their health.
+        Reads Serve's replica list and calls no replica; Serve's controller checks their health.
         """
         return _sums([model.replicas() for model in self.models])
 
@@ -194,7 +204,7 @@ class Router:
 
     @property
     def complete(self) -> bool:
-        """True if each model has replicas of both roles."""
+        """True if replicas of both roles accept calls, for each model."""
         return all(count for model in self.models for count in model.replicas().values())
 
     async def engine_metrics(self) -> list[tuple[RoleName, str, str]]:

@@ -1,4 +1,4 @@
-"""Connects the routing policy to a router: supplies the time, the replica lists and outcomes."""
+"""Connects the routing policy to a router: supplies the time and the replicas' load."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ LEARN_DELAY_S = 0.01
 
 
 class Deferred:
-    """Runs callables together after LEARN_DELAY_S."""
+    """Collects callables and runs them together, LEARN_DELAY_S after the first; logs errors."""
 
     def __init__(self) -> None:
         self._given: list[Callable[[], None]] = []
@@ -38,7 +38,10 @@ class Deferred:
 
 
 Ongoing = Callable[[], Mapping[str, int] | None]
-"""Returns the ongoing requests of each replica of a role; None while the replicas are unknown."""
+"""Returns the number of ongoing sequences of each replica of a role, by replica id.
+
+Returns None while the replicas are unknown.
+"""
 
 
 class RoutingFeedback:
@@ -52,7 +55,7 @@ class RoutingFeedback:
         self._metrics = metrics
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """Apply new settings to later requests."""
+        """Apply new settings to later decisions."""
         self.planner.reconfigure(settings)
 
     def decide(
@@ -62,7 +65,12 @@ class RoutingFeedback:
         failed_prefill: AbstractSet[str],
         failed_decode: AbstractSet[str],
     ) -> Decision:
-        """Return route and replicas of `request`; `whole` is a reason for local, or None."""
+        """Decide route and replicas of `request`, and count the decision.
+
+        ``whole``           reason why decode must serve the whole request, or None
+        ``failed_prefill``  prefill replicas that must not be chosen
+        ``failed_decode``   decode replicas that must not be chosen
+        """
         decision = self.planner.decide(
             request.prompt,
             self._prefill(),
@@ -79,7 +87,10 @@ class RoutingFeedback:
         return decision
 
     def failed(self, replica: str, silent: bool = False) -> None:
-        """Report that a call to `replica` failed; `silent` is whether it sent nothing."""
+        """Report that a call to `replica` failed.
+
+        ``silent``  whether the replica sent nothing for `silence_timeout_s`
+        """
         self.planner.failed(replica, _now(), silent)
 
 

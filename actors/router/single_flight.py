@@ -1,4 +1,4 @@
-"""Shares one result among concurrent callers."""
+"""Shares the result of a call among concurrent callers, and keeps it for a short time."""
 
 import asyncio
 import time
@@ -9,9 +9,9 @@ Answer = TypeVar("Answer")
 
 
 class SingleFlight(Generic[Answer]):
-    """Returns the result of a call that ended at most `age_s` seconds ago.
+    """Returns the result of `make`, called again if the last call ended over `age_s` seconds ago.
 
-    Concurrent callers wait for the same call.
+    Concurrent callers wait for one call. If it fails, the next of them makes another call.
     """
 
     def __init__(self, make: Callable[[], Awaitable[Answer]], age_s: float) -> None:

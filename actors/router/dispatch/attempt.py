@@ -20,11 +20,11 @@ from configs.settings.base import RoleName
 
 
 class Attempt:
-    """One attempt at a request: both legs, or decode alone.
+    """One attempt at a request: both legs, or one engine alone.
 
-    Leaving the context cancels the calls unless decode has started to answer; after that, `close`
-    cancels them. The planner counts the attempt from the routing decision, before the attempt has
-    slots, so that concurrent decisions take each other into account.
+    Leaving the context closes the attempt unless an answer has started; after that, call `close`.
+    The planner counts the attempt from the routing decision, before the attempt has slots, so that
+    concurrent decisions take each other into account.
     """
 
     start: ResponseStart
@@ -36,11 +36,14 @@ class Attempt:
         self.decision = decision
         self.prefill: PrefillLeg | None = None
         self.began_at = self.slots_at = time.monotonic()
-        """Times at which the attempt began and at which it had slots for its legs."""
+        """Monotonic times at which the attempt began and at which it had slots for its legs."""
         self.prompt_tokens: int | None = None
-        """Number of tokens of the prompt, from the prefill engine's answer."""
+        """Number of tokens of the prompt, from the prefill engine's answer; None without it."""
         self.opening: asyncio.Task[Response] | None = None
-        """Task that waits for the start of decode's answer; None for decode alone."""
+        """Task that waits for decode's first token, or for its whole answer if that is no stream.
+
+        None if one engine serves the attempt alone.
+        """
         self.sampled_by: RoleName = "decode"
         """Role of the engine whose first token the client receives."""
         self.legs = AsyncExitStack()
@@ -68,7 +71,10 @@ class Attempt:
         return self.decision.reason if self.decision.local else None
 
     def sent(self, decode: str, prefill: str | None) -> None:
-        """Report the replicas of both legs to the planner."""
+        """Report the replicas of the legs to the planner, in place of those reported before.
+
+        ``prefill``  prefill replica; None if decode serves the attempt alone
+        """
         self.pair = Pair(prefill, decode)
         if self._inflight is not None:
             if (self._inflight.decode, self._inflight.prefill) == (decode, prefill):
@@ -77,9 +83,10 @@ class Attempt:
         self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
     def prefilled(self, body: object) -> None:
-        """Report a computed prompt to the planner.
+        """Record that prefill has computed the prompt; with `body`, report it to the planner.
 
-        ``body``  None when the prompt is computed, then the prefill answer with the token count
+        ``body``  None when the prompt is computed, then prefill's answer with the token count.
+                  Without an answer, the report follows when decode answers or the attempt ends
         """
         if self._prefilled_at is None:
             self._prefilled_at = _now()
@@ -88,9 +95,9 @@ class Attempt:
             self._report_prefilled(self.prompt_tokens)
 
     def opened(self, response: Response) -> Self:
-        """Keep the calls open after the start of decode's answer.
+        """Keep the calls open after the start of decode's answer, which may be an error.
 
-        Reports the time of the first token for streams only; other answers do not contain it.
+        Reports the time of the first token for streams only: it is unknown for other answers.
         """
         self.start, self.items = response
         self._is_open = True
@@ -114,7 +121,7 @@ class Attempt:
     def opened_on_prefill(self, slot: Slot, response: Response) -> Self:
         """Keep the call open after the start of an answer from prefill alone.
 
-        The planner receives no tokens of decode and drops the prompt from decode's prefixes.
+        When the attempt ends, the planner drops the prompt from decode's prefixes.
         """
         self.sampled_by = "prefill"
         self.start, self.items = response
@@ -134,9 +141,10 @@ class Attempt:
         return self
 
     def handed_over(self) -> None:
-        """End the prefill leg after decode's first token of an answer that is not streamed.
+        """Release the prefill leg after decode's first token of an answer that is not streamed.
 
-        The answer's timings are still unknown, so a prefill answer may arrive later.
+        Decode's timings are still unknown. They would show whether decode received the KV, in which
+        case prefill's answer arrives soon. So the leg waits for that answer.
         """
         assert self.prefill is not None
         self.prefill.delivered()
@@ -145,7 +153,7 @@ class Attempt:
             self._planner.handed_over(self._inflight)
 
     def passed_on(self, item: object) -> None:
-        """Count the tokens that decode generated in an item for the client."""
+        """Count the tokens in an item of decode's answer; ignore items of prefill alone."""
         if isinstance(item, StreamChunk) and self.pair.decode is not None:
             self._tokens += sum(map(len, item.groups))
 
@@ -162,7 +170,7 @@ class Attempt:
                 self._planner.handed_over(self._inflight)
 
     async def close(self) -> None:
-        """Cancel the running calls."""
+        """Cancel the running calls, give back their slots, and report the end to the planner."""
         await self.legs.aclose()
 
     def _end(self) -> None:
@@ -171,7 +179,7 @@ class Attempt:
             self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
 
     def _report_prefilled(self, prompt_tokens: int | None = None) -> None:
-        """Report the computed prompt to the planner, with its token count if known."""
+        """Report the prompt to the planner if prefill has computed it, with its token count."""
         if self._prefilled_at is not None and self._inflight is not None:
             self._planner.prefilled(self._inflight, self._prefilled_at, prompt_tokens)
 
@@ -181,7 +189,7 @@ def _now() -> float:
 
 
 def _prompt_tokens(answer: object) -> int | None:
-    """Return the prompt's token count from a completion's usage or a stream's chunk, or None."""
+    """Return the prompt's token count from the usage of an answer or from a chunk, or None."""
     if isinstance(answer, FirstTokenChunk):
         return answer.prompt_tokens
     if not isinstance(answer, bytes):

@@ -1,4 +1,4 @@
-"""Dispatch of one request, with retries on other replicas until a decode replica answers."""
+"""Dispatch of one request, with retries on other replicas until an engine answers."""
 
 import asyncio
 import logging
@@ -56,7 +56,8 @@ class Dispatcher:
 
     Excludes a replica after it has failed the request. Retries a failed prefill leg on another
     replica, then asks decode to compute the prompt. Retries a failed decode leg on another replica.
-    Each leg has `limits.attempts` attempts; new bytes for the client reset the count of decode.
+    Each leg has `limits.attempts` attempts. A failed decode leg resets the count of prefill, a new
+    event for the client that of decode.
     """
 
     def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
@@ -69,26 +70,30 @@ class Dispatcher:
             limits.first_token == "prefill" and why_decode_samples(request.endpoint, request.body) is None
         )
         self._on_prefill = limits.first_token == "prefill" and is_one_token(request.endpoint, request.body)
-        """Whether a prefill engine alone may serve the request."""
+        """Whether a prefill engine alone may serve the request; false after one try."""
         self._seed = random.getrandbits(SEED_BITS) if self._prefill_samples and needs_seed(request.body) else None
         self._failed_prefill: set[str] = set()
         self._failed_decode: set[str] = set()
         self._suspect_decode: set[str] = set()
-        """Replicas that timed out, perhaps because of the transfer. Tried again only if no other
-        replica is available."""
+        """Replicas that sent nothing for `silence_timeout_s`, perhaps because of the transfer.
+
+        Tried again only if no other replica is available.
+        """
         self._without_response: set[str] = set()
         """Replicas without the stored response of `previous_response_id`."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
         self._refused_at: dict[RoleName, float] = {}
-        """Time of the first refusal by an engine of each role since the last answer."""
+        """Monotonic time of the first refusal by an engine of a role since the call of `open`."""
         self._began_at: float | None = None
 
     async def open(self, replay_log: ReplayLog = ()) -> Attempt:
         """Return an attempt whose answer has started; the answer first repeats `replay_log`.
 
-        Raises OverloadedError, UnavailableError or DeadlineError when no decode replica answers.
+        Raises OverloadedError, UnavailableError or DeadlineError if no engine answers,
+        CannotResumeError if an engine cannot repeat `replay_log`, EngineError for an internal error
+        of an engine.
         """
         self._refused_at.clear()
         async with deadline(self.timing.left_s, "the request"):
@@ -96,15 +101,17 @@ class Dispatcher:
                 try:
                     return await self._open_once(replay_log)
                 except RefusedError as error:
-                    logger.debug("a decode engine has no free slot: %s", error)  # other routers hold the slots
+                    logger.debug("a decode engine refused a request; trying again: %s", error)  # until the deadline
                 except UnavailableError as error:
                     self.decode_failed(error)
 
     async def first_token(self, attempt: Attempt) -> AsyncGenerator[StreamChunk | bytes, None]:
         """Yield the items of prefill's first token until decode takes over.
 
-        Afterwards `attempt.items` are decode's items. Raises HandoverError, UnavailableError or
-        DeadlineError if decode does not answer, CannotResumeError if it answers with an error.
+        Afterwards `attempt.items` are decode's items. Raises HandoverError if decode refuses the
+        request or the prefill leg breaks, UnavailableError if the decode engine dies or is silent,
+        DeadlineError if it does not answer within `idle_timeout_s`, CannotResumeError if its answer
+        is no stream, EngineError for an internal error of the engine.
         """
         assert attempt.prefill is not None
         items = attempt.prefill.items
@@ -129,7 +136,7 @@ class Dispatcher:
         except RefusedError as error:
             raise HandoverError(f"decode refused a request after its first token: {error}") from error
         if broken is not None:
-            raise HandoverError(f"the prefill leg is {broken} after its first token")
+            raise HandoverError(f"the prefill leg broke after its first token, with the outcome `{broken}`")
         if not attempt.start.streams:
             raise CannotResumeError(f"decode answered HTTP {attempt.start.status} after prefill's first token")
 
@@ -151,7 +158,11 @@ class Dispatcher:
         )
 
     def decode_failed(self, error: UnavailableError) -> None:
-        """Exclude the replica of the failed attempt. Raises `error` if no attempts are left."""
+        """Exclude the decode replica of a failed attempt, and report it to the routing policy.
+
+        Raises `error` if no attempts are left. If the attempt had no decode replica yet, raises the
+        error of the last failed replica, or `error` if none has failed.
+        """
         if self._decode_replica is None:
             raise self._last_error or error
         # All data-parallel ranks of a replica end together.
@@ -167,19 +178,19 @@ class Dispatcher:
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
-        """Exclude a replica that failed as the only engine of an attempt."""
+        """Exclude a prefill replica, with all its ranks, that failed as the only engine."""
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
         self._fleet.feedback.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
-        """Reset the count of failed decode attempts after new bytes for the client."""
+        """Reset the count of failed decode attempts after a new event for the client."""
         self._decode_tries = 0
 
     async def _open_once(self, replay_log: ReplayLog) -> Attempt:
         prefill_tries = 0
         while not (decision := self._decide()).local:
             if self._on_prefill:
-                self._on_prefill = False  # once: then decode serves the request, or refuses it
+                self._on_prefill = False  # once: later attempts have a decode leg
                 if (alone := await self._try_on_prefill(decision)) is not None:
                     return alone
                 continue
@@ -198,7 +209,7 @@ class Dispatcher:
         return await self._serve_alone(replay_log, decision)
 
     def _refused_for_s(self, role: RoleName) -> float:
-        """Return the time since an engine of `role` first refused the request, in seconds."""
+        """Return the seconds since the first refusal by an engine of `role`; 0 at the first one."""
         return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
 
     def _decide(self) -> Decision:
@@ -209,7 +220,7 @@ class Dispatcher:
         return self._failed_decode | self._suspect_decode | self._without_response
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
-        """Serve a one-token request on prefill alone; return None if prefill cannot serve it."""
+        """Serve a one-token request on prefill alone; return None if prefill does not answer it."""
         async with self._begin(decision) as attempt:
             slot: Slot | None = None
             try:
@@ -240,9 +251,10 @@ class Dispatcher:
             return attempt.opened_on_prefill(slot, response)
 
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
-        """Dispatch both legs. Return (attempt, None) or (None, outcome of the prefill leg).
+        """Dispatch both legs. Return (attempt, None) when an answer has started.
 
-        The outcome is None if the legs were not sent.
+        Returns (None, outcome) if the prefill leg breaks before that, and (None, None) if the legs
+        were not sent. Raises the errors of the decode leg.
         """
         async with self._begin(decision) as attempt:
             legs = attempt.legs
@@ -288,7 +300,7 @@ class Dispatcher:
             )
             legs.push_async_callback(prefill.close)
             if decode_slot.maybe_full:
-                legs.callback(attempt.decode.close)  # before the prefill leg's end, which discards the KV
+                legs.callback(attempt.decode.close)  # runs before `prefill.close`, which discards the KV
             else:
                 attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
             opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
@@ -302,10 +314,10 @@ class Dispatcher:
             return (attempt if broken is None else None), broken
 
     async def _until_decode_opens(self, attempt: Attempt) -> str | None:
-        """Wait until decode answers. Return None, or the outcome of the failed prefill leg.
+        """Wait until decode's answer starts. Return None, or the outcome of a broken leg.
 
-        After decode's first token the outcome of the prefill leg does not matter. Raises
-        SilentError if decode then sends nothing for too long.
+        After decode's first token the prefill leg no longer matters. Raises the errors of the
+        decode leg, among them SilentError if decode then sends nothing for `silence_timeout_s`.
         """
         prefill, opening, sampled, pair = attempt.prefill, attempt.opening, attempt.decode.sampled, attempt.pair
         assert prefill is not None
@@ -341,7 +353,7 @@ class Dispatcher:
         """Send the unchanged request to one decode replica.
 
         If the replica lacks the stored response of `previous_response_id`, try the next replica.
-        Raises the error of a failed replica, which may have it, if no other one has it.
+        If no replica has it but one has failed, raise the error of that one: it may have it.
         """
         while self._response_is_elsewhere(attempt := await self._serve_once(replay_log, decision)):
             await attempt.close()
@@ -372,8 +384,8 @@ class Dispatcher:
             request = self.request
             call = Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences)
             attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
-            # vLLM sends two events of such a stream before it computes. The keep-alive comments
-            # must not end before the first token.
+            # vLLM sends two events of such a stream before it computes. The router's keep-alive
+            # comments must not end before the first token.
             late = request.endpoint == "/v1/responses"
             return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=late))
 
@@ -390,9 +402,9 @@ class Dispatcher:
         return attempt
 
     async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
-        """Wait until a future is done; return False if decode sends nothing for too long.
+        """Return True when a future is done, False if decode sends nothing for `silence_timeout_s`.
 
-        The limit is `silence_timeout_s`; heartbeats count as items.
+        Heartbeats count as items.
         """
         now = asyncio.get_running_loop().time
         began_at = now()
@@ -405,9 +417,10 @@ class Dispatcher:
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
     ) -> tuple[Slot, Slot | None]:
-        """Take slots on a decode and a prefill replica; None if prefill has no free slot in time.
+        """Take slots on a decode and a prefill replica; None if prefill has none in time.
 
-        Takes the prefill slot last: a request waiting for decode must not hold one.
+        Takes the prefill slot last: a request waiting for decode must not hold one. Raises the
+        errors of `_choose_decode`.
         """
         decode = await self._choose_decode(stack, decision)
         try:

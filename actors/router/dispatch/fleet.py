@@ -1,4 +1,4 @@
-"""Engines and routing state that all requests of a router share."""
+"""Engines and routing state of one model in a router."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from actors.telemetry.router_metrics import RouterMetrics
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines and routing state of the router, shared by all requests."""
+    """Engines and routing state of one model, shared by all its requests.
+
+    ``discard``  asks the prefill replica of a slot to free the KV of a transfer, given by its id
+    """
 
     prefill: EnginePool
     decode: EnginePool

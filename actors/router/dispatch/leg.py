@@ -28,7 +28,7 @@ async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
 
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
-"""Start of a response and its items: the first bytes of a stream, else the whole body."""
+"""Start of a response and its items: those of a stream so far, else the whole body."""
 
 
 class Items(Protocol):
@@ -53,17 +53,21 @@ class Leg:
     def __init__(self, role: str, response: Items) -> None:
         self.role = role
         self.heard_at = asyncio.get_running_loop().time()
-        """Time at which the engine's last item was read, on the event loop's clock."""
+        """Event loop's time at which the last item was read; at first, time of creation."""
         self.sampled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the engine has sampled the first token of an answer that is not streamed."""
         self._response = response
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
         self._taken: bool | None = None
-        """True if the engine has accepted the call, False if refused; None before its reply."""
+        """True if the engine has accepted the call, False if the call ended first; else None."""
 
     async def start(self, silence_s: float | None = None) -> ResponseStart:
-        """Return the response's status and headers."""
+        """Return the response's status and headers.
+
+        Raises RefusedError if the engine refuses the call, UnavailableError if it ends the call
+        without a response, and the errors of `next`.
+        """
         await self.taken(silence_s)
         item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
@@ -72,7 +76,10 @@ class Leg:
         return item
 
     async def taken(self, silence_s: float | None = None) -> None:
-        """Wait until the engine accepts the call. Raises RefusedError if the engine refuses it."""
+        """Wait until the engine accepts the call.
+
+        Raises RefusedError if the engine refuses the call, and the errors of `next`.
+        """
         if self._taken is None:
             try:
                 self._taken = await self.next(silence_s) is not None
@@ -84,7 +91,8 @@ class Leg:
         """Return the response with the first bytes of a stream, or with the whole body.
 
         Some streams start with events before the first token. With `to_first_token`, wait for the
-        first chunk with a token, which proves that the engine has the KV of the prompt.
+        first chunk with a token, which proves that the engine has the KV of the prompt. Raises the
+        errors of `start`.
         """
         return await self.rest(await self.start(silence_s), silence_s, to_first_token)
 
@@ -102,7 +110,7 @@ class Leg:
 
     @property
     def timestamps(self) -> LegTimestamps:
-        """Send and answer times of the call, and the engine's timings if received."""
+        """Send time, answer time (now, if there is none yet) and the engine's timings, if any."""
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
         return LegTimestamps(self._response.sent_at, answered_at, self._timings)
 
@@ -118,8 +126,9 @@ class Leg:
     async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
         """Return the next item except heartbeats, or None at the end of the call.
 
-        Raises UnavailableError if the engine has died, SilentError if it sends nothing for
-        `silence_s`, DeadlineError at time `until` of the event loop's clock.
+        Raises UnavailableError if the engine has died or its connection is lost, SilentError if it
+        sends nothing for `silence_s`, DeadlineError at time `until` of the event loop's clock, and
+        RefusedError, CannotResumeError or EngineError if the engine reports such an error.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -137,7 +146,7 @@ class Leg:
                 self.sampled.set_result(None)
 
     async def _within(self, silence_s: float | None, until: float | None) -> Any:
-        """Return the next item, or raise when a timeout expires."""
+        """Return the next item. Raises SilentError or DeadlineError when a timeout expires."""
         now = asyncio.get_running_loop().time()
         ends = [at for at in (None if silence_s is None else now + silence_s, until) if at is not None]
         try:
@@ -153,7 +162,7 @@ class Leg:
             raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s") from None
 
     async def accepted(self) -> bool:
-        """Return whether a replica accepts the call within ACCEPT_S.
+        """Return whether the engine has accepted the call; wait at most ACCEPT_S for its reply.
 
         No other task may read the leg meanwhile.
         """
@@ -177,11 +186,14 @@ async def choose(
     queues: bool = False,
     part: bool = False,
 ) -> Slot:
-    """Take a slot on a replica of `role` within `timeout_s`; `stack` gives it back when it unwinds.
+    """Take slots for `sequences` on a replica of `role`; `stack` gives them back when it unwinds.
 
-    Prefers the first free replica of `prefer`, else the least busy; excludes `avoid`. With
-    `queues`, the wait continues while a replica outside `avoid` runs; the caller sets the deadline.
-    The limit of waiting requests excludes a `part` of a list of prompts.
+    Prefers the first free replica of `prefer`, else the least busy; excludes `avoid`. Waits
+    `timeout_s`; with `queues`, waits longer while a replica outside `avoid` runs, and the caller
+    sets the deadline. A later prompt of a list (`part`) does not count in the queue.
+
+    Raises DeadlineError if no slot is free in time, UnavailableError if no engine of the role runs,
+    OverloadedError if the queue is full.
     """
     try:
         async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
@@ -198,7 +210,7 @@ async def choose(
 async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s: float) -> AsyncGenerator[None, None]:
     """Raise TimeoutError in the block once no replica outside `avoid` runs.
 
-    Checks every `period_s`.
+    Checks every `period_s` seconds.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle

@@ -19,14 +19,16 @@ logger = logging.getLogger(__name__)
 BROKEN = frozenset({"refused", "rejected", "failed", "late"})
 """Outcomes after which the leg delivers no KV, or not all of it.
 
-`refused`: the engine accepts no more calls. `rejected`: the engine found the request invalid.
+`refused`: the engine has no free slot or is stopping. `rejected`: the engine answered with a 4xx
+status, or without the first token. `failed`: the engine died, was silent or answered with a 5xx
+status. `late`: no answer within `prefill_timeout_s`.
 """
 
 Discard = Callable[[], Awaitable[None]]
 """Asks the leg's prefill replica to free the KV of the transfer; has its own timeout."""
 
 Prefilled = Callable[[object], None]
-"""Receives None when the prompt is computed, then the body of the answer."""
+"""Receives None when the prompt is computed, then the answer: its body, or its first token."""
 
 
 class PrefillLeg:
@@ -34,8 +36,8 @@ class PrefillLeg:
 
     ``answered``  done when the prompt is computed
     ``broken``    outcome of the leg, set if the leg fails
-    ``silent``    whether the leg failed because the engine sent nothing
-    ``start``     start of the answer of a leg that samples the first token
+    ``silent``    whether the leg failed because the engine sent nothing for `silence_timeout_s`
+    ``start``     start of the answer if the leg has sampled the first token, else None
     ``items``     items of that answer
 
     A failed leg does not fail the request. Until decode starts to answer, the router retries on
@@ -58,7 +60,7 @@ class PrefillLeg:
         slot: AsyncExitStack,
         samples: bool = False,
     ) -> None:
-        """Start to read `leg`; give `slot` back when the leg has ended.
+        """Start to read `leg`; unwind `slot`, which gives the slot back, when the leg has ended.
 
         ``samples``  whether the leg samples the first token of the answer
         """
@@ -77,7 +79,7 @@ class PrefillLeg:
         self._slot = slot
         self._holds_kv = True
         self._told_all = False
-        """True once the body of the answer has arrived."""
+        """True once the body of the answer, or its first token, has arrived."""
         self._ending: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch(), name=f"prefill-leg-{transfer_id}")
 
@@ -92,7 +94,7 @@ class PrefillLeg:
         return self.answered.done() or self._task.done()
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until the leg is `accounted`, at most `at_most_s`."""
+        """Wait until the leg is `accounted`, at most `at_most_s` seconds."""
         waited_for: set[asyncio.Future[None]] = {self.answered, self._task}
         await asyncio.wait(waited_for, timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
 
@@ -101,7 +103,7 @@ class PrefillLeg:
         self._holds_kv = False
 
     def release(self, answers_soon: bool) -> None:
-        """End the leg after `delivered`, so that the engine no longer counts it as ongoing.
+        """End a `delivered` leg, so that the engine no longer counts it as ongoing.
 
         On a busy machine decode's first token may arrive before the prefill answer, whose timings
         and token counts update the routing policy. With `answers_soon` the leg waits for this
@@ -112,7 +114,7 @@ class PrefillLeg:
             self._end()
 
     async def close(self) -> None:
-        """End the leg in any state; the engine aborts a running prefill."""
+        """End the leg in any state; the engine aborts a running prefill or frees unfetched KV."""
         self._task.cancel()
         await asyncio.wait({self._task, self._end()})
 

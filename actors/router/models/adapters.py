@@ -19,7 +19,7 @@ NAMES_AGE_S = 5.0
 """Maximum age in seconds of the known names of adapters."""
 
 Replies = Mapping[tuple[RoleName, str], Any]
-"""Result by role and replica: None, an error body in OpenAI's format, or an exception."""
+"""Result by role and replica: None for success, an OpenAI error body, or an exception."""
 
 
 class AdapterError(TandemError):
@@ -66,7 +66,7 @@ class AdapterNames:
         return found[0] if found else None
 
     async def models_of(self, name: str) -> list[ModelRouter]:
-        """Return all models that have the adapter `name`, from their engines.
+        """Return all models that have the adapter `name`, after asking the engines.
 
         Raises UnavailableError if the engines of a model do not answer.
         """
@@ -121,8 +121,11 @@ def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> fr
 async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) -> None:
     """Load an adapter on all engines of `model`, or on none.
 
-    Raises AdapterError with vLLM's error if an engine refuses, UnavailableError if one does not
-    answer. A replica that starts meanwhile loads the adapters of its peers.
+    ``is_3d``  `is_3d_lora_weight` of the client's request, for vLLM
+
+    Raises AdapterError with the engine's error if one refuses, UnavailableError if one does not
+    answer or no decode engine runs. A replica that starts meanwhile loads the adapters of its
+    peers.
     """
     version = time.time_ns()
     replies = await _tell(model, "load_adapter", name, path, is_3d, version)
@@ -137,8 +140,9 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
 async def unload(model: ModelRouter, name: str) -> None:
     """Unload an adapter on all engines of `model`; running requests keep it.
 
-    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer. An
-    engine that does not answer applies its peers' change later (`EngineAdapters.merge`).
+    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer or no
+    decode engine runs. An engine that does not answer applies its peers' change later
+    (`EngineAdapters.merge`).
     """
     replies = await _tell(model, "unload_adapter", name, time.time_ns())
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}
@@ -147,6 +151,7 @@ async def unload(model: ModelRouter, name: str) -> None:
 
 
 async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:
+    """Call `method` of all engines. Raises UnavailableError if no decode engine runs."""
     replies = await model.tell_engines(method, CHANGE_S, *arguments)
     if not any(role == "decode" for role, _ in replies):
         raise UnavailableError("no decode engine of this model runs; retry later")
@@ -154,9 +159,12 @@ async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:
 
 
 def _error(failed: Replies, engines: int, state: str) -> TandemError:
-    """Return the error of a change that failed on some of `engines`.
+    """Return the error of a change that failed on some engines.
 
-    If all engines refuse the change with the same error, returns this error, which is vLLM's.
+    ``engines``  number of engines that were asked
+    ``state``    state of the adapter after the failure, for the message
+
+    If all engines refuse the change with the same error, returns this error.
     """
     refusals = [reply for reply in failed.values() if not isinstance(reply, Exception)]
     said = {reply["error"]["message"] for reply in refusals}

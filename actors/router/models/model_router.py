@@ -34,8 +34,8 @@ AnyAnswer = Answer | ListAnswer
 class ModelEngines:
     """The engines of one model.
 
-    ``names``            name and aliases; empty for the only model of a service, which serves all
-                         requests
+    ``names``            name and aliases; empty without the setting `models`: the only model then
+                         serves all requests
     ``allows_adapters``  whether clients may load and unload adapters
     ``adapters``         names of the adapters that the engines load at their start
     """
@@ -77,10 +77,10 @@ class ModelRouter:
 
     @asynccontextmanager
     async def answer(self, request: ClientRequest) -> AsyncGenerator[AnyAnswer, None]:
-        """Serve `request`. Leaving the context cancels its running calls on both engines.
+        """Serve `request`. Leaving the context cancels its running calls on all engines.
 
-        Each prompt of a list is served on its own pair of engines, if a pair can serve it. Raises
-        OverloadedError, UnavailableError or DeadlineError when decode does not answer.
+        Each prompt of a list is served as a request of its own if `split` allows it. Raises the
+        errors of `Dispatcher.open`.
         """
         prompts = split(request, self.limits.max_body_bytes)
         if not prompts:
@@ -96,7 +96,7 @@ class ModelRouter:
 
     @asynccontextmanager
     async def _answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
-        """Serve `request` on one pair of engines."""
+        """Serve `request` without a split; `Dispatcher` chooses its engines."""
         attempts = Dispatcher(
             request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
         )
@@ -107,7 +107,7 @@ class ModelRouter:
             await answer.close()
 
     def _timeout_s(self, request: ClientRequest) -> float:
-        """Return the timeout for the first token of a stream, or for a whole answer."""
+        """Return the timeout in seconds for the first token of a stream, or for a whole answer."""
         return self.limits.first_token_timeout_s if request.streams else self.limits.request_timeout_s
 
     @asynccontextmanager
@@ -116,7 +116,11 @@ class ModelRouter:
 
         Tries the remaining replicas if one fails or answers 404: only one engine holds a stored
         response. Asks full replicas again, after the others. Leaving the context cancels the call.
-        Raises OverloadedError, BusyError, UnavailableError or DeadlineError.
+
+        Raises BusyError if no replica has a free slot within `replica_timeout_s`, OverloadedError
+        if the queue is full, EngineError for an internal error of an engine, UnavailableError if no
+        replica runs. If a replica has failed and no other one has answered, raises the last
+        failure: UnavailableError or DeadlineError.
         """
         what, loop = f"{call.method} {call.path}", asyncio.get_running_loop()
         asked: set[str] = set()
@@ -170,7 +174,7 @@ class ModelRouter:
 
     @property
     def ready(self) -> bool:
-        """True if a decode replica runs; decode alone can serve requests without prefill."""
+        """True if a decode replica accepts calls; decode can serve requests without prefill."""
         return self.replicas()["decode"] > 0
 
     async def ask_engines(self, method: str) -> list[tuple[RoleName, Any]]:
@@ -181,7 +185,7 @@ class ModelRouter:
         return [(role, reply) for role, replies in zip(self.pools, answers, strict=True) for reply in replies]
 
     async def tell_engines(self, method: str, timeout_s: float, *arguments: object) -> dict[tuple[RoleName, str], Any]:
-        """Call a method of all replicas; return each result or exception by (role, replica)."""
+        """Call a method of all replicas; return each result or exception by role and replica."""
         answers = await asyncio.gather(*(pool.tell_all(method, timeout_s, *arguments) for pool in self.pools.values()))
         pairs = zip(self.pools, answers, strict=True)
         return {(role, replica): reply for role, replies in pairs for replica, reply in replies.items()}
@@ -193,7 +197,8 @@ class ModelRouter:
     async def _discard(self, slot: Slot, transfer_id: str) -> None:
         """Ask the prefill replica of `slot` to free the KV of a transfer.
 
-        If the call fails, the replica frees the KV when the lease expires.
+        If the call fails, raises EngineDownError, EngineError or DeadlineError; the replica then
+        frees the KV when the lease expires.
         """
         self.metrics.discards.inc()
         async with deadline(DISCARD_S, f"discarding transfer {transfer_id}"):

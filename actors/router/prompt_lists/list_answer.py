@@ -1,4 +1,4 @@
-"""Answer to a list of prompts: one answer per prompt, each from its own pair of engines."""
+"""Answer to a list of prompts, merged from the answers to one request per prompt."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -16,10 +16,10 @@ from actors.telemetry.recent_requests import Pair
 from configs.settings.base import RoleName
 
 READY_PIECES = 64
-"""Number of unread pieces at which the streams wait for the client."""
+"""Number of pieces not yet passed on to the client at which the streams wait."""
 
 Serve = Callable[[ClientRequest], AbstractAsyncContextManager[Answer]]
-"""Serves one request."""
+"""Serves the request of one prompt; its context yields the answer."""
 
 
 class RefusedPromptError(Exception):
@@ -31,8 +31,8 @@ class ListAnswer:
 
     An error of one prompt is the error of the whole request, as in vLLM, and cancels the rest. At
     most `at_once` prompts run. The status of a stream depends on its first `at_once` prompts, or on
-    those started before READY_PIECES are unread. The error of a later prompt is the last event of
-    the stream.
+    those that have started when READY_PIECES are unread. The error of a later prompt ends the
+    stream: as its last event, or as an exception of `body`.
     """
 
     start: ResponseStart
@@ -49,8 +49,8 @@ class ListAnswer:
         """First piece of each answer; the whole body if the answer is not a stream."""
         loop = asyncio.get_running_loop()
         self._decided: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
-        """For each prompt, done once `open` does not wait for it: it has started or failed, or the
-        queue is full."""
+        """One future per prompt, done once `open` need not wait for it: its answer has started or
+        failed, or the queue is full."""
         self._pieces: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue(READY_PIECES)
         self._tasks: list[asyncio.Task[None]] = []
         self._lead = 0
@@ -59,18 +59,18 @@ class ListAnswer:
 
     @property
     def route(self) -> str:
-        """Route of the request: `local` if decode alone served all prompts."""
+        """Route of the request: `local` if decode alone served all prompts answered so far."""
         return "remote" if self.local_reason is None else "local"
 
     @property
     def local_reason(self) -> str | None:
-        """Reason of the first prompt's route if decode alone served all prompts, else None."""
+        """Reason of the first prompt's route if `route` is `local`, else None."""
         reasons = [answer.local_reason for _, answer in sorted(self._answers.items())]
         return None if None in reasons else reasons[0]
 
     @property
     def sampled_by(self) -> RoleName | None:
-        """Role of the engine that sampled the first prompt's first token."""
+        """As in `Answer`, of the prompt whose route and times the list reports."""
         return self._answers[self._lead].sampled_by
 
     @property
@@ -87,7 +87,7 @@ class ListAnswer:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of all prompts; None until all prefill engines have reported them."""
+        """Number of tokens of all prompts answered so far; None if that of one is unknown."""
         return _sum([answer.prompt_tokens for answer in self._answers.values()])
 
     @property
@@ -104,15 +104,15 @@ class ListAnswer:
         return self._answers[self._lead].accounted
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until `accounted`, at most `at_most_s`."""
+        """Wait until `accounted` is true, at most `at_most_s` seconds."""
         await self._answers[self._lead].account(at_most_s)
 
     async def open(self) -> None:
-        """Start all prompts; return when the first ones have answers, or an engine refuses one.
+        """Start the prompts; return when the first ones have answers, or an engine refuses one.
 
         Also returns when the queue of pieces is full. The prompts that have started would otherwise
-        hold their slots until the others have slots. Raises the error of a prompt that gets no
-        answer.
+        hold their slots until the others have slots. Raises the error of a prompt, among the first
+        ones, that gets no answer.
         """
         self._tasks = [
             asyncio.create_task(self._run(index, request), name=f"prompt-{index}-{self._parent_id}")
@@ -133,7 +133,7 @@ class ListAnswer:
     async def body(self) -> AsyncGenerator[bytes, None]:
         """Yield whole events of a stream, or the complete body of another answer.
 
-        Raises the error of a prompt whose stream breaks.
+        Raises the error of a prompt whose stream breaks, or of a later one that gets no answer.
         """
         answer_id = f"cmpl-{self._parent_id}"
         if self.start.status >= HTTPStatus.BAD_REQUEST:
@@ -165,7 +165,7 @@ class ListAnswer:
         return body
 
     def _headers(self) -> Headers:
-        """Return the first prompt's headers with the client's request id."""
+        """Return the headers of the reported prompt, with the list's id and without a length."""
         kept = [(name, value) for name, value in self.start.headers if name != b"content-length"]
         return tuple((name, self._parent_id.encode() if name == b"x-request-id" else value) for name, value in kept)
 
@@ -197,7 +197,7 @@ class ListAnswer:
 
 
 def _decide(prompts: Iterable[asyncio.Future[None]]) -> None:
-    """Mark `prompts` as decided, except those that are."""
+    """Mark `prompts` as decided, except those that are already."""
     for decided in prompts:
         if not decided.done():
             decided.set_result(None)

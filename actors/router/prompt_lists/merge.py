@@ -1,4 +1,4 @@
-"""Merges the answers of several prompts into the answer of one vLLM server. Pure.
+"""Merges the answers to several prompts into vLLM's answer to a list of prompts. Pure.
 
 The format is that of `completion_stream_generator` and `request_output_to_completion_response` in
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py
@@ -31,7 +31,7 @@ def merged_body(bodies: Sequence[bytes], answer_id: str) -> bytes:
 
 
 def error_event(body: bytes) -> bytes:
-    """Return an error response as the event with which vLLM ends a stream."""
+    """Return an error response as the event of a stream. Raises ValueError for invalid JSON."""
     return DATA + _encode(json.loads(body)) + END
 
 
@@ -39,7 +39,7 @@ class MergedStream:
     """Merges the events of several streams; `feed` returns the bytes for the client."""
 
     def __init__(self, streams: int, choices: int, answer_id: str) -> None:
-        """Merge streams with the same number of choices each."""
+        """Merge `streams` streams of `choices` choices each."""
         self.done = False
         """True once `feed` has returned the last event."""
         self._open = set(range(streams))
@@ -47,7 +47,7 @@ class MergedStream:
         self._id = answer_id
         self._created: Any = None
         self._first: int | None = None
-        """Stream of the first event; vLLM reports the usage details of its prompt."""
+        """Stream that sent the first event; vLLM reports the usage details of its prompt."""
         self._usages: dict[int, dict[str, Any]] = {}
         """Usage event of each stream that has sent one."""
 

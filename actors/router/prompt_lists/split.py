@@ -18,7 +18,7 @@ REQUEST_ID = b"x-request-id"
 def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRequest]:
     """Return one request per prompt, or [] if the request is not split.
 
-    The id of each request is the parent's id plus the prompt's index: with one id for all, an
+    The id of each request is the id of the list's request plus the prompt's index: with one id, an
     engine would abort them together. Each request has a copy of the other fields; a list whose
     copies have more than `most_bytes` is not split.
     """
@@ -55,13 +55,14 @@ def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRe
 def begun(request: ClientRequest) -> ClientRequest:
     """Return a streaming `request` with its arrival set to now, and other requests unchanged.
 
-    So the timeout of the first token begins when the prompt is sent, not when its list arrived.
+    So the timeout of the first token begins when the router starts with the prompt, not when its
+    list arrived.
     """
     return request.with_metadata(arrived_at=time.monotonic()) if request.streams else request
 
 
 def parent_id(request: ClientRequest) -> str:
-    """Return the id that vLLM would use for the answer: the header's, else the body's."""
+    """Return the id that vLLM would use for the answer: the header's, else the body's, else ""."""
     named = request.body.get("request_id")
     return request.request_id or (named if isinstance(named, str) else "")
 
