@@ -52,8 +52,8 @@ class EngineCall:
 
     `anext` raises EngineDownError if the connection cannot be opened or is lost, if the engine has
     died or is stopping, or if the call is cancelled; RefusedError if the engine refuses the call;
-    CannotResumeError if the engine cannot continue the replay log; EngineError after another error in the
-    engine's actor.
+    CannotResumeError if the engine cannot continue the replay log; EngineError after another error
+    in the engine's actor.
     """
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
@@ -145,7 +145,7 @@ class EnginePool:
     """The engines of one role."""
 
     def __init__(self, handle: DeploymentHandle, tls: ClientTls | None = None) -> None:
-        # A handle with options receives Serve's updates of the replicas at once, a plain handle only
+        # A handle with options receives Serve's updates of replicas at once, a plain handle only
         # after its first call.
         self._handle = handle.options()
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
