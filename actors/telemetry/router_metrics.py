@@ -80,7 +80,7 @@ class RouterMetrics:
         self.resumed_streams = Counter(
             "tandem_resumed_streams",
             "Streams interrupted by a failed engine or handover: resumed (another attempt continued or restarted the "
-            "stream), failed (no attempt succeeded), refused (no exact continuation). The latter two end with an error.",
+            "stream), failed (no attempt succeeded), refused (no exact continuation). The last two end with an error.",
             ["outcome"],
             registry=self.registry,
         )
