@@ -118,7 +118,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that uvicorn's parser rejects, with status 400, or 431 if too large."""
+        """Refuse a request that uvicorn's parser rejects: 400, or 431 for too large headers."""
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST, msg)
 
     def _unsupported_upgrade_warning(self) -> None:

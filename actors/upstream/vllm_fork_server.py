@@ -87,7 +87,7 @@ def _context(original: Callable[[], BaseContext]) -> BaseContext:
     """Return the context of the fork server, or vLLM's own from `original`.
 
     Returns vLLM's own if a variable of LOADED_ONCE has another value than at the first call in this
-    process. The fork server keeps the values of its start, which follows that call.
+    process: the new value would have no effect on processes that the fork server forks.
     """
     spawning = original()  # also sets variables with Ray's address
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
