@@ -52,7 +52,9 @@ class SlotWaiter:
 class FullReplica:
     """A replica believed full. One request at a time may probe it, with back-off.
 
-    ``ask_at``  time of the event loop from which a request may probe it
+    Another request may probe it at once when a call of this router ends there.
+
+    ``ask_at``  time on the event loop's clock from which a request may probe it
     ``wait_s``  current back-off
     """
 
