@@ -55,7 +55,7 @@ class _Answer:
 
 
 class Channel(asyncio.Protocol):
-    """Connection to one engine. Sends calls made before it is open once it is open."""
+    """Connection to one engine. Queues calls until the engine has answered the Hello."""
 
     def __init__(
         self, address: RpcAddress, closed: Callable[["Channel"], None], tls: ssl.SSLContext | None = None
