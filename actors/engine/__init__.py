@@ -1,1 +1,1 @@
-"""The Prefill and Decode deployments, each around one vLLM engine."""
+"""The Prefill and Decode deployments; each of their replicas runs one vLLM engine."""

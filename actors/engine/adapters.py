@@ -1,9 +1,10 @@
 """LoRA adapters of one engine, changed at run time and synchronized with the engine's peers.
 
-Each load or unload has a version, the time of its request; a client's unload has one above that of
-the change before it. An engine stores the newest change of each adapter name, unloads included, and
-applies newer changes of its peers. So a replica that starts, or that missed a change, ends up with
-the same adapters. When all engines have ended, adapters loaded at run time are lost, as in vLLM.
+Each load or unload has a version: the time at which the router began it. An unload always has a
+higher version than the change before it, also if its router's clock is behind. An engine stores the
+newest change of each adapter name, unloads included, and applies newer changes of its peers. So a
+replica that starts, or that missed a change, ends up with the same adapters. When all engines have
+ended, adapters loaded at run time are lost, as in vLLM.
 """
 
 import asyncio
@@ -25,19 +26,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 5.0
-"""Interval in seconds at which an engine applies its peers' changes."""
+"""Interval in seconds at which an engine reads its peers' changes and applies them."""
 
 AdapterStates = Mapping[str, tuple[int, str | None, bool]]
-"""Fields of the `AdapterState` of each adapter, by adapter name."""
+"""(version, path, is_3d) of the `AdapterState` of each adapter, by adapter name."""
 
 
 @dataclass(frozen=True)
 class AdapterState:
     """Last change of one adapter.
 
-    ``version``  time of the request in ns of Unix time, or a higher number after an unload; 0 for
-                 an adapter of the configuration
-    ``path``     folder of the adapter; None after an unload
+    ``version``  Unix time in ns at which the router began the change, for some unloads a higher
+                 number; 0 for an adapter of the configuration
+    ``path``     path of the adapter as vLLM receives it; None after an unload
+    ``is_3d``    vLLM's `is_3d_lora_weight`; False after an unload
     """
 
     version: int
@@ -70,26 +72,38 @@ class EngineAdapters:
         return {name: (one.version, one.path, one.is_3d) for name, one in self._states.items()}
 
     async def load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
-        """Load an adapter. Return None, or an error body in OpenAI's format."""
+        """Load an adapter. Return None, or an error body in OpenAI's format.
+
+        ``version``  version of the change (`AdapterState`)
+        """
         async with self._lock:
             return await self._load(name, path, is_3d, version)
 
     async def unload(self, name: str, version: int) -> dict[str, Any] | None:
-        """Unload an adapter for later requests. Return None, or an error body as `load` does."""
+        """Unload an adapter for later requests. Return None, or an error body as `load` does.
+
+        ``version``  version of the change (`AdapterState`)
+        """
         async with self._lock:
             own = self._states.get(name)
             # The clock of the router that unloads may be behind that of the router that loaded.
             return await self._unload(name, version if own is None else max(version, own.version + 1))
 
     async def revert(self, name: str, version: int) -> None:
-        """Unload the adapter if change `version` loaded it: another engine failed to load it."""
+        """Unload the adapter if its last change is the load with `version`.
+
+        The router calls it on all engines of a model if one of them failed to load the adapter.
+        """
         async with self._lock:
             state = self._states.get(name)
             if state is not None and state.version == version and state.path is not None:
                 await self._unload(name, version + 1)
 
     async def merge(self, peers: Iterable[AdapterStates]) -> None:
-        """Load and unload adapters where a peer's state has a higher version than this engine's."""
+        """Load and unload adapters where a peer's state has a higher version than this engine's.
+
+        Logs errors; a later call tries the change again.
+        """
         for states in peers:
             for name, (version, path, is_3d) in states.items():
                 async with self._lock:
@@ -98,7 +112,7 @@ class EngineAdapters:
                         await self._take_or_log(name, AdapterState(version, path, is_3d))
 
     async def _take_or_log(self, name: str, change: AdapterState) -> None:
-        """Apply one change of a peer. Log its error once, because each `merge` tries it again."""
+        """Apply one change of a peer. Log its first error only: each `merge` tries it again."""
         try:
             problem = await self._take(name, change)
         except Exception as error:  # the other adapters are independent of this one
@@ -120,7 +134,7 @@ class EngineAdapters:
         problem = await self._load(name, change.path, change.is_3d, change.version)
         if problem is not None:
             return str(problem["error"]["message"])
-        logger.info("loaded adapter %s as its peers have it", name)
+        logger.info("loaded adapter %s, which a peer engine has loaded", name)
         return None
 
     async def _load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
@@ -128,7 +142,7 @@ class EngineAdapters:
 
         own = self._states.get(name)
         if own is not None and own.version == version and own.path is not None:
-            return None  # `merge` has loaded it meanwhile
+            return None  # `merge` has loaded it from a peer's state meanwhile
         if own is not None and own.path is None and own.version >= version:
             return _error(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"a newer request has unloaded '{name}'; retry later", "Conflict"
@@ -169,6 +183,7 @@ class EngineAdapters:
         """Return why vLLM's CPU kernels cannot serve one more adapter, or None.
 
         First frees the slots of unloaded adapters that no request uses: vLLM keeps them occupied.
+        Returns None at once for an engine with a GPU.
         """
         if self._cpu_slots is None:
             return None
@@ -186,7 +201,7 @@ def _error(status: HTTPStatus, message: str, kind: str) -> dict[str, Any]:
 
 
 def _files(path: str) -> object:
-    """Return name, size and mtime of each file of an adapter; None if the folder has no adapter.
+    """Return name, size and mtime of each file of an adapter; None if `path` is no adapter folder.
 
     vLLM reads no subfolders of an adapter. Raises OSError if the folder cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Derives a vLLM engine's arguments from the settings, and checks names against installed vLLM."""
+"""Derives a vLLM engine's arguments and environment from the settings; checks the settings."""
 
 import ast
 import dataclasses
@@ -39,7 +39,10 @@ OWNED = {
     ),
     "enable_elastic_ep": "remove it; the number of data-parallel ranks of a replica is fixed",
 }
-"""Engine arguments that Tandem sets or does not support, and the remedy for the error message."""
+"""Engine arguments that users cannot set, and what the error message tells them to do instead.
+
+Tandem sets them, or does not support them.
+"""
 
 _NO_ENDPOINT = "remove it; the router does not serve these endpoints"
 
@@ -74,26 +77,29 @@ WITHOUT_EFFECT = {
     "dp_supervisor_probe_timeout_s": "set `replicas` of the role",
     "dp_supervisor_probe_failure_threshold": "set `replicas` of the role",
 }
-"""Frontend arguments of vLLM's HTTP server, which Tandem does not run, and what to do instead."""
+"""Frontend arguments that Tandem refuses, and what the error message tells users to do instead.
+
+They configure servers of vLLM that Tandem does not run.
+"""
 
 CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker"}
-"""Default arguments of an engine without a GPU."""
+"""Default engine arguments of an engine without a GPU."""
 
 
 @cache
 def engine_argument_names() -> frozenset[str]:
-    """Return the names that vLLM's AsyncEngineArgs accepts."""
+    """Return the argument names of vLLM's AsyncEngineArgs. Raises SettingsError without vLLM."""
     return _fields("vllm.engine.arg_utils", "AsyncEngineArgs")
 
 
 @cache
 def frontend_argument_names() -> frozenset[str]:
-    """Return the names that vLLM's OpenAI layer accepts."""
+    """Return the argument names of vLLM's FrontendArgs. Raises SettingsError without vLLM."""
     return _fields("vllm.entrypoints.launchers.cli_args", "FrontendArgs")
 
 
 def _fields(module: str, name: str) -> frozenset[str]:
-    """Return the fields of one of vLLM's dataclasses, read from its source.
+    """Return the public fields of one of vLLM's dataclasses, read from its source.
 
     Importing the module takes 8 s of CPU time, in the launcher and again in the process in which
     Serve builds the application. So it is imported only if its source cannot be analysed.
@@ -105,7 +111,11 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """Return a module's source or "". Unlike `find_spec(module)`, imports no parent package."""
+    """Return a module's source, or "" if no `.py` file has the module's name.
+
+    Unlike `find_spec(module)`, imports no parent package. Raises SettingsError if the top package
+    is not installed.
+    """
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
@@ -137,7 +147,11 @@ def fields_in_source(source: str, name: str) -> set[str] | None:
 
 
 def check_arguments(settings: ServiceSettings) -> None:
-    """Raise SettingsError with all settings that vLLM, Ray or Serve would refuse or ignore."""
+    """Raise SettingsError with all errors found in `settings`.
+
+    Checks the names of vLLM's arguments, arguments that need each other, API keys of engines, label
+    selectors and autoscaling. vLLM checks the values of its arguments when the engine starts.
+    """
     problems = _bad_selector("router", settings.router)
     for i, one in enumerate(settings.each_model().values()):
         where = f"models.{i}." if settings.models else ""
@@ -175,9 +189,10 @@ def _no_adapters(settings: ServiceSettings) -> list[str]:
 
 
 def _unknown(where: str, given: Mapping[str, Any], known: Collection[str], misplaced: Mapping[str, str]) -> list[str]:
-    """Return an error for each argument that cannot be set at `where`.
+    """Return an error for each argument in `given` that cannot be set at `where`.
 
-    ``misplaced``  remedy for arguments of vLLM that belong elsewhere
+    ``known``      arguments that can be set at `where`, except those in `misplaced` and OWNED
+    ``misplaced``  arguments of vLLM that belong elsewhere or have no effect, and what to do instead
     """
     remedies = {**misplaced, **OWNED}
     elsewhere = [f"{where}.{key}: cannot be set here; {remedies[key]}" for key in given if key in remedies]
@@ -185,7 +200,7 @@ def _unknown(where: str, given: Mapping[str, Any], known: Collection[str], mispl
 
 
 def _useless_frontend(settings: ServiceSettings) -> list[str]:
-    """Return an error for each frontend argument that vLLM would ignore or refuse."""
+    """Return an error for each frontend argument that has no effect or lacks another argument."""
     given = settings.frontend
     problems = [f"frontend.{key}: has no effect; {WITHOUT_EFFECT[key]}" for key in given if key in WITHOUT_EFFECT]
     if given.get("enable_auto_tool_choice") and not given.get("tool_call_parser"):
@@ -200,7 +215,7 @@ def _useless_frontend(settings: ServiceSettings) -> list[str]:
 
 
 def _engine_keys(where: str, role: RoleSettings) -> list[str]:
-    """Return an error if an engine would require an API key, which routers do not send."""
+    """Return an error if the role's environment sets an API key, which routers do not send."""
     if VLLM_API_KEY_VARIABLE in role.environment:
         return [f"{where}.environment.{VLLM_API_KEY_VARIABLE}: cannot be set here; set `auth.api_keys`"]
     return []
@@ -217,7 +232,7 @@ def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: 
 
 
 def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
-    """Return the errors that Serve's schema finds in `label_selector`."""
+    """Return the first error that Serve's schema finds in `label_selector`, or an empty list."""
     from pydantic import ValidationError
     from ray.serve.schema import RayActorOptionsSchema
 
@@ -229,7 +244,10 @@ def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
 
 
 def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
-    """Return the errors that Serve finds in `replicas` as autoscaling_config, and unknown keys."""
+    """Return the errors of `replicas` as Serve's autoscaling_config.
+
+    They are unknown keys, the errors that Serve finds, and 0 minimum or initial replicas.
+    """
     from pydantic import ValidationError
     from ray.serve.config import AutoscalingConfig
 
@@ -240,7 +258,8 @@ def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
         AutoscalingConfig(**role.replicas)
     except ValidationError as error:
         return [*unknown, *(f"{where}.replicas: {problem['msg']}" for problem in error.errors())]
-    # Serve does not count requests waiting in routers, so it would never start the first replica.
+    # Engines report the requests that wait in routers. Without a replica none does, so Serve would
+    # never start the first one.
     none = [key for key in ("min_replicas", "initial_replicas") if role.replicas.get(key) == 0]
     return [*unknown, *(f"{where}.replicas.{key}: must be at least 1" for key in none)]
 
@@ -293,7 +312,10 @@ def why_no_first_token(settings: ServiceSettings) -> str | None:
 
 
 def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, str]:
-    """Return environment variables for the actor of `role`; its engine processes inherit them."""
+    """Return the environment variables of the actor of `role`; its engine processes inherit them.
+
+    `environment` of the role takes precedence.
+    """
     own = settings.role(role)
     # Routers check the API keys. With VLLM_API_KEY, an engine would answer their calls with 401.
     environment = {"VLLM_NO_USAGE_STATS": "1", VLLM_API_KEY_VARIABLE: ""}

@@ -1,8 +1,8 @@
 """Runs one HTTP request through an ASGI application in this process.
 
-The engine actor hosts vLLM's FastAPI application without a socket. The actor's RPC server receives
-requests; the response is a `ResponseStart` followed by bytes. Closing or cancelling the generator
-has the effect of a client's disconnect.
+The engine actor hosts vLLM's FastAPI application without a socket: the actor's RPC server receives
+the requests. `call_asgi` yields the response as items. Closing or cancelling this generator has the
+effect of a client's disconnect.
 """
 
 import asyncio
@@ -32,11 +32,12 @@ async def call_asgi(
 ) -> AsyncGenerator[ResponseStart | bytes | Heartbeat, None]:
     """Yield the start of the response, its body, and `Heartbeat` items from `heartbeats`.
 
-    A Heartbeat with `tokens` follows as soon as `first_token` is done, unless the response starts.
-    Joins the bytes between two reads; the application's `send` waits while READY_BYTES are unread.
-    The application runs in `context`, by default a copy of the caller's context. If the generator
-    is closed early, the application receives `http.disconnect` and is cancelled after
-    `disconnect_s` seconds.
+    When `first_token` is done, a Heartbeat with `tokens` follows. A response start or body that is
+    ready precedes heartbeats. Joins the body bytes that arrive between two reads; the application's
+    `send` waits while READY_BYTES are unread. The application runs in `context`, by default a copy
+    of the caller's context. If the generator is closed early, the application receives
+    `http.disconnect`, and is cancelled if it still runs after `disconnect_s` seconds. Raises the
+    application's exception after the items.
     """
     start: ResponseStart | None = None
     body: list[bytes] = []

@@ -1,4 +1,4 @@
-"""The Decode deployment: generates from the KV of a prefill engine, or serves whole requests."""
+"""The Decode deployment: generates tokens from KV of prefill engines, or serves whole requests."""
 
 import asyncio
 import logging
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class Decode(EngineActor):
-    """An engine in the consumer role."""
+    """Actor of an engine whose connector is a KV consumer."""
 
     role: RoleName = "decode"
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
-        # Before the first contact with a prefill engine: nodes that are dead now cannot write here.
+        # Nodes that are dead before the first contact with a prefill engine cannot write here.
         dead = await dead_nodes_now()
         lost = watch_nodes(self.engine.lose, node_lost_s, dead)
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
@@ -40,10 +40,12 @@ class Decode(EngineActor):
         await super().__del__()
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
-        """Fetch the probes of a starting prefill replica.
+        """Fetch the probes of a starting prefill replica, which calls all decode replicas.
 
-        ``probes``  transfer parameters of the probes that a rank of this replica fetches, by the
-                    rank's name (`engines`)
+        ``probes``  transfer parameters of the probes for each rank, by the rank's id (`engines`);
+                    ids of other replicas are ignored
+
+        Raises TimeoutError if a probe takes longer than `probe_timeout_s`.
         """
         for rank, name in enumerate(self.engines):
             for probe in probes.get(name, ()):
@@ -53,16 +55,22 @@ class Decode(EngineActor):
     def warm(self) -> frozenset[str]:
         """Ids of the prefill engines with which every rank of this replica has run a probe.
 
-        After a failed transfer, a rank has computed the probe itself.
+        A probe whose transfer failed counts, too: the rank has computed it itself.
         """
         return frozenset.intersection(*map(frozenset, self._warm))
 
     async def warm_up_new_pairs(self) -> None:
-        """Fetch a probe from each new prefill engine, in parallel: unreachable ones time out."""
+        """Fetch, on each rank, a probe from each prefill engine that is new to the rank.
+
+        Fetches in parallel, because an unreachable engine takes the whole timeout.
+        """
         await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
 
     async def _warm_up_new_pairs(self, rank: int) -> None:
-        """Fetch a probe from each prefill engine that is new to `rank`."""
+        """Fetch a probe from each prefill engine that is new to `rank`.
+
+        Logs timeouts; raises other errors.
+        """
         replies = await self._prefill.ask("probes_for", frozenset(self._warm[rank]))
         probes = [probe for reply in replies for probe in reply]
         fetches = await asyncio.gather(*(self._fetch(rank, probe) for probe in probes), return_exceptions=True)
@@ -79,4 +87,4 @@ class Decode(EngineActor):
     async def _fetch(self, rank: int, probe: ProbeParams) -> None:
         await self.engine.consume_probe(probe, self._probe_s, rank)
         self._warm[rank].add(probe["remote_engine_id"])
-        logger.info("warmed up the pair with prefill engine %s", probe["remote_engine_id"])
+        logger.info("the probe of prefill engine %s has run", probe["remote_engine_id"])

@@ -1,4 +1,4 @@
-"""Base class of the Prefill and Decode deployments: one engine behind an RPC server per rank."""
+"""Base class of the Prefill and Decode deployments: one vLLM engine and its RPC servers."""
 
 import asyncio
 import logging
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
 
 PEERS_S = 5.0
-"""Timeout of the `adapters` calls to other engines."""
+"""Timeout of the `adapters` calls to other replicas in seconds; PeerReplicas adds CALL_MARGIN_S."""
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
-"""Timeout of an engine's first request, during which vLLM may compile kernels."""
+"""Timeout of the first request to each rank of an engine in seconds; vLLM may compile kernels."""
 
 
 class EngineActor:
-    """Hosts one engine. Subclasses set the role.
+    """Actor that hosts one engine. Subclasses set the role.
 
-    Each data-parallel rank of the engine has an RPC server of its own, so that a router treats the
-    ranks as engines: with their own address, slots and load (docs/decisions/0047).
+    Each data-parallel rank of the engine has an RPC server of its own. So a router treats each rank
+    as an engine with its own address, slots and load (docs/decisions/0047).
     """
 
     role: RoleName
@@ -52,7 +52,8 @@ class EngineActor:
         """Start the engine; Serve marks the replica ready when this returns.
 
         Serve may build the application on a node without this role's environment variables. So a
-        secret in this process's environment takes precedence over `fallback_secret`.
+        secret in this process's environment takes precedence over `fallback_secret`. Raises
+        EngineStartError with the cause if the start fails.
         """
         settings = settings.with_secret(fallback_secret)
         self._changes_adapters = settings.allow_runtime_lora_updating
@@ -70,7 +71,7 @@ class EngineActor:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
     async def _follow_peers(self) -> None:
-        """Apply adapter changes of this model's engines, now and every SYNC_INTERVAL_S."""
+        """Apply the peers' adapter changes; start a task that repeats it every SYNC_INTERVAL_S."""
         roles: tuple[RoleName, ...] = get_args(RoleName)
         peers = [PeerReplicas(role, PEERS_S) for role in roles]
 
@@ -86,6 +87,10 @@ class EngineActor:
         return self.engine.adapters.states()
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
+        """Open an RPC server for each rank.
+
+        Raises EngineStartError if a server's address cannot be used.
+        """
         tls = None if files is None else server_context(files)
         slots = settings.max_ongoing_sequences or self.engine.slots
         host = settings.rpc_host or self._node_ip
@@ -124,13 +129,16 @@ class EngineActor:
         return ranked_metadata(self._rank_metadata)
 
     async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer a request that the RPC server of `rank` has received."""
+        """Yield the items that answer a request to the RPC server of `rank`."""
         async with aclosing(self.call(rank, request.call)) as answer:
             async for item in answer:
                 yield item
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
-        """Serve `call` on `rank`; closing the generator aborts the request in the engine."""
+        """Yield Accepted, then the answer of `rank` to `call`.
+
+        Closing the generator aborts the request in the engine.
+        """
         yield Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
         async with aclosing(self.engine.serve(call, rank)) as answer:
             async for item in answer:
@@ -164,21 +172,30 @@ class EngineActor:
         }
 
     async def ping(self) -> str:
-        """Return the replica id. Raises EngineDownError if the engine has died or hangs."""
+        """Return the replica id. Raises EngineDownError as `check_health` does."""
         await self.engine.check_health()
         return self.replica
 
     async def engine_names(self) -> list[str]:
-        """Return the engine ids of the ranks. Raises EngineDownError if it has died or hangs."""
+        """Return the ids of the ranks, as routers use them.
+
+        Raises EngineDownError as `check_health` does.
+        """
         await self.engine.check_health()
         return self.engines
 
     async def check_health(self) -> None:
-        """Raise EngineDownError if the engine has died or hangs; Serve then replaces it."""
+        """Raise EngineDownError if the engine has died, is closed, or hangs.
+
+        Serve's hook: Serve then replaces the replica.
+        """
         await self.engine.check_health()
 
     async def _drain(self) -> None:
-        """Refuse new calls and wait for the running calls. Returns at once if the start failed."""
+        """Refuse new calls and wait until the running calls have ended.
+
+        Returns at once if the start has failed.
+        """
         await asyncio.gather(*(server.drain() for server in getattr(self, "_rpc_servers", ())))
 
     async def __del__(self) -> None:

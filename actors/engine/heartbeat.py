@@ -1,10 +1,11 @@
 """Heartbeats distinguish a busy engine from a hung one.
 
-A request may wait for minutes in the queue of a busy engine, or be preempted. While calls are open,
-the actor sends a no-op request to the engine core every `BEAT_S`. The core answers between two
-steps; after each answer the actor sends a heartbeat on every open call. A core that hangs, or whose
-workers hang, does not answer. Routers leave such an engine after `silence_timeout_s`. The request
-to its core stays open, and after `transfer.step_s` and a margin the health check fails.
+A request may wait for minutes in the queue of a busy engine, or be preempted. While calls run, the
+actor sends a no-op request to the engine core, `BEAT_S` after the answer to the previous one. The
+core answers between two steps; after each answer the actor sends a heartbeat on every call without
+a complete response. A core that hangs, or whose workers hang, does not answer. Routers leave its
+engine after `silence_timeout_s`. The no-op request stays open, and after `transfer.step_s` and a
+margin the health check fails.
 """
 
 import asyncio
@@ -18,15 +19,18 @@ from configs.settings.router import BEAT_S
 logger = logging.getLogger(__name__)
 
 HUNG_MARGIN_S = 30.0
-"""Time over `transfer.step_s` after which an engine core without an answer counts as hung.
+"""Seconds over `transfer.step_s` after which an engine core without an answer counts as hung.
 
-vLLM's own limit for a step, `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`, then ends the engine first and
-logs the cause.
+With this margin, vLLM's own limit for a step ends the engine first and logs the cause. That limit,
+`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`, must not be above `transfer.step_s`.
 """
 
 
 class HeartbeatMonitor:
-    """Awaits `ask` every `every_s` while calls are open, and notifies them after each answer."""
+    """Awaits `ask` while calls run, and notifies them after each answer.
+
+    Pauses for `every_s` before each `ask`.
+    """
 
     def __init__(self, ask: Callable[[], Awaitable[object]], every_s: float = BEAT_S) -> None:
         self._ask = ask
@@ -38,14 +42,15 @@ class HeartbeatMonitor:
 
     @property
     def unanswered_s(self) -> float:
-        """Time for which the engine core has not answered; 0 while no answer is awaited."""
+        """Seconds for which the engine core has not answered; 0 while no answer is awaited."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     @contextmanager
     def subscribed(self, beat: Callable[[], None]) -> Iterator[None]:
         """Call `beat` after each answer of the engine core, until the block ends.
 
-        `ask` continues after the last block: only its answer shows that the core does not hang.
+        An `ask` in progress continues after the last block ends: only its answer shows that the
+        core does not hang.
         """
         self._listeners.add(beat)
         if self._asking is None:
@@ -58,7 +63,7 @@ class HeartbeatMonitor:
                 self.close()
 
     def close(self) -> None:
-        """Stop asking."""
+        """Cancel the current `ask` and make no more."""
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -70,7 +75,7 @@ class HeartbeatMonitor:
             try:
                 await self._ask()
             except Exception as error:
-                # No further handling: the open calls report the failure of the engine.
+                # No further handling: the running calls report the failure of the engine.
                 logger.warning("the engine core did not answer, so no heartbeat is sent: %r", error)
                 continue
             finally:

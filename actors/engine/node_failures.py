@@ -38,10 +38,11 @@ def engines_of(node_id: str) -> str:
 
 
 def grace_s(node_lost_s: float | None) -> float:
-    """Return the grace period of the setting `node_lost_s`, in seconds.
+    """Return the seconds after which writes from a dead node are presumed stopped.
 
-    Raises EngineStartError if a cut-off prefill engine may run longer: it could write to blocks
-    that decode has given to another request.
+    They count from the time at which Ray marks the node dead. With None, returns `cut_off_node_s()`
+    and MARGIN_S. Raises EngineStartError if a prefill engine on a cut-off node may run longer than
+    `node_lost_s`: it could write to blocks that decode has given to another request.
     """
     ends_s = cut_off_node_s()
     if node_lost_s is None:
@@ -67,7 +68,11 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Return the nodes dead for at least `gone_s` and not yet `reported`."""
+        """Return the nodes dead for at least `gone_s` and not yet `reported`.
+
+        ``dead``  ids of all nodes that are dead now
+        ``now``   monotonic time in seconds
+        """
         for node_id in set(dead) - self._reported:
             self._since.setdefault(node_id, now)
         return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
@@ -80,7 +85,8 @@ class LostNodes:
 async def dead_nodes_now() -> list[str]:
     """Return the ids of dead nodes. Call this before the engine contacts another engine.
 
-    Empty if Ray does not answer; `watch_nodes` then reports all dead nodes, which is harmless.
+    Empty if Ray's node table cannot be read; `watch_nodes` then reports these nodes too, which is
+    harmless.
     """
     try:
         return await asyncio.to_thread(_dead_nodes)
@@ -90,7 +96,9 @@ async def dead_nodes_now() -> list[str]:
 
 
 async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
-    """Call `report` with the engine id prefix of each node dead for `gone_s`, until cancelled.
+    """Call `report` with the engine id prefix of each node dead for `gone_s` seconds.
+
+    Runs until cancelled. Logs errors, also those of `report`, and tries again.
 
     ``dead_before``  dead nodes that never had contact with this engine (`dead_nodes_now`)
     """
@@ -101,10 +109,10 @@ async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, d
             for node_id in nodes.look(dead, time.monotonic()):
                 await report(engines_of(node_id))
                 nodes.reported(node_id)
-                logger.warning("node %s is lost: writes of its prefill engines are presumed stopped", node_id)
+                logger.warning("node %s is lost: any writes of prefill engines on it are presumed stopped", node_id)
         except Exception:
             # The Ray head or the engine has failed; requests report either in more detail.
-            logger.exception("cannot check for lost nodes; trying again")
+            logger.exception("cannot check for lost nodes, or report one; trying again")
         await asyncio.sleep(POLL_S)
 
 

@@ -1,9 +1,9 @@
 """Warm-up of engine pairs: the first handshake and transfer use a probe of a few tokens.
 
-Before Serve marks a new replica ready, the replica exchanges a probe with each running replica of
-the other role. Two replicas that start at the same time do not find each other, so decode also
-looks for new prefill replicas every `WARM_UP_INTERVAL_S` seconds. Without warm-up, the first
-request of a pair waits for the handshake.
+Before Serve marks a new replica ready, each of its ranks exchanges a probe with each rank of each
+running replica of the other role. Two replicas that start at the same time do not find each other,
+so decode also looks for new prefill replicas every `WARM_UP_INTERVAL_S` seconds. Without warm-up,
+the first request of a pair waits for the handshake.
 """
 
 import asyncio
@@ -26,18 +26,23 @@ ProbeParams = Mapping[str, Any]
 """`kv_transfer_params` with which a decode engine fetches the KV of a probe."""
 
 FETCH_MARGIN_S = 10.0
-"""Time in seconds for a probe besides the handshake: prompt, transfer, and recomputation if the
-transfer fails."""
+"""Time in seconds that a probe may take in addition to the handshake.
+
+It covers the prompt, the transfer, and the recomputation if the transfer fails.
+"""
 
 CALL_MARGIN_S = 5.0
-"""Time in seconds for Serve's calls between replicas."""
+"""Time in seconds that Serve's call of a replica may take in addition to the called method."""
 
 WARM_UP_INTERVAL_S = 5.0
 """Interval in seconds at which a decode replica looks for new prefill replicas."""
 
 
 def probe_timeout_s(transfer: TransferSettings) -> float:
-    """Return the timeout of a probe in seconds: a failing handshake reports its reason earlier."""
+    """Return the timeout of a probe in seconds.
+
+    It is longer than that of a handshake, so that a failing handshake reports its reason first.
+    """
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
@@ -48,7 +53,10 @@ def peer_deployment(role: RoleName) -> str:
 
 
 class PeerReplicas:
-    """Calls all replicas of a role of this model, for at most `probe_timeout_s` + CALL_MARGIN_S."""
+    """Calls all replicas of a role of this process's model.
+
+    A call takes at most `probe_timeout_s` + CALL_MARGIN_S seconds.
+    """
 
     def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
         """Use `handle` for the role, or get it from Serve at the first call."""
@@ -57,22 +65,25 @@ class PeerReplicas:
         self._handle = handle
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Return the results of the replicas that reply in time; empty if none does."""
+        """Return the results of the replicas that reply in time, without those that fail.
+
+        Logs failures. Empty if no replica runs or Serve cannot call any.
+        """
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(peer_deployment(self.role), _check_exists=False)
             return await replies_of(self.role, method, self._handle.broadcast(method, *arguments), self.timeout_s)
         except (RayError, RayServeException, TimeoutError) as error:
-            logger.debug("no replica answers: %r", error)
+            logger.debug("no replica can be called: %r", error)
         except Exception as error:  # the caller continues without these replicas
             logger.warning("cannot call %s replicas (%s): %r", self.role, method, error)
         return []
 
 
 async def every(seconds: float, work: Any) -> None:
-    """Call the coroutine function `work` until cancelled, after a pause of `seconds` each time.
+    """Await `work()` repeatedly until cancelled, after a pause of `seconds` each time.
 
-    Log its exceptions and continue.
+    Logs its exceptions and continues.
     """
     while True:
         await asyncio.sleep(seconds)

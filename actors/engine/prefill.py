@@ -1,4 +1,4 @@
-"""The Prefill deployment: computes prompts and hands their KV over to decode engines."""
+"""The Prefill deployment: computes prompts and sends their KV to decode engines."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Prefill(EngineActor):
-    """An engine in the producer role."""
+    """Actor of an engine whose connector is a KV producer."""
 
     role: RoleName = "prefill"
 
@@ -46,7 +46,10 @@ class Prefill(EngineActor):
         return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
     async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Answer a request of the RPC server of `rank`. With a transfer id it is a prefill leg."""
+        """Yield the items that answer a request to the RPC server of `rank`.
+
+        A request with a transfer id is a prefill leg; without one, prefill serves it alone.
+        """
         if request.transfer_id is None:
             answer = self.call(rank, request.call)
         else:
@@ -58,7 +61,7 @@ class Prefill(EngineActor):
     async def call_and_hold(
         self, rank: int, call: Call, transfer_id: str, hold_s: float
     ) -> AsyncGenerator[CallItem, None]:
-        """Serve `call`, then keep it ongoing until the caller cancels it, for at most `hold_s`.
+        """Serve `call`, then keep it ongoing until the router cancels it, for at most `hold_s`.
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
         replica wait for the handover, and the autoscaler counts it. A call that ends with an error
@@ -79,7 +82,11 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank whose engine id is not in `known`; return its parameters."""
+        """Compute a probe on each rank whose engine id is not in `known`.
+
+        Return the transfer parameters of the probes (`ProbeParams`). Raises TimeoutError if a probe
+        takes longer than `probe_timeout_s`.
+        """
         return [
             await self.engine.produce_probe(self._probe_s, rank)
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
@@ -95,6 +102,9 @@ class Prefill(EngineActor):
             await decode.ask("fetch_probes", probes)
 
     async def discard(self, rank: int, transfer_id: str) -> None:
-        """Free the KV of a transfer of `rank`; ignore transfers without an open call here."""
+        """Tell the connector of `rank` to free the KV of a transfer.
+
+        Ignores transfers without an open call on this replica.
+        """
         if transfer_id in self._held:
             await self.engine.discard(transfer_id, rank)

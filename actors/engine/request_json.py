@@ -1,8 +1,8 @@
 """Makes the engine's HTTP application decode large JSON bodies in a thread.
 
 FastAPI awaits `Request.json` for the body of each route (`get_request_handler` in
-fastapi/routing.py). Starlette decodes the body on the event loop and so delays all streams of the
-engine.
+fastapi/routing.py). Starlette's `Request.json` decodes the body on the event loop and so delays all
+streams of the engine.
 """
 
 from functools import partial
@@ -23,5 +23,5 @@ async def _json(request: Request) -> Any:
 
 
 def decode_large_bodies_off_loop() -> None:
-    """Replace `Request.json` in this process by a version that uses a thread for large bodies."""
+    """Replace `Request.json` in this process: a thread decodes bodies above OFF_LOOP_BYTES."""
     Request.json = _json  # type: ignore[method-assign,assignment]

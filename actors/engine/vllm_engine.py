@@ -1,6 +1,6 @@
 """One vLLM engine inside an actor, behind vLLM's own OpenAI application.
 
-`start` imports vLLM, so that processes without an engine start fast.
+Functions of this module import vLLM when they run, so that processes without an engine start fast.
 """
 
 import argparse
@@ -50,12 +50,15 @@ CONNECTOR_MODULE = "connectors.vllm_hma.connector"
 KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 PROBE_TOKENS = [0, 1]
-"""Token ids of a probe, present in every vocabulary."""
+"""Prompt of `VllmEngine._probe`: token ids that every vocabulary has."""
 
 
 @dataclass
 class StopFlag:
-    """The `should_exit` flag that vLLM's error handlers set on the HTTP server."""
+    """Stands in for the HTTP server on which vLLM's error handlers set `should_exit`.
+
+    They set it when the engine has died. `VllmEngine.close` sets it too.
+    """
 
     should_exit: bool = False
 
@@ -82,7 +85,12 @@ class VllmEngine:
     ) -> None:
         """Take over a started engine.
 
-        ``hung_s``  time without an answer of an engine core after which it counts as hung
+        ``stack``          its `aclose` ends the application and the engine's processes
+        ``cannot_resume``  why the engine cannot repeat a replay log; None if it can
+        ``load``           measures the load; None if the role is not autoscaled
+        ``supervisor``     token with which the connector accepts reports of lost engines
+        ``ranks``          number of data-parallel ranks
+        ``hung_s``         seconds without an answer of an engine core after which it counts as hung
         """
         self._llm = llm
         self._load = load
@@ -99,15 +107,17 @@ class VllmEngine:
 
     @property
     def adapters(self) -> EngineAdapters:
-        """LoRA adapters of this engine, synchronized with its peers."""
+        """LoRA adapters of this engine."""
         assert self._adapters is not None, "`start` sets it"
         return self._adapters
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
-        """Start the engine's processes and vLLM's OpenAI application; takes tens of seconds.
+        """Start the engine's processes and vLLM's OpenAI application.
 
-        Raises EngineStartError if vLLM's CPU build cannot run the model.
+        Takes tens of seconds, for large models minutes. Raises EngineStartError if vLLM's CPU build
+        cannot run the model, its cache or its adapters, and vLLM's own error if vLLM does not
+        start.
         """
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -138,7 +148,7 @@ class VllmEngine:
                 problem = adapter_problem(config.lora_config.max_loras, len(modules))
             if problem is not None:
                 raise EngineStartError(str(problem))
-        cannot_resume = "prefill engines do not stream" if role == "prefill" else why_not_replayable(config)
+        cannot_resume = "only decode engines repeat a replay log" if role == "prefill" else why_not_replayable(config)
         if cannot_resume is None:
             make_replayable(config)
         else:
@@ -153,7 +163,7 @@ class VllmEngine:
             level = logging.getLogger().level
             decode_large_bodies_off_loop()
             app = build_app(namespace, tasks, llm.model_config)
-            # `build_app` imports a package that raises the root logger's level.
+            # `build_app` imports a package that raises the root logger's level; restore it.
             logging.getLogger().setLevel(level)
             await init_app_state(llm, app.state, namespace, tasks)
             stop_flag = StopFlag()
@@ -172,11 +182,13 @@ class VllmEngine:
     async def serve(
         self, call: Call, rank: int = 0
     ) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
-        """Run `call` through vLLM's application on `rank`; closing the generator aborts it.
+        """Run `call` through vLLM's application on `rank`; yield the items of the answer.
 
-        Raises EngineDownError if the engine dies, CannotResumeError if it cannot continue
-        `call.replay_log`. These errors bypass vLLM's application, which would convert them to an
-        HTTP response.
+        Closing the generator aborts the request. Raises EngineDownError if the engine dies,
+        CannotResumeError if it cannot continue `call.replay_log`. These errors bypass vLLM's
+        application, which would convert them to an HTTP response. Exceptions of the application
+        pass through, except a refusal of the request after the stream's start: its error becomes an
+        event of the stream.
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
@@ -211,7 +223,7 @@ class VllmEngine:
             yield refusal
 
     async def describe_producer(self, timeout_s: float, rank: int = 0) -> ProducerAddress:
-        """Return the address of the workers of `rank`, from the connector's `describe` reply.
+        """Return identity and side channel of `rank`, from the connector's `describe` reply.
 
         Raises EngineStartError for an invalid reply, TimeoutError after `timeout_s`.
         """
@@ -227,20 +239,29 @@ class VllmEngine:
             ) from error
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        """Compute a prompt of a few tokens; return the transfer parameters for its KV."""
+        """Compute a prompt of a few tokens on `rank`; return the transfer parameters for its KV.
+
+        Raises TimeoutError after `timeout_s`.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True}})
         return await self._probe(params, timeout_s, rank) or {}
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
-        """Fetch a probe's KV from its prefill engine; compute the probe if the transfer fails."""
+        """Fetch a probe's KV from its prefill engine; compute the probe if the transfer fails.
+
+        Raises TimeoutError after `timeout_s`.
+        """
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s, rank)
 
     async def _probe(self, params: Any, timeout_s: float, rank: int) -> dict[str, Any] | None:
-        """Run one short request on `rank`; return the `kv_transfer_params` of its output."""
+        """Run one short request on `rank`; return the `kv_transfer_params` of its last output.
+
+        Raises TimeoutError after `timeout_s`.
+        """
         found = None
         async with asyncio.timeout(timeout_s):
             request_id = f"probe-{uuid.uuid4().hex}"
@@ -251,7 +272,10 @@ class VllmEngine:
         return found
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
-        """Make the connector of `rank` free the KV of this transfer. Runs no forward pass."""
+        """Tell the connector of `rank` to free the KV of this transfer. Runs no forward pass.
+
+        Returns when the message to the engine core is sent, before the connector frees the KV.
+        """
         await self._llm.notify_kv_transfer_request_rejected(
             f"discard-{uuid.uuid4().hex}",
             {"do_remote_decode": True, "transfer_id": transfer_id, "discard": True},
@@ -261,7 +285,7 @@ class VllmEngine:
     async def lose(self, engines: str) -> None:
         """Report all engines with the id prefix `engines` as lost to the connectors of all ranks.
 
-        Runs no forward pass.
+        Runs no forward pass. Returns when the messages to the engine cores are sent.
         """
         for rank in self.ranks:
             await self._llm.notify_kv_transfer_request_rejected(
@@ -271,17 +295,23 @@ class VllmEngine:
             )
 
     def load(self) -> dict[str, float]:
-        """Return the fields of PrefillLoad or DecodeLoad; empty if the role is not autoscaled."""
+        """Return the fields of PrefillLoad and DecodeLoad that the engine measures, by name.
+
+        Empty if the role is not autoscaled.
+        """
         return self._load.read(self._llm) if self._load is not None else {}
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Run one short request per rank, because the first step of an engine is slow."""
+        """Run one short request per rank, because the first step of an engine is slow.
+
+        Raises TimeoutError after `timeout_s`.
+        """
         from vllm import SamplingParams
 
         await asyncio.gather(*(self._probe(SamplingParams(max_tokens=1), timeout_s, rank) for rank in self.ranks))
 
     def describe(self) -> dict[str, Any]:
-        """Return the ids of the ranks in transfers, the model names and the parallel sizes."""
+        """Return the ranks' ids in transfers, the model's first name and the parallel sizes."""
         config = self._llm.vllm_config
         engine, start = config.kv_transfer_config.engine_id, config.instance_id
         # vLLM (`run_engine_core` in vllm/v1/engine/core.py) and the connector compose the ids in
@@ -296,7 +326,7 @@ class VllmEngine:
 
     @property
     def slots(self) -> int:
-        """Default number of sequences that one rank accepts at once."""
+        """Default number of sequences that one data-parallel rank accepts at once."""
         config = self._llm.vllm_config
         # vLLM adds up the blocks of all ranks (`_apply_ready_response` in
         # vllm/v1/engine/core_client.py).
@@ -319,7 +349,7 @@ class VllmEngine:
 
     def _check_alive(self) -> None:
         if self.dead:
-            raise EngineDownError("the vLLM engine of this actor has died; see its log for the cause")
+            raise EngineDownError("the vLLM engine of this actor has died or is closed; see its log for the cause")
 
     async def close(self) -> None:
         """End the engine's processes; requests in flight fail with EngineDownError."""
@@ -330,17 +360,20 @@ class VllmEngine:
 
 
 def engine_config(engine_args: "AsyncEngineArgs") -> "VllmConfig":
-    """Return vLLM's configuration, with the batch sizes that `vllm serve` takes by default."""
+    """Return vLLM's configuration for `engine_args`.
+
+    Batch sizes that `engine_args` leaves open have the defaults of `vllm serve`.
+    """
     from vllm.usage.usage_lib import UsageContext
 
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
-    """Return the number of sequences that an engine accepts at once.
+    """Return the number of sequences that one data-parallel rank accepts at once.
 
     `max_num_seqs` sequences run. The same number waits in the engine, so that the next step can
-    replace a finished sequence. Each sequence needs at least one block.
+    replace a finished sequence. Each sequence needs at least one of `kv_blocks` blocks; 0: unknown.
     """
     return max(min(2 * max_num_seqs, kv_blocks), 1) if kv_blocks else 2 * max_num_seqs
 
@@ -365,7 +398,7 @@ def _refusal(error: Exception) -> bytes | None:
 def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
     """Return vLLM's KVTransferConfig for Tandem's connector, with a new engine id.
 
-    The connector accepts reports of lost engines only with the same `supervisor` token.
+    The connector accepts reports of lost engines only if they contain this `supervisor` token.
     """
     from vllm.config import KVTransferConfig
 
@@ -382,7 +415,10 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 
 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
-    """Return the arguments of vLLM's application: its defaults, `engine_args` and `frontend`."""
+    """Return the arguments of vLLM's application.
+
+    `frontend` takes precedence over `engine_args`, and both over vLLM's defaults.
+    """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
     from vllm.tool_parsers import ToolParserManager
@@ -396,6 +432,6 @@ def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.
     # vLLM's server imports tool parser plugins before it starts.
     if namespace.tool_parser_plugin:
         ToolParserManager.import_tool_parser(namespace.tool_parser_plugin)
-    # vLLM's command-line parser would convert this JSON.
+    # `frontend` has these as JSON, which vLLM's command-line parser would have converted.
     namespace.lora_modules = [LoRAModulePath(**one) for one in namespace.lora_modules or ()] or None
     return namespace

@@ -1,1 +1,1 @@
-"""A router's pools of engines: discovery, slots, calls."""
+"""A router's pools of engines: how it discovers engines, takes slots on them and calls them."""

@@ -1,6 +1,6 @@
 """Registry of the running engines, and the order in which a request tries them.
 
-An engine is a replica, or one of its data-parallel ranks (docs/decisions/0047).
+An engine is a replica, or one data-parallel rank of a replica with several (docs/decisions/0047).
 
 `serve_discovery.py` fills the registry in each router's process from Ray Serve's replica list,
 which is the only source (docs/decisions/0036).
@@ -23,7 +23,7 @@ class EngineReplica:
     ``address``   address of its RPC server
     ``slots``     number of sequences that it computes or queues at once
     ``queue``     number of requests that may wait in one router for engines of its role
-    ``metadata``  all metadata of the replica or rank
+    ``metadata``  all metadata of the replica or rank, as `replica_metadata` returns it
     ``replica``   id of the replica; the ranks of a replica end together
     ``rank``      data-parallel rank in the replica
     """
@@ -42,16 +42,20 @@ def engine_names(replica: str, ranks: int) -> list[str]:
 
 
 def ranked_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a replica's metadata for Serve from its ranks' metadata; `publish` splits it again."""
+    """Return a replica's metadata for Serve from its ranks' metadata; `publish` splits it again.
+
+    The first rank's metadata; for several ranks also all of it in `ranks`.
+    """
     return dict(ranks[0]) | ({"ranks": list(ranks)} if len(ranks) > 1 else {})
 
 
 def rank(
     ongoing: Mapping[str, int], turn: int, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()
 ) -> list[str]:
-    """Return replica ids, best first: `prefer` in its order, then by number in `ongoing`.
+    """Return the engine ids in `ongoing` that are not in `avoid`, best first.
 
-    Excludes the replicas in `avoid`. `turn` rotates replicas with equal numbers.
+    Those in `prefer` come first, in its order, then those with the fewest ongoing sequences. `turn`
+    rotates engines with equal numbers.
     """
     ranked = [name for name in prefer if name in ongoing and name not in avoid]
     names_left = sorted(ongoing.keys() - avoid - set(ranked), key=lambda name: (ongoing[name], name))
@@ -67,9 +71,10 @@ _LISTENERS: defaultdict[Hashable, list[Callable[[], None]]] = defaultdict(list)
 
 
 def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the engines of a deployment in the registry; `metadata` is by replica id.
+    """Replace the engines of a deployment in the registry, then call its listeners.
 
-    Excludes replicas of an older release without an RPC server, which Serve is replacing.
+    `metadata` is by replica id. Excludes replicas of an older release without an RPC server, which
+    Serve is replacing.
     """
     engines: dict[str, EngineReplica] = {}
     for replica, one in metadata.items():
@@ -84,7 +89,7 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[], None]:
-    """Register `listener`; Serve's thread calls it after each change of the deployment's replicas.
+    """Register `listener`; `publish` calls it in Serve's thread for each update of the deployment.
 
     Return a function that removes the listener.
     """

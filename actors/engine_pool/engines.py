@@ -1,7 +1,8 @@
 """A router's pool of the engines of one role: takes slots and sends calls to RPC servers.
 
-Serve starts and stops engines and reports the running ones. Requests do not pass through Serve
-(docs/decisions/0036).
+Serve starts and stops replicas and reports the running ones. Calls do not pass through Serve
+(docs/decisions/0036). As in `discovery.py`, an engine is a replica or one of its data-parallel
+ranks.
 """
 
 import asyncio
@@ -34,24 +35,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Slot:
-    """Permission to make one call of `sequences` sequences to one replica."""
+    """Slots for one call of `sequences` sequences on one engine, whose id is `replica_id`."""
 
     replica_id: str
     address: RpcAddress
     metadata: Mapping[str, Any]
     sequences: int = 1
     maybe_full: bool = False
-    """True if the engine may refuse the call, because other routers may hold its slots."""
+    """True if the router believes the engine full: other routers may hold its slots."""
     served: bool = False
-    """True once the engine has accepted the call."""
+    """True once the engine's Accepted for the call has been read."""
 
 
 class EngineCall:
     """A running call. `anext` returns its items; read them to the end or cancel the call.
 
-    `anext` raises EngineDownError if the connection is lost or the engine has died, RefusedError if
-    the engine refuses the call, CannotResumeError or EngineError if the engine reports such an
-    error.
+    `anext` raises EngineDownError if the connection cannot be opened or is lost, if the engine has
+    died or is stopping, or if the call is cancelled; RefusedError if the engine refuses the call;
+    CannotResumeError if the engine cannot continue the replay log; EngineError after another error
+    in the engine's actor.
     """
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
@@ -69,7 +71,7 @@ class EngineCall:
         self._failure: RpcFailure | None = None
 
     def send(self, channel: Channel, request: RpcRequest) -> None:
-        """Send the call."""
+        """Send the call on `channel`."""
         self._channel = channel
         self._stream = channel.call(request, self)
 
@@ -117,7 +119,7 @@ class EngineCall:
         return item
 
     def cancel(self) -> None:
-        """Cancel the call in the engine."""
+        """Cancel the call, here and in the engine; a call that has ended keeps its end."""
         if self._channel is not None:
             self._channel.cancel(self._stream)
         if not self._is_over:
@@ -143,7 +145,7 @@ class EnginePool:
     """The engines of one role."""
 
     def __init__(self, handle: DeploymentHandle, tls: ClientTls | None = None) -> None:
-        # A handle with options receives Serve's updates at once; a plain handle receives them only
+        # A handle with options receives Serve's updates of replicas at once, a plain handle only
         # after its first call.
         self._handle = handle.options()
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
@@ -158,11 +160,12 @@ class EnginePool:
         sequences: int = 1,
         part: bool = False,
     ) -> Slot:
-        """Take slots for `sequences` on a replica outside `avoid`.
+        """Take slots for `sequences` on an engine outside `avoid`.
 
-        Prefers the first free replica of `prefer`, else the least busy one. Waits without a
-        deadline. Release the slot with `give_back`. Raises OverloadedError if the queue is full.
-        `part` marks a later prompt of a list, which does not count in the queue.
+        Prefers the first engine of `prefer` with a free slot, else the least busy one. Waits
+        without a deadline. Release the slots with `give_back`. Raises OverloadedError if
+        `max_queued_requests` requests already wait. `part` marks a later prompt of a list, which
+        does not count as waiting.
         """
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
@@ -180,14 +183,14 @@ class EnginePool:
             self._slots.give_back(name, sequences, served=False)  # the replica has stopped meanwhile
 
     def give_back(self, slot: Slot) -> None:
-        """Release a slot after the end of its call, or without a call."""
+        """Release the slots of `slot` after the end of its call, or if no call is sent."""
         self._slots.give_back(slot.replica_id, slot.sequences, served=slot.served)
 
     def dispatch(self, slot: Slot, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
-        """Send a call on `slot`.
+        """Send a call to the engine of `slot`.
 
-        A prefill leg has a transfer id; the engine counts it as ongoing for at most `hold_s` after
-        its answer.
+        Only a prefill leg has a transfer id. After its answer the engine counts it as ongoing until
+        the call is cancelled, for at most `hold_s`.
         """
         request = RpcRequest(call, self._router, self._slots.waiting, transfer_id, hold_s, slot.maybe_full)
         running = EngineCall(slot, self._slots)
@@ -195,14 +198,17 @@ class EnginePool:
         return running
 
     def ongoing(self) -> Mapping[str, int] | None:
-        """Return the ongoing sequences of each replica that accepts calls, by replica id.
+        """Return the known number of ongoing sequences of each engine that accepts calls, by id.
 
         None before Serve's first report.
         """
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
     def same_replica(self, name: str) -> frozenset[str]:
-        """Return the ids of the ranks in the replica of engine `name`, including `name`."""
+        """Return the ids of the ranks in the replica of engine `name`, including `name`.
+
+        Only `name` if the engine has stopped.
+        """
         engines = replicas_of(self._handle.deployment_id) or {}
         if name not in engines:
             return frozenset({name})
@@ -210,7 +216,7 @@ class EnginePool:
 
     @property
     def replica_count(self) -> int:
-        """Number of replicas that accept calls, in any of their data-parallel ranks."""
+        """Number of replicas of which at least one data-parallel rank accepts calls."""
         engines = replicas_of(self._handle.deployment_id) or {}
         return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})
 
@@ -220,23 +226,26 @@ class EnginePool:
 
     @property
     def slots(self) -> int:
-        """Number of slots of all engines."""
+        """Number of slots of all running engines."""
         return sum(engine.slots for engine in (replicas_of(self._handle.deployment_id) or {}).values())
 
     @property
     def slots_taken(self) -> int:
-        """Number of slots that this router holds."""
+        """Number of sequences for which this router holds slots."""
         return self._slots.taken
 
     async def ask(self, slot: Slot, method: str, *arguments: object) -> Any:
-        """Return the result of a method of the engine on the replica of `slot`.
+        """Return the result of a method of the engine of `slot`.
 
-        Raises EngineDownError or EngineError.
+        Raises EngineDownError or EngineError as `Channel.ask` does.
         """
         return await self._channels.to(slot.address).ask(method, *arguments)
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
-        """Return the results of a method of all replicas, without those that fail or time out."""
+        """Return the results of a method of all replicas, without those that fail or time out.
+
+        Calls the first data-parallel rank of each replica, and logs failures.
+        """
         replies = await self.tell_all(method, timeout_s)
         for name, reply in replies.items():
             if isinstance(reply, Exception):
@@ -246,7 +255,8 @@ class EnginePool:
     async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
         """Return the result or the exception of a method of each replica, by id of its first rank.
 
-        Calls the first data-parallel rank of each replica, which answers for all ranks.
+        Calls the first data-parallel rank of each replica, which answers for all ranks. The
+        exception is DeadlineError for a replica that does not answer within `timeout_s`.
         """
         engines = replicas_of(self._handle.deployment_id) or {}
         replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
@@ -270,7 +280,7 @@ class EnginePool:
         return self._channels.snapshot()
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections and stop listening for changes of replicas."""
         self._channels.close()
         if self._unsubscribe is not None:
             self._unsubscribe()

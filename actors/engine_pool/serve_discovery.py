@@ -11,10 +11,16 @@ from actors.engine_pool import discovery
 
 
 class DiscoveryRouter(FIFOMixin, RequestRouter):
-    """Serve's request router for engine replicas, used only to publish the replica list."""
+    """Serve's request router of the engine deployments; publishes their replicas.
+
+    The router's requests do not pass through it.
+    """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Publish the running replicas; Serve's hook for changes of replicas or their metadata."""
+        """Publish the running replicas.
+
+        Serve's hook for changes of the replica list or of the replicas' metadata.
+        """
         super().update_replicas(replicas)
         self._publish()
 
@@ -26,7 +32,7 @@ class DiscoveryRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return all candidates; Serve's hook for calls through a handle."""
+        """Return all candidates, as one group; Serve's hook for a call through a handle."""
         return [list(candidate_replicas)]
 
     def _publish(self) -> None:

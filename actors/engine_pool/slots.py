@@ -1,9 +1,10 @@
 """Slots of one router on the engines of one role, granted first come, first served.
 
 A slot is permission to run one sequence. A call with several sequences needs one free slot and may
-exceed the limit; otherwise all calls with one sequence would overtake it. The engine also enforces
-its limit and refuses calls above it: other routers use the same engine, and this router learns
-their load only from the engine's replies.
+exceed the engine's number of slots; otherwise all calls with one sequence would overtake it. The
+engine also refuses calls when all its slots are taken: other routers use the same engine, and this
+router learns their load only from the engine's replies. A replica in this module is an engine of
+`discovery.py`: a replica or one of its data-parallel ranks.
 """
 
 import asyncio
@@ -21,22 +22,24 @@ logger = logging.getLogger(__name__)
 REFUSED_S = 0.05
 """Initial back-off in seconds after an engine refused a call because all its slots were taken.
 
-Doubles with each refused probe, up to MOST_REFUSED_S.
+Doubles after each refused probe, up to MOST_REFUSED_S.
 """
 
 MOST_REFUSED_S = 1.0
 
 LOOK_AGAIN_S = 0.05
-"""Interval between attempts to grant slots to waiting requests. Finds new engines, and full engines
-after their back-off."""
+"""Interval in seconds between attempts to grant slots to waiting requests.
+
+Such an attempt finds new engines, and full engines after their back-off.
+"""
 
 REMEMBERED_S = 5.0
-"""Maximum age of an engine's report about the load of other routers."""
+"""Maximum age in seconds of an engine's report from which the load of other routers follows."""
 
 
 @dataclass(eq=False)
 class SlotWaiter:
-    """A request waiting for a slot."""
+    """A request, or a later prompt of a list (`part`), that waits for a slot."""
 
     avoid: AbstractSet[str]
     prefer: Sequence[str]
@@ -47,7 +50,13 @@ class SlotWaiter:
 
 @dataclass
 class FullReplica:
-    """A replica believed full. One request at a time may probe it, with back-off."""
+    """A replica believed full. One request at a time may probe it, with back-off.
+
+    Another request may probe it at once when a call of this router ends there.
+
+    ``ask_at``  time on the event loop's clock from which a request may probe it
+    ``wait_s``  current back-off
+    """
 
     ask_at: float
     wait_s: float = REFUSED_S
@@ -57,7 +66,7 @@ class FullReplica:
 
 @dataclass(frozen=True, slots=True)
 class UsableReplicas:
-    """Replicas for which a slot can be granted, with their ongoing sequences.
+    """Replicas for which a slot can be granted: number of ongoing sequences by id.
 
     ``free``  replicas with a free slot
     ``full``  replicas believed full that a request may probe now
@@ -71,7 +80,7 @@ class UsableReplicas:
 class SlotPoolSnapshot:
     """Ids of replicas by state.
 
-    ``loaded``   with a report about the load of other routers
+    ``loaded``   those that have reported their load, perhaps longer ago than REMEMBERED_S
     ``full``     believed full
     ``leaving``  stopping
     """
@@ -97,11 +106,12 @@ class SlotPool:
 
     @property
     def waiting(self) -> int:
+        """Number of waiting requests, later prompts of lists included."""
         return len(self._waiting)
 
     @property
     def taken(self) -> int:
-        """Number of slots in use."""
+        """Number of sequences for which this router holds slots."""
         return self._taken.total()
 
     def snapshot(self) -> SlotPoolSnapshot:
@@ -109,12 +119,19 @@ class SlotPool:
         return SlotPoolSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
 
     def ongoing(self) -> dict[str, int]:
-        """Return the known number of ongoing sequences of each replica that accepts calls."""
+        """Return the known number of ongoing sequences of each replica that accepts calls.
+
+        It is the number of this router's sequences, and of those of other routers if the replica
+        reported them within REMEMBERED_S.
+        """
         now = _now()
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
 
     def changed(self) -> None:
-        """Remove stopped replicas, and grant slots on new replicas to waiting requests."""
+        """Forget stopped replicas, and grant slots on new replicas to waiting requests.
+
+        Call this after a change of the replicas that `look` returns.
+        """
         here = self._look().keys()
         self._leaving &= here
         for known in (self._others, self._full):
@@ -123,7 +140,7 @@ class SlotPool:
         self._serve_waiting()
 
     def maybe_full(self, name: str) -> bool:
-        """Return whether the replica may refuse a call although a slot was granted."""
+        """Return whether the replica is believed full, so that it may refuse a granted call."""
         return name in self._full
 
     async def take(
@@ -136,8 +153,9 @@ class SlotPool:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
         Prefers the first free replica of `prefer`, else the least busy one. Waits without a
-        deadline. Raises OverloadedError if the queue is full. `part` marks a later prompt of a
-        list: it does not count in the queue, so a list counts as one request.
+        deadline. Raises OverloadedError if as many requests wait as the replicas allow
+        (`EngineReplica.queue`). `part` marks a later prompt of a list, which does not count as
+        waiting: a list counts as one request.
         """
         waiting = SlotWaiter(avoid, prefer, sequences, part)
         if not self._waiting and self._grant(waiting, self._usable()):
@@ -175,13 +193,13 @@ class SlotPool:
         self._serve_waiting()
 
     def record_accepted(self, name: str, ongoing: int) -> None:
-        """Record that an engine accepted a call and has `ongoing` sequences."""
+        """Record that a replica accepted a call and has `ongoing` sequences of all routers."""
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)
         self._serve_waiting()
 
     def record_full(self, name: str) -> None:
-        """Record that an engine refused a call because all its slots are taken."""
+        """Record that a replica refused a call because all its slots are taken."""
         now = _now()
         known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
         if known.asked:  # else the call was sent before the replica was believed full
@@ -190,7 +208,7 @@ class SlotPool:
             known.ask_at = now + known.wait_s
 
     def record_leaving(self, name: str) -> None:
-        """Record that an engine accepts no more calls."""
+        """Record that a replica is stopping and accepts no more calls."""
         self._leaving.add(name)
 
     def _ongoing(self, name: str, now: float) -> int:
@@ -214,7 +232,7 @@ class SlotPool:
             usable.full[name] = ongoing
 
     def _grant(self, waiting: SlotWaiter, usable: UsableReplicas) -> bool:
-        """Grant slots on the best replica of `usable`, and update `usable`.
+        """Grant slots on the best replica of `usable` to `waiting`, and update `usable`.
 
         Return False if `usable` has no replica outside `waiting.avoid`.
         """

@@ -14,14 +14,14 @@ from actors.rpc.protocol import RouterProtocol
 from actors.tls import ClientTls
 
 CONNECT_S = 5.0
-"""Timeout of a TCP connect with its TLS handshake; a connect normally takes less than 1 ms."""
+"""Timeout of a TCP connect with its TLS handshake, in seconds; it normally takes milliseconds."""
 
 IDLE_CONNECTION_S = 60.0
-"""Time after which the router closes a connection without calls."""
+"""Time in seconds after which the router closes a connection without calls."""
 
 
 class Listener(Protocol):
-    """Receiver of a call's items."""
+    """Receiver of the items and the end of a call."""
 
     def received(self, item: Item) -> None:
         """Receive the next item."""
@@ -29,13 +29,13 @@ class Listener(Protocol):
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         """Receive the end of the call.
 
-        ``lost``     reason why the connection ended before the call, if it did
-        ``failure``  reason that the engine sent, if its answer is missing or incomplete
+        ``lost``     reason why the connection ended before the call; None if the engine ended it
+        ``failure``  reason that the engine sent if its answer is missing or incomplete, else None
         """
 
 
 class _Answer:
-    """Listener for the result of one method of the engine."""
+    """Listener of a method of the engine; `value` receives its result or error."""
 
     def __init__(self) -> None:
         self.value: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -55,12 +55,15 @@ class _Answer:
 
 
 class Channel(asyncio.Protocol):
-    """Connection to one engine. The constructor starts to connect; calls may be sent at once."""
+    """Connection to one engine. Queues calls until the engine has answered the Hello."""
 
     def __init__(
         self, address: RpcAddress, closed: Callable[["Channel"], None], tls: ssl.SSLContext | None = None
     ) -> None:
-        """Start to connect; call `closed` when the connection ends or cannot be opened."""
+        """Start to connect; call `closed` when the connection ends or cannot be opened.
+
+        ``tls``  context of the connection; None: no TLS
+        """
         self.address = address
         self._tls = tls
         self._closed = closed
@@ -77,13 +80,17 @@ class Channel(asyncio.Protocol):
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:
-        """Send a call; return its stream number."""
+        """Send a call, whose items and end `listener` receives; return its stream number."""
         stream = self._protocol.open(request)
         self._begin(stream, listener)
         return stream
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """Return the result of a method of the engine. Raises EngineDownError or EngineError."""
+        """Return the result of a method of the engine.
+
+        Raises EngineDownError if the connection cannot be opened or ends, EngineError if the method
+        fails or the engine stops.
+        """
         answer = _Answer()
         stream = self._protocol.ask(method, arguments)
         self._begin(stream, answer)
@@ -93,7 +100,7 @@ class Channel(asyncio.Protocol):
             self.cancel(stream)
 
     def cancel(self, stream: int) -> None:
-        """Cancel a call; its listener receives nothing more."""
+        """Cancel a call or method; its listener receives nothing more."""
         if self._listeners.pop(stream, None) is not None:
             self._protocol.cancel(stream)
             self._flush()
@@ -105,18 +112,18 @@ class Channel(asyncio.Protocol):
         self._flush()
 
     def close(self) -> None:
-        """Close the connection; its calls fail."""
+        """Close the connection; the listeners of its calls receive their end."""
         self._connecting.cancel()
         self._end("the router closed the connection")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the key; asyncio's hook."""
+        """Send the Hello; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         enable_keepalive(transport.get_extra_info("socket"))
         self._flush()
 
     def data_received(self, data: bytes) -> None:
-        """Deliver items to their calls; asyncio's hook."""
+        """Deliver items, results and ends to their listeners; asyncio's hook."""
         try:
             for message in self._protocol.receive(data):
                 if isinstance(message, StreamItem):
@@ -134,7 +141,7 @@ class Channel(asyncio.Protocol):
         self._rest_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End all calls; asyncio's hook."""
+        """End all calls and methods; asyncio's hook."""
         self._end(f"the connection was lost{f': {error!r}' if error else ''}")
 
     async def _connect(self) -> None:
@@ -158,7 +165,7 @@ class Channel(asyncio.Protocol):
             self._transport.write(frame)
 
     def _rest_if_idle(self) -> None:
-        """Start the idle timer if the connection has no calls."""
+        """Start the idle timer if the connection has no calls or methods."""
         if not self.streams and self._idle is None and not self._over:
             self._idle = asyncio.get_running_loop().call_later(IDLE_CONNECTION_S, self.close)
 
@@ -178,7 +185,11 @@ class Channel(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChannelsSnapshot:
-    """Number of connections to the engines of one role: all of them, and those without streams."""
+    """Number of connections to the engines of one role.
+
+    ``open``  all connections, also those that are being opened
+    ``idle``  those without streams
+    """
 
     open: int
     idle: int

@@ -25,7 +25,7 @@ class RpcRequest:
     ``queued``       number of requests and of later prompts of lists that wait in the router for a
                      slot of this role
     ``transfer_id``  transfer of a prefill leg; None for other calls
-    ``hold_s``       longest time for which a prefill leg stays ongoing after its answer
+    ``hold_s``       longest time in seconds for which a prefill leg stays ongoing after its answer
     ``maybe_full``   whether the router believes the engine full, so that `Accepted` must not be
                      delayed
     """
@@ -39,7 +39,12 @@ class RpcRequest:
 
 
 class RpcFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Reason why an answer is missing or incomplete."""
+    """Reason why an answer is missing or incomplete.
+
+    ``kind``  full: all slots are taken; leaving: the server accepts no more calls; engine_down: the
+              engine has died or is stopping; cannot_resume: the engine cannot continue the replay
+              log; error: an exception in the engine's actor
+    """
 
     kind: Literal["full", "leaving", "engine_down", "cannot_resume", "error"]
     message: str
@@ -48,7 +53,7 @@ class RpcFailure(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """First message of a router: its newest protocol version and the server's key.
 
-    All protocol versions encode it in the same way.
+    All protocol versions encode Hello in the same way.
     """
 
     version: int
@@ -56,7 +61,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First message of an engine: the protocol version of the connection."""
+    """First message of an engine that accepts a Hello: the protocol version of the connection."""
 
     version: int
 
@@ -83,20 +88,26 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Cancels a stream: the router discards later items. May cross the end of the stream."""
+    """Cancels a stream: the engine aborts its call, and the router discards later items.
+
+    May cross the end of the stream.
+    """
 
     stream: int
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Grants credit: the router has consumed `size` bytes. May cross the end of the stream."""
+    """Grants credit for consumed items of `size` bytes (`item_bytes`).
+
+    May cross the end of the stream.
+    """
 
     stream: int
     size: int
 
 
 class StreamItem(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Next item of an answer."""
+    """Next item of the answer to a call."""
 
     stream: int
     item: Item
@@ -140,7 +151,10 @@ class FrameReader:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages of the frames that `data` completes. Raises RpcProtocolError."""
+        """Yield the messages of the frames that `data` completes.
+
+        Raises RpcProtocolError for a frame that is too large or cannot be decoded.
+        """
         self._rest += data
         at = 0
         while len(self._rest) - at >= LENGTH.size:

@@ -1,8 +1,9 @@
 """Protocol of the connection between a router and an engine, without I/O.
 
-One connection carries many streams. The router opens a stream with an Open or an Ask; the engine
-sends items and an End, or a Reply. Credit limits the sent but not yet consumed bytes of each stream
-to `WINDOW_BYTES`, so a paused stream blocks no other stream.
+One connection carries many streams. The router opens a stream with an Open or an Ask. The engine
+answers an Open with items and an End. It answers an Ask with a Reply, or with an End after a
+failure. Credit limits the sent but not yet consumed bytes of each stream to `WINDOW_BYTES`, so that
+a paused stream blocks no other stream.
 
 The router offers its newest protocol version; the engine chooses the newest version that both
 support. Each release supports `OLDEST_VERSION` to `NEWEST_VERSION`.
@@ -41,22 +42,26 @@ WINDOW_BYTES = 2**18
 """Credit of a new stream, in bytes, and the largest credit of a stream."""
 
 PIECE_BYTES = 2**16
-"""Largest body of one item; the engine splits larger ones."""
+"""Size limit of the body of one item, in bytes; the engine splits larger ones."""
 
 ITEM_BYTES = 64
-"""Credit that an item consumes in addition to the bytes of its body."""
+"""Credit in bytes that an item consumes in addition to the size of its body."""
 
 GRANT_BYTES = WINDOW_BYTES // 4
 """Number of consumed bytes at which the router sends a Credit; a short stream needs none."""
 
 HELLO_BYTES = 1024
-"""Size limit of a frame before authentication. Later frames have no limit: routers limit bodies."""
+"""Size limit in bytes of a router's frames before authentication.
+
+Later frames have no limit: routers limit the bodies of requests.
+"""
 
 
 class StreamState(StrEnum):
     """State of one stream; both sides use the same states."""
 
     NEW = "new"
+    """Not opened yet."""
     OPEN = "open"
     """A call runs."""
     ASKED = "asked"
@@ -66,8 +71,10 @@ class StreamState(StrEnum):
 
 
 Table = Mapping[tuple[StreamState, type[Message]], tuple[StreamState, bool]]
-"""Map of (state, message) to (next state, whether `receive` yields the message). Any other pair is
-a protocol error."""
+"""Map of (state, received message) to (next state, whether `receive` yields the message).
+
+Any other pair is a protocol error.
+"""
 
 ENGINE_TABLE: Table = {
     (StreamState.NEW, Open): (StreamState.OPEN, True),
@@ -149,7 +156,10 @@ class _Endpoint:
         return encode(messages)
 
     def _advance(self, message: Message, stream: int) -> bool:
-        """Move a stream to its next state; return whether `receive` yields `message`."""
+        """Move a stream to its next state; return whether `receive` yields `message`.
+
+        Raises RpcProtocolError for a message that the stream's state does not allow.
+        """
         state = self._states.get(stream)
         if state is None:
             state = StreamState.ENDED if 0 < stream <= self._last else StreamState.NEW
@@ -181,7 +191,10 @@ class EngineProtocol(_Endpoint):
         self._credit: dict[int, int] = {}
 
     def receive(self, data: bytes) -> Iterator[Open | Ask | Cancel | Credit]:
-        """Yield the router's stream messages. After an RpcProtocolError, `refuse` and close."""
+        """Yield the router's stream messages.
+
+        Raises RpcProtocolError; call `refuse` then, and close the connection.
+        """
         for message in self._frames.feed(data):
             if isinstance(message, Hello) and self.version is None:
                 self._greet(message)
@@ -198,7 +211,7 @@ class EngineProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def send(self, stream: int, item: Item, size: int) -> bool:
-        """Queue an item; return False if the stream has too little credit.
+        """Queue an item; return False, without queueing it, if the stream has too little credit.
 
         ``item``  an item from `pieces`
         ``size``  its credit, from `item_bytes`
@@ -216,7 +229,7 @@ class EngineProtocol(_Endpoint):
         self._move(stream, StreamState.ENDED)
 
     def end(self, stream: int, failure: RpcFailure | None = None) -> None:
-        """Queue the end of a stream."""
+        """End a stream and queue its End."""
         self._outgoing.append(End(stream, failure))
         self._credit.pop(stream, None)
         self._move(stream, StreamState.ENDED)
@@ -260,13 +273,16 @@ class RouterProtocol(_Endpoint):
         return stream
 
     def ask(self, method: str, arguments: tuple[object, ...]) -> int:
-        """Queue a call of a method of the engine; return its stream number."""
+        """Queue a call of one of the engine's methods; return its stream number."""
         stream = self._begin(StreamState.ASKED)
         self._outgoing.append(Ask(stream, method, arguments))
         return stream
 
     def cancel(self, stream: int) -> None:
-        """Cancel a stream; remove its call from the queue if it has not been sent."""
+        """Cancel a stream; remove its call from the queue if it has not been sent.
+
+        Ignores streams that have ended or are cancelled.
+        """
         if self._states.get(stream) not in (StreamState.OPEN, StreamState.ASKED):
             return
         self._forget(stream)
@@ -279,7 +295,7 @@ class RouterProtocol(_Endpoint):
             self._outgoing.append(Cancel(stream))
 
     def grant(self, stream: int, size: int) -> None:
-        """Queue Credit for `size` consumed bytes; ignore ended streams.
+        """Queue Credit for `size` consumed bytes; ignore cancelled and ended streams.
 
         The caller waits until GRANT_BYTES are consumed, to send few messages.
         """
@@ -288,7 +304,10 @@ class RouterProtocol(_Endpoint):
             self._outgoing.append(Credit(stream, size))
 
     def receive(self, data: bytes) -> Iterator[StreamItem | Reply | End]:
-        """Yield the engine's stream messages. After an RpcProtocolError, close the connection."""
+        """Yield the engine's stream messages.
+
+        Raises RpcProtocolError, also for the engine's Refused; close the connection then.
+        """
         for message in self._frames.feed(data):
             if isinstance(message, StreamItem | Reply | End) and self.version is not None:
                 if self._advance(message, message.stream):

@@ -1,7 +1,7 @@
 """An engine's RPC server: accepts calls from routers, without Ray Serve in between.
 
 Each router has one connection for all its calls (`protocol.py`). A closed connection cancels its
-calls, so a router that dies leaves no calls behind. Each engine generates a key; Serve's controller
+calls, so a router that dies leaves no calls behind. Each server generates a key. Serve's controller
 distributes the key to routers, which authenticate with it.
 """
 
@@ -26,24 +26,29 @@ from actors.rpc.server_connection import ServedStream, ServerConnection
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 120.0
-"""Timeout for a router that acknowledges no data; the server then cancels the router's calls.
+"""Timeout in seconds for a router that acknowledges no data; the kernel then closes the connection.
 
-A slow client has no effect on it: the router reads its connections at any time, and credit limits
-what an engine sends.
+The end of the connection cancels the router's calls. A slow client does not cause this timeout: the
+router always reads its connections, and credit limits what an engine sends.
 """
 
 HANDSHAKE_S = 10.0
-"""Timeout of a TLS handshake."""
+"""Timeout of a TLS handshake in seconds."""
 
 SLOT_WAIT_S = 0.1
-"""Time for which a call waits for a slot before the engine refuses it. A router frees a slot at the
-end of a call, shortly before the engine does."""
+"""Time in seconds for which a call waits for a slot before the engine refuses it.
+
+A router frees a slot at the end of a call, shortly before the engine does.
+"""
 
 CUT_OFF_S = 1.0
-"""Timeout for the end of cancelled calls when the server closes."""
+"""Timeout in seconds for the end of cancelled calls when the server closes.
+
+Routers then have the same time to read the Ends.
+"""
 
 REMEMBERED_S = 10.0
-"""Maximum age of a queue length reported by a router."""
+"""Maximum age in seconds of a queue length reported by a router."""
 
 MOST_ROUTERS = 64
 """Maximum number of routers with a stored queue length."""
@@ -68,9 +73,9 @@ class RpcServer:
     ) -> None:
         """Create the server.
 
-        ``serve``    answers a request with items
+        ``serve``    yields the items that answer a request
         ``slots``    number of ongoing sequences at which the server refuses requests
-        ``methods``  methods available to routers, by name
+        ``methods``  methods available to routers, by name; they need no slot
         """
         self._serve = serve
         self._methods = methods or {}
@@ -86,7 +91,10 @@ class RpcServer:
         self.ongoing = 0
 
     async def open(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> RpcAddress:
-        """Listen on `host`, an address of this node; port 0 selects a free port. Raises OSError."""
+        """Listen on `host`, an address of this node; return the server's address for routers.
+
+        Port 0 selects a free port. Raises OSError if the address cannot be used.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
         enable_keepalive(listener, UNREAD_S)
@@ -100,9 +108,9 @@ class RpcServer:
         return RpcAddress(host, listener.getsockname()[1], self._key)
 
     def queued(self) -> int:
-        """Return the number of requests waiting in routers for engines of this role.
+        """Return the number of requests that wait in routers for engines of this role.
 
-        Counts reports of the last REMEMBERED_S.
+        Adds up `RpcRequest.queued` of the routers that have sent a call within REMEMBERED_S.
         """
         oldest = time.monotonic() - REMEMBERED_S
         self._queued = {router: told for router, told in self._queued.items() if told[1] > oldest}
@@ -113,19 +121,22 @@ class RpcServer:
         return RpcServerSnapshot(len(self._connections), frozenset(self._queued))
 
     async def drain(self) -> None:
-        """Refuse new calls and wait for the end of running calls."""
+        """Refuse new calls and wait for the end of running calls. Methods still run."""
         self._leaving = True
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Stop listening and cancel the running calls."""
+        """Stop listening, cancel the running calls and close all connections."""
         self._leaving = True
         if self._server is not None:
             self._server.close()
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
 
     async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Return the encoded result of one of `methods`. Needs no slot."""
+        """Return the encoded result of one of `methods`.
+
+        Raises ValueError for an unknown method or a result that msgpack cannot encode.
+        """
         if method not in self._methods:
             raise ValueError(f"this engine has no method {method!r} for routers")
         result = await self._methods[method](*arguments)
@@ -149,7 +160,7 @@ class RpcServer:
                 self._idle.set()
 
     def _record_queue(self, request: RpcRequest, now: float) -> None:
-        """Store the queue length that a router reports with each call."""
+        """Store the queue length that a router reports with `request`."""
         self._queued.pop(request.router, None)
         self._queued[request.router] = (request.queued, now)
         if len(self._queued) > MOST_ROUTERS:
@@ -185,7 +196,8 @@ class RpcServer:
 def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, Any]:
     """Return the metadata of a replica, or of one of its data-parallel ranks, for routers.
 
-    ``queue``  number of requests that may wait in one router for engines of the role
-    ``more``   further entries
+    ``address``  address of its RPC server
+    ``queue``    number of requests that may wait in one router for engines of the role
+    ``more``     further entries
     """
     return {"rpc": asdict(address), "queue": queue, **more}

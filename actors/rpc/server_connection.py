@@ -12,24 +12,30 @@ from actors.rpc.protocol import PIECE_BYTES, EngineProtocol, item_bytes, pieces
 logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
-"""Timeout for the authentication of a new connection."""
+"""Timeout in seconds for the authentication of a new connection."""
 
 LINGER_S = 0.002
-"""Maximum delay of `Accepted` and `ResponseStart`, which are sent with the next item: each frame
-wakes the router's process."""
+"""Maximum delay of `Accepted` and `ResponseStart` in seconds.
+
+They are sent with the next item if it follows in this time, because each frame wakes the router's
+process.
+"""
 
 Serve = Callable[[RpcRequest, "ServedStream"], Coroutine[Any, Any, RpcFailure | None]]
 """Sends the items of an answer on the stream; returns the failure of an incomplete one, or None.
 
-Cancelled if the router cancels the call or the connection ends.
+Cancelled if the router cancels the call, the connection ends or the server closes.
 """
 
 Answer = Callable[[str, tuple[Any, ...]], Coroutine[Any, Any, Any]]
-"""Returns the result of a method, by name and arguments."""
+"""Returns the result of a method, by name and arguments. Cancelled as `Serve` is."""
 
 
 class ServedStream:
-    """The stream of a running call or method."""
+    """The stream of a running call or method.
+
+    ``expects_refusal``  whether the router believes the engine full (`RpcRequest.maybe_full`)
+    """
 
     def __init__(self, connection: "ServerConnection", number: int, expects_refusal: bool) -> None:
         self.task: asyncio.Task[Any] | None = None
@@ -59,11 +65,12 @@ class ServedStream:
 class ServerConnection(asyncio.Protocol):
     """One accepted connection.
 
-    Closes itself after a wrong key, an invalid message, or HELLO_S without a key.
+    Closes itself after a wrong key, an unsupported protocol version, an invalid message, or HELLO_S
+    without a Hello.
     """
 
     def __init__(self, key: str, serve: Serve, answer: Answer, connections: set["ServerConnection"]) -> None:
-        """Create the handler; it adds itself to `connections` while it is connected."""
+        """Create the handler; it is in `connections` while it is connected."""
         self._protocol = EngineProtocol(key)
         self._serve = serve
         self._answer = answer
@@ -106,7 +113,7 @@ class ServerConnection(asyncio.Protocol):
             self._flush()  # the Welcome
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Cancel all calls; asyncio's hook."""
+        """Cancel all calls and methods; asyncio's hook."""
         self._authentication_timer.cancel()
         self._connections.discard(self)
         if self._flushing is not None:
@@ -125,7 +132,9 @@ class ServerConnection(asyncio.Protocol):
             stream.credited()
 
     def sent(self, number: int, item: Item, lazy: bool) -> bool:
-        """Queue an item; return False if the stream lacks credit or the socket's buffer is full.
+        """Queue an item of stream `number`.
+
+        Return False without queueing if the stream lacks credit or the socket's buffer is full.
 
         ``lazy``  whether the item may wait LINGER_S for the next one
         """
@@ -140,9 +149,10 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     async def close(self, within_s: float) -> None:
-        """Cancel the running calls, send an End for each, and close the connection.
+        """Cancel the running calls and methods, send an End for each, and close the connection.
 
-        ``within_s``  timeout for the end of the calls, and again for the router to read the Ends
+        ``within_s``  timeout in seconds for the end of the calls, and again for the router to read
+                      the Ends
         """
         tasks = {stream.task for stream in self._streams.values() if stream.task is not None}
         for number in list(self._streams):
@@ -159,12 +169,15 @@ class ServerConnection(asyncio.Protocol):
         return stream
 
     def _run(self, stream: ServedStream, answer: Coroutine[Any, Any, Any], reply: bool = False) -> None:
-        """Run `answer` in the stream's task; with `reply`, send its result and end the stream."""
+        """Run `answer` in the stream's task; its end ends the stream.
+
+        ``reply``  whether to send the result of `answer`, which is a method
+        """
         stream.task = asyncio.create_task(answer, name="answers-a-call")
         stream.task.add_done_callback(lambda task: self._ended(stream.number, task, reply))
 
     def _cancel(self, number: int) -> None:
-        """Cancel a call once: a second cancellation would interrupt the abort in the engine."""
+        """Cancel a call or method once: another cancellation would interrupt the engine's abort."""
         stream = self._streams[number]
         if stream.task is not None:
             task, stream.task = stream.task, None
@@ -177,7 +190,7 @@ class ServerConnection(asyncio.Protocol):
         """
         del self._streams[number]
         failure = None
-        if task.cancelled():  # by a stopping engine, or by the router, which ignores the End
+        if task.cancelled():  # by the closing server; after a router's Cancel nobody reads the End
             failure = RpcFailure("engine_down", "the engine is stopping")
         elif (error := task.exception()) is not None:
             logger.error("answering stream %d of a router failed", number, exc_info=error)

@@ -1,1 +1,1 @@
-"""Telemetry of routers and engines: metrics, latency breakdown, recent requests, access log."""
+"""Telemetry of routers and engines: metrics, latency breakdown, status page, access log."""

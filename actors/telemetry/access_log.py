@@ -1,7 +1,7 @@
-"""Access log of a router: one JSON line per request, without answers or keys.
+"""Access log of a router: one JSON line per HTTP request, except for UNLOGGED_PATHS.
 
-With `router.request_log`, a line also has the parameters of the request, or its whole body, prompt
-included.
+A line has no answer and no API key, only the first digits of the key's digest. With
+`router.request_log`, it also has the parameters of the request, or the whole body with the prompt.
 """
 
 import json
@@ -27,7 +27,7 @@ MAX_PATH_CHARACTERS = 200
 
 FILE_BYTES = 64 << 20
 OLD_FILES = 3
-"""Number of rotated log files that a router keeps."""
+"""Number of rotated log files that a router keeps, besides the current one of FILE_BYTES."""
 
 ENTRY = "tandem.access"
 """Key of a request's `AccessEntry` in its ASGI scope."""
@@ -35,7 +35,10 @@ ENTRY = "tandem.access"
 RequestLog = Literal["off", "parameters", "text"]
 
 SHOWN_TEXTS = frozenset({"model", "type", "tool_choice", "reasoning_effort", "service_tier", "encoding_format"})
-"""Fields whose strings `parameters_of` keeps. It replaces other strings by their lengths."""
+"""Fields of a body whose strings `parameters_of` keeps, cut to MAX_PATH_CHARACTERS.
+
+It replaces other strings by their lengths.
+"""
 
 _USAGE = (b'"usage":{', b'"usage": {')
 _TOKENS = {
@@ -44,14 +47,15 @@ _TOKENS = {
     "cached_tokens": re.compile(rb'"cached_tokens": ?(\d+)'),
 }
 _USAGE_BYTES = 400
-"""Maximum length of a usage object with its details."""
+"""Number of bytes that are searched for counts of tokens, from the start of a usage object."""
 
 
 @dataclass
 class AccessEntry:
     """Log entry of one request.
 
-    The HTTP layer sets `key` and `request_id`, and calls `received` and `answered`.
+    `AccessLog` creates it with the client's `request_id`, if any, and calls `sent`. The HTTP layer
+    sets `key` and the final `request_id`, and calls `received` and `answered`.
     """
 
     request_id: str | None
@@ -59,10 +63,11 @@ class AccessEntry:
     request: Any = None
     """Body or parameters of the request, according to `request_log`.
 
-    None if it is `off`, and without a valid body.
+    None if `request_log` is `off`, if the body is invalid, or if the request's path is none of
+    `Endpoint`.
     """
     key: str | None = None
-    """First 8 hexadecimal digits of the digest of the API key."""
+    """First 8 hexadecimal digits of the digest of the API key; None without a valid key."""
     answer: dict[str, Any] = field(default_factory=dict)
     status: int | None = None
     first_byte_at: float | None = None
@@ -76,7 +81,7 @@ class AccessEntry:
             self.request = body if self.request_log == "text" else parameters_of(body)
 
     def answered(self, **fields: Any) -> None:
-        """Add fields of an answer, for example `route`, or `late_status`."""
+        """Add fields to the line, for example `route`, or the `late_status` of a failed stream."""
         self.answer |= fields
 
     def sent(self, message: Message) -> None:
@@ -96,7 +101,10 @@ class AccessEntry:
 
 
 class AccessLog:
-    """ASGI middleware that writes a line when a request has ended, also with an exception."""
+    """ASGI middleware that writes a line when a request has ended, also with an exception.
+
+    Writes none for UNLOGGED_PATHS and for connections that are not HTTP.
+    """
 
     def __init__(self, app: ASGIApp, write: Callable[[str], None], request_log: RequestLog = "off") -> None:
         self._app = app
@@ -146,7 +154,11 @@ def line_of(scope: Mapping[str, Any], path: str, entry: AccessEntry, began_at: f
 
 
 def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's body with lengths instead of texts and lists, except for SHOWN_TEXTS."""
+    """Return a request's body with lengths instead of strings and lists, also in its objects.
+
+    Keeps the strings of SHOWN_TEXTS, numbers, booleans and null. Cuts names and strings to
+    MAX_PATH_CHARACTERS.
+    """
     return {
         str(name)[:MAX_PATH_CHARACTERS]: parameters_of(value) if isinstance(value, Mapping) else _shown(name, value)
         for name, value in body.items()
@@ -164,7 +176,10 @@ def _ms(seconds: float) -> float:
 
 
 def open_access_log(folder: Path, replica: str) -> Callable[[str], None]:
-    """Return a function that appends a line to `access-<replica>.log` in `folder`."""
+    """Return a function that appends a line to `access-<replica>.log` in `folder`.
+
+    Rotates the file at FILE_BYTES.
+    """
     handler = RotatingFileHandler(folder / f"access-{replica}.log", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.getLogger(f"{__name__}.{replica}")

@@ -25,23 +25,23 @@ NAMES = (
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Current numbers of one engine, over all its data-parallel ranks.
+    """Current numbers of one engine, summed over its data-parallel ranks unless stated otherwise.
 
     vLLM and the connector update them at steps only.
 
-    ``running``      requests in the scheduler's batch
+    ``running``      requests in the schedulers' batches
     ``waiting``      requests that wait for the batch, for blocks or for KV
-    ``cache_usage``  fraction of the KV cache in use, the mean over ranks
+    ``cache_usage``  fraction of the KV cache in use, the mean over data-parallel ranks
     ``transfers``    transfers in progress, by stage; stages without any are omitted
-    ``quarantined``  requests with blocks in quarantine
-    ``sent_bytes``   KV bytes sent since the engine started
-    ``recomputed``   requests since the start whose transfer failed, so that this engine computed
-                     the prompt
-    ``pairs``        (bytes sent, seconds in flight summed over writes) since the start, by peer
-                     engine
-    ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit``, ``miss``;
-                        empty without a store
-    ``store_problems``  late, failed or dropped lookups, loads and stores since the start
+    ``quarantined``  transfers with blocks in quarantine
+    ``sent_bytes``   KV bytes written to decode engines since the start
+    ``recomputed``   requests since the start whose transfer failed or was not possible, so that
+                     this engine computed the prompt
+    ``pairs``        (bytes of finished writes, seconds in flight summed over these writes) since
+                     the start, by decode engine id, for engines whose series the connector keeps
+    ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit`` (loaded),
+                        ``miss``; empty without a store
+    ``store_problems``  lookups, loads and stores that were given up since the start
     """
 
     running: int
@@ -57,7 +57,7 @@ class EngineStatus:
 
 
 def read_status(registry: CollectorRegistry) -> EngineStatus:
-    """Return the status of the engine whose metrics are in `registry`."""
+    """Return the status of the engine whose metrics are in `registry`; 0 for absent metrics."""
     numbers: dict[str, float] = {}
     transfers: dict[str, int] = {}
     sent: dict[str, list[float]] = {}

@@ -1,17 +1,20 @@
 """Latency breakdown: divides a request's time to first byte into parts. Does no I/O.
 
 The interval starts with the request's arrival in the router and ends with the first byte of its
-answer, on the router's clock. An engine reports durations since the call's arrival, on its own
-host's clock. The clocks of two hosts are never compared. The engine's durations are centred between
-the times at which the router sent the call and received the answer. The rest is network time, half
-of it each way. A boundary between two parts is therefore off by at most half of the network time,
-and the parts always sum to the total.
+answer, on the router's clock. An answer that is not streamed has its first byte at its end. An
+engine reports durations since the call's arrival, on its own host's clock. The clocks of two hosts
+are never compared. The engine's durations are centred between the times at which the router sent
+the call and received the answer. The rest is network time, half of it each way. A boundary between
+two parts is therefore off by at most half of the network time, and the parts always sum to the
+total.
 
 Both legs run at once. Each moment counts for the leg that the first token waits for:
 
     until prefill has computed the prompt    prefill's activity (unless decode has all KV)
     then, until decode has received the KV   `transfer`
     otherwise                                decode's activity
+
+If prefill has reported no timings, decode's wait for KV counts as `unexplained`.
 """
 
 from bisect import bisect_right
@@ -43,18 +46,18 @@ Part = Literal[
     body            upload of the request's body
     router          reading the request, routing it, sending the legs
     retries         failed attempts before the one that answered
-    slot_wait       wait for a free slot on a replica of each role
+    slot_wait       wait for a free slot on one replica of each role that serves the request
     hops            network between router and engines, both ways
     frontend        vLLM's serving layer: template and tokenizer, detokenizer and response
     store           lookup in the KV store, and reads of the objects found, before the first step
     prefill_queue   wait in prefill's scheduler
-    prefill         computing the prompt (local: on decode, with the first token)
+    prefill         computing the prompt; with the first token if one engine serves the request
     transfer        wait for KV after the prompt was computed
     decode_queue    wait in decode's scheduler, for blocks and for the next step
     first_step      decode's first step
     recompute       decode's first step after a failed transfer: computes the prompt
     generation      the rest of an answer that is not streamed
-    unexplained     an engine reported no timings, or not in time
+    unexplained     time that no timings explain: an engine sent none, or not in time
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -63,7 +66,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True)
 class LegTimestamps:
-    """Times of one leg on the router's clock, in seconds, and its engine's timings if reported."""
+    """Times of one leg, in seconds of the router's monotonic clock, and its engine's timings.
+
+    ``timings``  None if the engine has not reported them
+    """
 
     sent_at: float
     answered_at: float
@@ -72,18 +78,19 @@ class LegTimestamps:
 
 @dataclass(frozen=True)
 class RequestTimestamps:
-    """Times of a request on the router's clock, in seconds.
+    """Times of a request, in seconds of the router's monotonic clock.
 
     ``arrived_at``  arrival of its headers
     ``read_at``     arrival of its whole body
     ``tried_at``    start of the first attempt
     ``retried_at``  start of the attempt that answered
     ``slots_at``    time at which all legs have slots
-    ``decode``      leg that produced the first byte of the answer, at its `answered_at`
-    ``prefill``     leg that computed the prompt for it, without timings if it had not answered;
-                    None if one engine did both
+    ``decode``      leg that produced the first byte of the answer, at its `answered_at`; a leg of
+                    a prefill engine if `by_prefill`
+    ``prefill``     leg that computed the prompt for `decode`, without timings if it had not
+                    answered; None if one engine did both
     ``streams``     whether the answer is streamed
-    ``by_prefill``  whether `decode` is a leg on a prefill engine, which sampled the first token
+    ``by_prefill``  whether a prefill engine sampled the first token of the answer
     """
 
     arrived_at: float
@@ -99,7 +106,7 @@ class RequestTimestamps:
 
 @dataclass(frozen=True)
 class Span:
-    """One part of the interval, from `begin_s` to `end_s` seconds after the request's arrival."""
+    """Time during which `part` lasts: `begin_s` to `end_s` seconds after the request's arrival."""
 
     part: Part
     begin_s: float
@@ -108,7 +115,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LatencyBreakdown:
-    """Consecutive spans of the interval, without gap or overlap.
+    """Consecutive spans from a request's arrival to its first byte, without gap or overlap.
 
     A part may occur more than once.
     """
@@ -129,7 +136,7 @@ class LatencyBreakdown:
 
 
 Chain = list[tuple[float, Part | None]]
-"""(end time, activity) in order; activity None is decode's wait for KV."""
+"""(end time on the router's clock, activity) in order; activity None is decode's wait for KV."""
 
 
 def break_down(timestamps: RequestTimestamps) -> LatencyBreakdown:
@@ -204,7 +211,7 @@ def _store_chain(reached_at: float, timings: EngineTimings, queue: Part) -> Chai
 
 
 def _reached_at(leg: LegTimestamps, timings: EngineTimings) -> float:
-    """Return the call's arrival at its engine, after half of the network time."""
+    """Return the time of the call's arrival at its engine, after half of the network time."""
     network_s = max(leg.answered_at - leg.sent_at - timings.answered_s, 0.0)
     return leg.sent_at + network_s / 2
 

@@ -1,4 +1,4 @@
-"""Recent requests of one router replica, for the status page. Bounded; no prompts or answers."""
+"""Recent requests of one router replica, for the status page; without prompts and answers."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Any
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 KEPT = 200
-"""Number of requests that a router replica keeps, of about 2 KB each."""
+"""Number of requests of all models that a router replica keeps, of about 2 KB each."""
 
 MAX_ID_CHARACTERS = 80
 """Length limit of request ids, which clients may choose."""
@@ -17,7 +17,7 @@ MAX_ID_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Pair:
-    """Replicas that served a request.
+    """Ids of the engines that served a request.
 
     `prefill` is None for a local request, `decode` is None for an answer of prefill alone.
     """
@@ -28,11 +28,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request whose answer has started."""
+    """One request whose answer has started, without an error status."""
 
     request_id: str
     began_at: float
-    """Unix time of arrival by this host's clock."""
+    """Unix time of arrival in seconds, by this host's clock."""
     endpoint: str
     route: str
     reason: str | None
@@ -42,7 +42,10 @@ class RequestRecord:
     breakdown: LatencyBreakdown
 
     def describe(self) -> dict[str, Any]:
-        """Return the record as JSON values, times in milliseconds."""
+        """Return the record as JSON values.
+
+        `began_at` is in seconds; names of values in milliseconds end with `_ms`.
+        """
         spans = [[span.part, round(span.begin_s * 1e3, 3), round(span.end_s * 1e3, 3)] for span in self.breakdown.spans]
         own = {name: value for name, value in vars(self).items() if name not in ("pair", "breakdown")}
         return {**own, **asdict(self.pair), "total_ms": round(self.breakdown.total_s * 1e3, 3), "spans_ms": spans}
@@ -63,7 +66,7 @@ class RecentRequests:
 
 
 def now_unix(monotonic_at: float) -> float:
-    """Return the Unix time of a moment on this process's monotonic clock."""
+    """Return the Unix time in seconds of a moment on this host's monotonic clock."""
     return time.time() - (time.monotonic() - monotonic_at)
 
 

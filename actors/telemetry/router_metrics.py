@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons of local requests for which no prefill engine was available or succeeded."""
+"""Reasons of local requests for which no prefill engine was available or prefill failed."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -30,15 +30,19 @@ class _OfModel(Collector):
 
 
 class RouterMetrics:
-    """Metrics of all requests in the router, or of requests to `model`; `/metrics` exposes them."""
+    """Metrics of the requests to `model`, or of a router; `/metrics` exposes them.
+
+    A router's metrics count all its requests. With the setting `models`, they count the requests
+    whose model is not known, and each model has metrics of its own.
+    """
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests",
-            "Requests by route (remote: sent to a prefill engine, local: decode alone, refused: answered with an "
-            "error, left: the client disconnected before its answer started), reason of a local one, and HTTP status "
+            "Requests by route (remote: sent to a prefill engine; local: decode alone; refused: answered with an "
+            "error; left: the client disconnected before its answer started), reason of a local one, and HTTP status "
             "(499 for left).",
             ["route", "reason", "status"],
             registry=self.registry,
@@ -58,38 +62,39 @@ class RouterMetrics:
         )
         self.discards = Counter(
             "tandem_discards",
-            "Transfers discarded because decode did not fetch them.",
+            "Transfers that the router asked prefill to discard, because their leg ended before decode's answer.",
             registry=self.registry,
         )
         self.disconnects = Counter(
             "tandem_client_disconnects",
-            "Requests whose client disconnected before the end of its answer.",
+            "Requests whose client disconnected before it had received the whole answer.",
             registry=self.registry,
         )
         self.retries = Counter(
             "tandem_retries",
-            "Legs retried on another replica: prefill legs that failed, were late or left decode silent; decode "
-            "legs whose engine became unavailable.",
+            "Legs retried on another replica. Reasons for prefill: failed, late, silent (decode sent nothing after "
+            "the prompt was computed); for decode: unavailable (the engine failed or was silent).",
             ["leg", "reason"],
             registry=self.registry,
         )
         self.resumed_streams = Counter(
             "tandem_resumed_streams",
-            "Streams whose engine failed: resumed (another attempt continued the stream), failed (no engine in time), "
-            "or refused (no exact continuation); the latter two ended with an error.",
+            "Streams interrupted by a failed engine or handover: resumed (another attempt continued or restarted the "
+            "stream), failed (no attempt succeeded), refused (no exact continuation). The last two end with an error.",
             ["outcome"],
             registry=self.registry,
         )
         self.first_tokens = Counter(
             "tandem_first_tokens",
-            "First tokens that prefill sampled (router.first_token): ended (the answer had no other token), repeated "
-            "(decode sampled the same token), or replayed (decode sampled another one: the stream was resumed).",
+            "First tokens that prefill sampled (router.first_token): ended (the token ended the answer), repeated "
+            "(decode sampled the same token), or replayed (decode sampled another one, so the router tried to resume "
+            "the stream with prefill's token). Tokens after which decode did not answer are not counted.",
             ["outcome"],
             registry=self.registry,
         )
         self.broken_streams = Counter(
             "tandem_broken_streams",
-            "Responses that ended with an error after their first byte.",
+            "Streams that ended with an error after their first event.",
             registry=self.registry,
         )
         self.user_config_rejected = Gauge(
@@ -97,18 +102,23 @@ class RouterMetrics:
             "1 while the router's last `user_config` is refused and earlier settings are in effect.",
             registry=self.registry,
         )
-        self.ongoing = Gauge("tandem_ongoing_requests", "Requests in the router.", registry=self.registry)
+        self.ongoing = Gauge(
+            "tandem_ongoing_requests",
+            "Admitted requests that have not ended; excludes /v1/models, /health and other paths without an engine's "
+            "computation.",
+            registry=self.registry,
+        )
         self.first_byte = Histogram(
             "tandem_first_byte_seconds",
-            "Time from a request's arrival in the router to the first byte of the body of a streamed answer.",
+            "Time in seconds from a request's arrival in the router to the first event of a streamed answer.",
             ["route"],
             buckets=SECONDS,
             registry=self.registry,
         )
         self.breakdown = Histogram(
             "tandem_latency_breakdown_seconds",
-            "Parts of the time to the first byte of an answer, by route (docs/observing.md). The parts of a request "
-            "sum to the time from its arrival to that byte; absent parts are not observed.",
+            "Parts of the time to the first byte of an answer in seconds, by route (docs/observing.md). The parts of "
+            "a request sum to the time from its arrival to that byte; absent parts are not observed.",
             ["route", "part"],
             buckets=SECONDS,
             registry=self.registry,
@@ -120,7 +130,7 @@ class RouterMetrics:
         return generate_latest(shown).decode()
 
     def observe_breakdown(self, route: str, breakdown: LatencyBreakdown) -> None:
-        """Observe the breakdown of one request."""
+        """Add the parts of one request's breakdown to the histograms."""
         for part, seconds in breakdown.parts.items():
             self.breakdown.labels(route, part).observe(seconds)
 
@@ -129,7 +139,12 @@ class RouterMetrics:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def counts(self) -> dict[str, int]:
-        """Return counts since this router started: requests by route, fallbacks, and failures."""
+        """Return counts since this router started.
+
+        They are the requests by route, where local ones with a reason in FALLBACKS count as
+        `fallback`, and the numbers of retries, disconnects, broken and resumed streams, and
+        discards.
+        """
         counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
         for sample in next(iter(self.requests.collect())).samples:
             if sample.name.endswith("_total"):

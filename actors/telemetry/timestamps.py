@@ -16,7 +16,7 @@ class KvTimes:
     """Times at which one request received KV, in seconds of the host's monotonic clock.
 
     ``arrival``  transfer from a prefill engine; None without a transfer
-    ``fetch``    start and end of the fetch from the KV store; None without a fetch
+    ``fetch``    (start, end) of the fetch from the KV store; None without a fetch
     """
 
     arrival: Arrival | None = None
@@ -34,7 +34,7 @@ class _FirstToken:
 class CallTimestamps:
     """Timings of one call, from its arrival at the actor. `take_timings` returns them once.
 
-    ``request_id``  the engine's id of the request; of several, the first
+    ``request_id``  id of the call's first request to the engine core; None before it is sent
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,16 @@ class CallTimestamps:
         self._taken = False
 
     def sent_to_engine(self, request_id: str) -> None:
-        """Record that the request is sent to the engine core.
+        """Record that the call's first request is sent to the engine core.
 
-        The core receives requests between two steps. This wait counts as queue time; vLLM's own
-        timestamp `queued_ts` excludes it.
+        The core receives requests between two steps. The wait for the end of a step counts as queue
+        time; vLLM's own timestamp `queued_ts` excludes it.
         """
         self.request_id = request_id
         self._sent_at = time.monotonic()
 
     def first_token(self, stats: Any, times: KvTimes) -> None:
-        """Record vLLM's RequestStateStats of the first output; later ones are ignored.
+        """Record vLLM's RequestStateStats and KV times at the first output; ignore later calls.
 
         Records nothing without statistics (`disable_log_stats`).
         """
@@ -63,7 +63,10 @@ class CallTimestamps:
             self._first = _FirstToken(queued_at, stats.scheduled_ts, stats.first_token_ts, times)
 
     def take_timings(self) -> EngineTimings | None:
-        """Return the timings at the first call after the first token; else None."""
+        """Return the timings at the first call after the first token; else None.
+
+        The time of this call is `answered_s`.
+        """
         first = self._first
         if first is None or self._taken:
             return None
@@ -90,11 +93,11 @@ class KvArrivals:
         self._found: dict[str, KvTimes] = {}
 
     def expect(self, request_id: str) -> None:
-        """Keep the times of this request until `take`."""
+        """Collect the times of this request until `take`; other requests are ignored."""
         self._found[request_id] = KvTimes()
 
     def take(self, request_id: str | None) -> KvTimes:
-        """Remove and return the known times of this request."""
+        """Remove and return the known times of this request; without times if it is None."""
         return KvTimes() if request_id is None else self._found.pop(request_id, KvTimes())
 
     def observe(self, connector_stats: Mapping[str, Any] | None) -> None:

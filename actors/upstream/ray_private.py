@@ -16,14 +16,14 @@ NAMESPACE = b"tandem"
 """Namespace of Tandem's keys in the control store."""
 
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Environment variable with the time for which a raylet tries to reconnect to the Ray head, in s.
+"""Environment variable: seconds for which a raylet tries to reconnect to the Ray head.
 
 KubeRay sets it to 600 in worker pods of a cluster with fault tolerance
 (ray-operator/controllers/ray/common/pod.go).
 """
 
 DEFAULT_RECONNECT_S = 60.0
-"""Value of `gcs_rpc_server_reconnect_timeout_s` in src/ray/common/ray_config_def.h."""
+"""Ray's default of RECONNECT_VARIABLE, in src/ray/common/ray_config_def.h."""
 
 
 def store_connected() -> bool:
@@ -32,12 +32,12 @@ def store_connected() -> bool:
 
 
 def store_put(key: bytes, value: bytes | str, overwrite: bool = True) -> None:
-    """Store `value` in Ray's internal KV; without `overwrite`, keep an existing value."""
+    """Store `value` in the control store; without `overwrite`, keep an existing value of `key`."""
     internal_kv._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE)  # noqa: SLF001
 
 
 def store_get(key: bytes) -> bytes | None:
-    """Return the value of `key`, or None."""
+    """Return the value of `key`, or None if it has none."""
     value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)  # noqa: SLF001
     return value
 
@@ -63,10 +63,10 @@ def log_directory() -> Path:
 
 
 def cut_off_node_s() -> float:
-    """Return the longest time for which actors run on a node without contact to the Ray head.
+    """Return the longest time in seconds for which actors run on a node cut off from the Ray head.
 
     The node's raylet finds the connection broken after the keepalive timeout, then tries to
-    reconnect, and ends its actors when it gives up. The time is in seconds.
+    reconnect, and ends its actors when it gives up. Uses the configuration of this process.
     """
     keepalive_s = ray._config.grpc_client_keepalive_timeout_ms() / 1000  # noqa: SLF001
     return float(keepalive_s + float(os.environ.get(RECONNECT_VARIABLE) or DEFAULT_RECONNECT_S))

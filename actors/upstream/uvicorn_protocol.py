@@ -1,9 +1,9 @@
 """Limits the size and arrival time of request headers, and answers HTTP/1.0 clients without chunks.
 
-Uvicorn limits neither: a client without a key could fill the router's memory with one header, or
-hold a connection open indefinitely with an incomplete header. It sends chunked encoding to every
-client. While it queues a pipelined request, it does not notice that the client of the running one
-disconnects. Source:
+Uvicorn limits neither size nor arrival time: a client without a key could fill the router's memory
+with one header, or hold a connection open indefinitely with an incomplete header. Uvicorn sends
+chunked encoding to every client. While it queues a pipelined request, it does not notice that the
+client of the running request disconnects. Source:
 https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
 """
 
@@ -14,13 +14,13 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Size limit of a request line and its headers, or of trailers after a body."""
+"""Size limit in bytes of a request line and its headers, or of trailers after a body."""
 
 CLIENT_CERTIFICATE = "tandem.client_certificate"
-"""Key of an ASGI scope: whether the client presented a verified certificate."""
+"""Key of a boolean in an ASGI scope: whether the client presented a verified certificate."""
 
 HEAD_S = 30.0
-"""Timeout for complete headers, from the start of the connection or from their first byte."""
+"""Timeout in seconds for complete headers, from the connection's start or their first byte."""
 
 
 class HeadTooLargeError(Exception):
@@ -30,13 +30,13 @@ class HeadTooLargeError(Exception):
 class UnframedCycle(RequestResponseCycle):
     """Response to an HTTP/1.0 client, without chunked encoding.
 
-    Without a Content-Length, the close of the connection ends the body.
+    If the response has no Content-Length, the close of the connection ends the body.
     """
 
     _has_length = True
 
     async def send(self, message: Any) -> None:
-        """Send a part of the answer."""
+        """Send one ASGI message of the response."""
         if message["type"] == "http.response.start":
             self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not self._has_length:
@@ -63,7 +63,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
 
     _unread_bytes = 0
-    """Bytes received since the last complete header or body chunk."""
+    """Number of bytes received since the last complete headers or body chunk."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -118,14 +118,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that uvicorn's parser rejects."""
+        """Refuse a request that uvicorn's parser rejects: 400, or 431 for too large headers."""
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST, msg)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: any client could fill the log."""
 
     def _refuse(self, status: HTTPStatus, message: str = "") -> None:
-        """Close the connection, after an error response unless another response is in progress."""
+        """Close the connection, after an error response unless another response is in progress.
+
+        After a pipelined request, does nothing: the connection closes after the current response.
+        """
         if self._discards:
             return  # the connection closes after the answer
         between = self._is_answering() and (self._in_head or self.cycle.response_started)

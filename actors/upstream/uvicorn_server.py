@@ -15,7 +15,7 @@ import uvicorn
 logger = logging.getLogger(__name__)
 
 FIRST_BYTES_S = 1.0
-"""Timeout at the shutdown for the first request on connections that have had none, in seconds."""
+"""Timeout in seconds, at shutdown, for the first request on connections that have had none."""
 
 LOOKS = 50
 """Number of checks during FIRST_BYTES_S."""
@@ -62,7 +62,7 @@ def _is_new(connection: Any) -> bool:
 
 
 def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
-    """Yield the connections in the listener's backlog."""
+    """Accept and yield the connections in the listener's backlog."""
     with suppress(BlockingIOError):
         while True:
             connection, _ = listener.accept()

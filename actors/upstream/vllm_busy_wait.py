@@ -18,11 +18,14 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 logger = logging.getLogger(__name__)
 
 BUSY_WAIT_S = 0.01
-"""Busy-wait time of vLLM's processes; longer than the pause between steps of a busy engine."""
+"""Busy-wait time of vLLM's processes in seconds.
+
+It is longer than the pause between steps of a busy engine.
+"""
 
 
 def shorten_busy_wait(busy_wait_s: float = BUSY_WAIT_S) -> None:
-    """Set the default of `SpinCondition`'s last argument, which vLLM never passes.
+    """Set the default of `SpinCondition`'s last argument to `busy_wait_s`; vLLM never passes it.
 
     If the arguments of `SpinCondition` have changed, log a warning and keep vLLM's busy wait.
     """

@@ -2,8 +2,9 @@
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. Its LoRA kernels for CPUs apply an
-adapter to requests without one. Its CPU build also cannot divide experts over ranks.
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. If all LoRA slots are in use, its LoRA
+kernels for CPUs apply an adapter to requests without one. Its CPU build supports neither expert
+parallelism nor data parallelism for models with experts.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ GATED_DELTA_NET_MODELS = ("qwen3_next", "qwen3_5")
 
 @dataclass(frozen=True)
 class CpuFeatures:
-    """Instruction sets that select kernels with a limited dtype."""
+    """Instruction sets of the CPU by which vLLM selects kernels."""
 
     amx: bool
     avx512: bool
@@ -31,7 +32,11 @@ class CpuFeatures:
 
 @dataclass(frozen=True)
 class Layers:
-    """Kinds of layers with a dtype-limited CPU kernel: latent attention and gated delta net."""
+    """Kinds of layers that a model has and whose CPU kernels support a limited choice of dtypes.
+
+    ``mla``              multi-head latent attention
+    ``gated_delta_net``  gated delta net
+    """
 
     mla: bool = False
     gated_delta_net: bool = False
@@ -49,7 +54,7 @@ def cpu_features() -> CpuFeatures:
 
 @dataclass(frozen=True)
 class KernelProblem:
-    """Reason why vLLM cannot run an engine's settings on this CPU, and the setting to change."""
+    """Reason why vLLM cannot run an engine's settings on this CPU, and what to change."""
 
     reason: str
     remedy: str
@@ -59,10 +64,10 @@ class KernelProblem:
 
 
 def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str | None) -> KernelProblem | None:
-    """Return the reason why vLLM cannot run these layers, or None.
+    """Return the reason why vLLM's CPU kernels cannot run these layers, or None.
 
     `dtype` is torch's name of the resolved dtype, not `auto`; `backend` is vLLM's name of an
-    explicit backend, or None.
+    explicit attention backend, or None.
     """
     if dtype == BFLOAT16:
         return None
@@ -94,7 +99,8 @@ def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:
 
     vLLM marks tokens of the base model with slot -1, which torch reads as the last slot
     (`vllm/lora/ops/torch_ops/lora_ops.py`). Slots are filled from the first one, so the last stays
-    empty if there are more slots than adapters. `slots` is `max_loras`.
+    empty if there are more slots than adapters. `slots` is `max_loras`, `adapters` the number of
+    adapters in use.
     """
     if not adapters or slots > adapters:
         return None
@@ -105,7 +111,11 @@ def adapter_problem(slots: int, adapters: int) -> KernelProblem | None:
 
 
 def layers_of(text_config: Any, mla: bool) -> Layers:
-    """Return the kinds of layers of a Hugging Face text configuration; `mla` is from vLLM."""
+    """Return the kinds of layers of a model.
+
+    ``text_config``  Hugging Face configuration of the text model
+    ``mla``          whether vLLM uses multi-head latent attention for the model
+    """
     model_type = str(getattr(text_config, "model_type", ""))
     linear = "linear_attention" in (getattr(text_config, "layer_types", None) or ())
     return Layers(mla=mla, gated_delta_net=linear and model_type.startswith(GATED_DELTA_NET_MODELS))
@@ -114,7 +124,7 @@ def layers_of(text_config: Any, mla: bool) -> Layers:
 def model_problem(model: "ModelConfig", backend: Any, features: CpuFeatures) -> KernelProblem | None:
     """Return the reason why vLLM's CPU kernels cannot run `model`, or None.
 
-    `backend` is vLLM's enum, its name, or None.
+    `backend` is vLLM's enum member of an explicit attention backend, its name, or None.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     return cpu_problem(

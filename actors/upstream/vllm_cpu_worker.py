@@ -1,9 +1,9 @@
-"""vLLM's CPU worker, with seeds that work for prompts longer than one step.
+"""vLLM's CPU worker, extended so that seeded requests work whose prompts need several steps.
 
 vLLM samples in every step of a prompt and discards the result in all but the last. For a seeded
 request it then rewinds the generator by an offset (`GPUModelRunner._bookkeeping_sync`), which
 PyTorch's CPU generators do not support: they raise, and the engine dies. This worker saves a
-generator's state before a discarded sample and restores it after it.
+generator's state before a discarded sample and restores the state afterwards.
 
 By default, engines without a GPU use this worker (`engine/arguments.py`) through vLLM's own
 argument `worker_cls`. Source:
@@ -18,7 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 class RewindingModelRunner(CPUModelRunner):
-    """Restores generators from their state instead of by an offset."""
+    """V1 model runner that restores generators from saved state, not by an offset."""
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
@@ -38,7 +38,7 @@ class RewindingModelRunner(CPUModelRunner):
             generators.update(hidden)
 
     def _discarded(self) -> list[int]:
-        """Return the batch rows with a discarded sample, whose prompts are incomplete."""
+        """Return the batch rows whose samples vLLM discards: their prompts are incomplete."""
         rows: list[int] = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
         return rows
 

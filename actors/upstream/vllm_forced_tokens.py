@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 FORCED_TOKENS = "tandem_forced_tokens"
-"""Key of SamplingParams.extra_args with the tokens to emit first."""
+"""Key of SamplingParams.extra_args with the ids of the tokens to emit first."""
 
 
 def forced_tokens(params: SamplingParams) -> list[int]:
@@ -23,13 +23,20 @@ def forced_tokens(params: SamplingParams) -> list[int]:
 
 
 def force(logits: torch.Tensor, row: int, token: int) -> None:
-    """Set the logits of `row` so that only `token` can be sampled."""
+    """Set the logits of `row` so that only `token` can be sampled.
+
+    ``logits``  shape (rows, vocabulary)
+    """
     logits[row] = -torch.inf
     logits[row, token] = 0.0
 
 
 class ForcedTokens(LogitsProcessor):
-    """Processor for the V1 model runner: a request's row moves, and its output is a list."""
+    """Processor for vLLM's V1 model runner.
+
+    This runner moves requests between rows, and passes each request's output as a list of token
+    ids.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
@@ -52,7 +59,11 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """Processor for the V2 model runner: a request keeps its slot; lengths include the prompt."""
+    """Processor for vLLM's V2 model runner.
+
+    In this runner a request keeps its state index (`req_idx`) and moves between rows; it passes the
+    length of each sequence, which includes the prompt.
+    """
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._prompt_len = req_states.prompt_len

@@ -9,7 +9,8 @@ workers.
 
 Engines with a GPU do not use the fork server, because CUDA does not survive a fork. Engines that
 compile, or whose workers are bound to cores, do not use it either: vLLM passes both settings in
-environment variables that libraries read when they are loaded.
+environment variables that libraries read when they are loaded. Nor do engines with `executor: ray`,
+whose workers are Ray actors.
 """
 
 import importlib
@@ -30,22 +31,25 @@ USERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """vLLM's modules that start processes, each with `get_mp_context` of vllm/utils/system_utils.py."""
 
 LOADED_ONCE = ("LD_PRELOAD", "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "PYTHONPATH")
-"""Environment variables that libraries read only when a process or a library is loaded."""
+"""Environment variables that take effect only when a process starts or a library is loaded."""
 
 _started_with: dict[str, str | None] = {}
 
 
 def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, Any]) -> bool:
-    """Return whether this engine can fork its processes; `arguments` are for AsyncEngineArgs."""
+    """Return whether the engine of `role` can use the fork server.
+
+    ``arguments``  arguments of AsyncEngineArgs
+    """
     own = settings.role(role)
     eager = bool(arguments.get("enforce_eager"))
     return own.executor == "mp" and not own.num_gpus and eager and settings.cpu.threads_bind == "nobind"
 
 
 def use_fork_server() -> None:
-    """Make vLLM start processes from the fork server.
+    """Make vLLM start processes from the fork server, in this process.
 
-    If vLLM's modules have changed, log a warning; vLLM then spawns the processes.
+    If vLLM's modules have changed, log a warning; vLLM then starts its processes as usual.
     """
     try:
         modules = [importlib.import_module(name) for name in USERS]
@@ -80,9 +84,10 @@ def stay_with_this_server() -> None:
 
 
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
-    """Return the context of the fork server, or vLLM's own context.
+    """Return the context of the fork server, or vLLM's own from `original`.
 
-    vLLM's own is used if the environment has changed since the fork server's start.
+    Returns vLLM's own if a variable of LOADED_ONCE has another value than at the first call in this
+    process: the new value would have no effect on processes that the fork server forks.
     """
     spawning = original()  # also sets variables with Ray's address
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
@@ -95,7 +100,7 @@ def _context(original: Callable[[], BaseContext]) -> BaseContext:
 
 
 class _Variables:
-    """Environment variables; unpickling them sets the environment of the process."""
+    """Environment variables; unpickling them replaces the environment of the unpickling process."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = dict(values)
@@ -111,11 +116,11 @@ def _set_environment(values: Mapping[str, str]) -> None:
 
 
 class InheritingProcess(ForkServerProcess):
-    """A forked process with the environment of the process that starts it, not the server's."""
+    """A forked process with the environment of the process that starts it, not of the server."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Unpickled in this order: the environment is set before the arguments, which may import
-        # modules.
+        # Unpickled in this order: the environment is set before the process's state, whose
+        # unpickling may import modules.
         return _process, (_Variables(os.environ), type(self), self.__dict__)
 
 

@@ -1,7 +1,7 @@
-"""Imports of the fork server of an engine without a GPU (`vllm_fork_server.py`).
+"""Module that the fork server imports at its start (`vllm_fork_server.py`).
 
-Imports modules and patches vLLM, but starts no thread and no CUDA context: neither would survive
-the fork.
+It imports vLLM and patches it, so that forked processes need not. It starts no thread and no CUDA
+context: neither would survive the fork.
 """
 
 from vllm.utils.system_utils import set_process_title

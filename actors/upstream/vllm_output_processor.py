@@ -1,14 +1,15 @@
 """Corrects cached tokens and first tokens in vLLM's frontend when two engines share a request.
 
-*Cached tokens*: vLLM's scheduler counts received KV as cached tokens. Clients expect the number
-that one engine would report, which excludes tokens computed for this request.
+*Cached tokens*: vLLM's scheduler counts KV that the connector loads as cached tokens. Clients
+expect the number that one engine would report, which excludes tokens computed for this request.
 
 *First tokens*: a prefill engine that samples the first token ends the request after it
 (`max_tokens` is 1). At this end the frontend would report a finish reason and release text held
 back for stop strings, although decode continues the answer.
 
 *Reports of first tokens*: AsyncLLM passes on nothing of an answer that is not streamed before its
-end. The router needs to know that decode has the KV.
+end. The router needs to know earlier that decode has the KV, so the processor reports the first
+token.
 
 AsyncLLM has no parameter for an output processor, so `take_over` replaces the class of AsyncLLM's
 own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
@@ -29,9 +30,10 @@ from actors.telemetry.timestamps import KvArrivals
 class SharedRequestOutputs(OutputProcessor):
     """Output processor for requests that two engines share.
 
-    Counts prompt tokens received from another engine as computed and, in whole blocks, as newly
-    cached. Hides the end of `unfinished` requests if only `max_tokens` has ended them. Connects the
-    first engine request of each `ServedCall` to the call's timestamps, and reports its first token.
+    Counts prompt tokens whose KV the connector has loaded as computed and, in whole blocks, as
+    newly cached. Hides the end of `unfinished` requests that their length limit has ended. Connects
+    the first engine request of each `ServedCall` to the call's timestamps, and reports the first
+    token of an answer that is not streamed.
     """
 
     block_tokens: int | None
@@ -39,17 +41,23 @@ class SharedRequestOutputs(OutputProcessor):
     unfinished: set[str]
     """Ids of requests whose answer another engine continues, unless the first token ends it."""
     arrivals: KvArrivals | None = None
-    """Receives the ids of requests whose transfer times are needed."""
+    """Receives ids of requests whose KV times are needed. `ReplayingLLM.start` sets it."""
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:
-        """Replace the class of the processor that AsyncLLM created."""
+        """Replace the class of the processor that AsyncLLM created.
+
+        ``block_tokens``  block size of the prefix cache in tokens; None without a prefix cache
+        """
         processor.__class__ = cls
         processor.block_tokens = block_tokens
         processor.unfinished = set()
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
-        """Register an engine request; of several choices, the first one receives the KV."""
+        """Register an engine request, and the first one of a `ServedCall` as the call's own.
+
+        Of several choices, the first one receives the KV.
+        """
         served = SERVED_CALL.get()
         first = served is not None and served.timestamps.request_id is None
         if served is not None and first:
@@ -88,8 +96,8 @@ class SharedRequestOutputs(OutputProcessor):
             engine_core_outputs, engine_core_timestamp, iteration_stats, *args, **options
         )
         for output in ended:
-            # vLLM makes these calls at a request's end; metrics, spans and the autoscaler need
-            # them.
+            # vLLM makes these calls at the end that this method hides; metrics, spans and the
+            # autoscaler need them.
             state = self.request_states.get(output.request_id)
             if state is not None:
                 self._update_stats_from_finished(state, FinishReason.LENGTH, iteration_stats)
@@ -99,7 +107,10 @@ class SharedRequestOutputs(OutputProcessor):
 
 
 def newly_cached(stats: PrefillStats, block_tokens: int | None) -> int:
-    """Return the number of prompt tokens in whole blocks that were not cached before."""
+    """Return the number of prompt tokens in whole blocks that this engine had not cached before.
+
+    0 without a prefix cache.
+    """
     if block_tokens is None:
         return 0
     return max(0, stats.num_prompt_tokens // block_tokens * block_tokens - stats.num_local_cached_tokens)

@@ -1,4 +1,4 @@
-"""Extends vLLM's AsyncLLM: records streams, and repeats a recorded stream on resume.
+"""Extends vLLM's AsyncLLM: records the tokens of streams, and repeats a recorded stream on resume.
 
 A resumed call runs through vLLM's serving layer from its first token: detokenizer, stop strings,
 parsers, logprobs and usage rebuild their state from the same outputs, in the same groups, as in the
@@ -48,12 +48,12 @@ def make_replayable(config: VllmConfig) -> None:
 
 
 class ReplayCollector:
-    """Passes a request's outputs to its collector, one group of the replay log at a time.
+    """Passes a request's outputs to vLLM's collector, one group of the replay log at a time.
 
     Without a replay log, only the first output is a group of its own: a prefill engine may have
     sent its token to the client. The collector merges unread outputs, so without this class the
     groups would depend on timing. Each group waits until the reader calls `release` after the
-    previous one.
+    previous one. Outputs after these groups are passed on at once.
     """
 
     def __init__(self, collector: RequestOutputCollector, served: ServedCall) -> None:
@@ -65,7 +65,7 @@ class ReplayCollector:
         self._held = False
 
     def put(self, output: Any) -> None:
-        """Receive the output of one step or an error; called by vLLM."""
+        """Receive the output of one or several steps, or an error; called by vLLM."""
         if not isinstance(output, RequestOutput):
             self._collector.put(output)
             return
@@ -78,7 +78,10 @@ class ReplayCollector:
         self._advance()
 
     def release(self) -> None:
-        """Pass on the next group. The reader calls this after it has processed an output."""
+        """Pass on the next group, now or once its outputs have arrived.
+
+        The reader calls this after it has processed an output.
+        """
         self._held = False
         self._advance()
 
@@ -100,7 +103,7 @@ class ReplayCollector:
             if tuple(tokens) != group or (ended and len(self._groups) > 1):
                 self._waiting.clear()
                 self._collector.put(
-                    self._served.fail("the second engine did not repeat the tokens already sent to the client")
+                    self._served.fail("the resuming engine did not repeat the tokens already sent to the client")
                 )
                 return
             merged = self._waiting.popleft()
@@ -149,7 +152,7 @@ class ReplayingLLM(AsyncLLM):
     ) -> "ReplayingLLM":
         """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV.
 
-        ``load``             receives the statistics of each step
+        ``load``             receives the statistics of each step; None: no such logger
         ``adapters_change``  whether a new adapter may reuse the name of an unloaded adapter
         """
         arrivals = KvArrivals()
@@ -170,7 +173,7 @@ class ReplayingLLM(AsyncLLM):
         return llm
 
     async def ping_rank(self, rank: int) -> None:
-        """Return when the engine core of data-parallel `rank` has answered.
+        """Send a no-op request to the engine core of data-parallel `rank` and await its answer.
 
         vLLM's own methods call the engine cores of all ranks.
         """
@@ -240,7 +243,10 @@ class ReplayingLLM(AsyncLLM):
         return self.output_processor
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
-        """Return `params` with the replay log's tokens and without a client's FORCED_TOKENS."""
+        """Return `params` with the replay log's tokens and without a client's FORCED_TOKENS.
+
+        Raises CannotResumeError if the repeated tokens would have other logprobs.
+        """
         replayed = [token for group in served.replay for token in group] if served else []
         if (
             served
@@ -249,7 +255,7 @@ class ReplayingLLM(AsyncLLM):
             and self.model_config.logprobs_mode.startswith("processed")
         ):
             raise served.fail(
-                "the engine's logprobs_mode computes logprobs after sampling parameters, which a repeated token changes"
+                "logprobs would change: the engine's `logprobs_mode` computes them after it forces repeated tokens"
             )
         extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
         if not replayed and extra == (params.extra_args or {}):

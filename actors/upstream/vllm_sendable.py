@@ -1,7 +1,7 @@
 """Refuses request values that vLLM's application accepts but cannot send to its engine core.
 
 JSON has integers of any size and lone surrogates; msgpack, which vLLM's processes use, has neither.
-vLLM detects this only after it has partly registered the request, and answers 500. Source:
+vLLM detects such a value only after it has partly registered the request, and answers 500. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/serial_utils.py
 """
 
@@ -20,7 +20,8 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda _: None)
 def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
     """Raise vLLM's validation error for a number or string that msgpack cannot encode.
 
-    vLLM has already tokenized the prompt and checked the token ids.
+    Of the prompt, checks `cache_salt` only: vLLM has already tokenized the text and checked the
+    token ids.
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     try:

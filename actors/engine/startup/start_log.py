@@ -1,4 +1,4 @@
-"""Finds the stage of an engine's start and the cause of a failure in the engine's log. Pure.
+"""Finds the stage of an engine's start and the cause of a failure in the engine's log. Does no I/O.
 
 The engine core and its workers log both, but do not report them to the process that starts vLLM.
 """
@@ -16,7 +16,10 @@ STAGE_MESSAGES: dict[str, Stage] = {
     "Starting to load model ": "loading weights",  # vllm/v1/worker/{cpu,gpu}_model_runner.py, load_model
     "KV cache size: ": "KV cache",  # vllm/v1/core/kv_cache_utils.py
 }
-"""vLLM's log message at the beginning of each stage; tests find them in the installed vLLM."""
+"""Stages that vLLM's log shows, by a part of the first message of the stage.
+
+Tests find the messages in the installed vLLM.
+"""
 
 MAX_CAUSE_LINES = 8
 
@@ -31,7 +34,7 @@ _EXCEPTION = re.compile(
 
 
 def stage_of(line: str) -> Stage | None:
-    """Return the stage whose first log message is in `line`, or None."""
+    """Return the stage that begins with the log message in `line`, or None."""
     for message, stage in STAGE_MESSAGES.items():
         if message in line:
             return stage
@@ -40,7 +43,10 @@ def stage_of(line: str) -> Stage | None:
 
 @dataclass
 class _Record:
-    """Lines of one log call of one process."""
+    """Consecutive error lines of one process from one line of its source: usually one log call.
+
+    ``key``  process, level, and file and line of the log call
+    """
 
     key: tuple[str, str, str]
     lines: list[str]

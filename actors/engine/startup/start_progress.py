@@ -32,7 +32,8 @@ MAX_LOG_BYTES = 4 << 20
 class StartProgress:
     """Context manager of an engine's start.
 
-    Reports the stages of the start; raises EngineStartError with the cause of a failure.
+    Reports the stages of the start. If the block raises an Exception, raises EngineStartError with
+    the cause of the failure instead.
     """
 
     def __init__(self, role: str, replica: str) -> None:
@@ -66,7 +67,10 @@ class StartProgress:
 
     @property
     def log(self) -> str:
-        """Path of the engine's stdout log on this node, beside the stderr log; "" without a log."""
+        """Path of the link to the engine's stdout log on this node; "" if it logs to no file.
+
+        The link to the stderr log is beside it.
+        """
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:
@@ -75,7 +79,7 @@ class StartProgress:
         return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
 
     def _follow(self) -> None:
-        """Report stages as they appear in the log."""
+        """Report stages as they appear in the logs, until `__exit__`."""
         with contextlib.ExitStack() as stack:
             files = []
             for path in self._logs:
@@ -114,13 +118,16 @@ class StartWatch:
         return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}
 
     def close(self) -> None:
-        """Delete all reports; engines that start later write none."""
+        """Delete all reports and end the watch: engines that start later write no reports."""
         ray_private.store_delete(WATCHED)
         ray_private.store_delete(PREFIX, by_prefix=True)
 
 
 def _own_logs() -> list[Path]:
-    """Return the files to which Ray redirects stderr and stdout; engine processes inherit both."""
+    """Return the files to which Ray redirects stderr and stdout; engine processes inherit both.
+
+    Omits a stream that is not redirected to a file.
+    """
     logs = []
     for stream in (2, 1):
         path = Path(os.readlink(f"/proc/self/fd/{stream}"))
@@ -130,7 +137,7 @@ def _own_logs() -> list[Path]:
 
 
 def _link(logs: list[Path], name: str) -> None:
-    """Link the logs under the replica's name; Ray's own names contain worker and process ids."""
+    """Create links named `name` to the logs; Ray's names of them have worker and process ids."""
     for path in logs:
         with contextlib.suppress(OSError):
             path.with_name(f"{name}{path.suffix}").symlink_to(path.name)
