@@ -322,7 +322,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def check_model(settings: ServiceSettings) -> None:
     """Raise SettingsError if a path in `model` has no `config.json`.
 
-    A path is absolute or begins with a dot. For a missing path, vLLM would report an invalid hub id.
+    A path is absolute or begins with a dot. vLLM would report a missing path as an invalid hub id.
     """
     path = Path(settings.model_path)
     if (path.is_absolute() or settings.model_path.startswith(".")) and not (path / "config.json").is_file():
