@@ -1,4 +1,4 @@
-"""Secret shared by the engines of a Ray cluster for which the operator has set none."""
+"""Secret with which engines of a Ray cluster authenticate each other if the operator sets none."""
 
 import secrets
 
@@ -21,7 +21,7 @@ def fallback_secret(settings: ServiceSettings) -> SecretStr:
 
 
 def cluster_secret() -> str:
-    """Return the Ray cluster's secret from its control store; generate it at the first call.
+    """Return the secret in the Ray cluster's control store; generate it if there is none.
 
     Serve builds the application again after a change of `args`. Old and new replicas run at the
     same time and could not authenticate each other with a new secret per build. In a process

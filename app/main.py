@@ -50,7 +50,7 @@ when requests still passed through Serve).
 """
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""Period of Serve's health checks, in seconds.
+"""Period of Serve's health checks of engines, in seconds.
 
 Serve replaces a replica after three failed checks, so it replaces a dead engine after about 6 s.
 """
@@ -99,8 +99,9 @@ class HttpRouter(RouterReplica):
         ``build_key_digests``  digests of the API keys in the environment of the build
         ``rpc_tls``            certificate files of the connections to engines; None: no TLS
 
-        Raises ConfigurationError if the port or a certificate cannot be used, SettingsError for an
-        invalid API key in this process's environment.
+        Raises ConfigurationError if the port or a certificate cannot be used, OSError if another
+        process takes the port during the start, and SettingsError for an invalid API key in this
+        process's environment.
         """
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(

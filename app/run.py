@@ -1,9 +1,10 @@
 """Starts the service on this machine: `python -m app.run` or `make run`.
 
 Checks the configuration, starts a Ray cluster (or joins the one at `--address`), runs `serve run`
-on the file in the foreground, and prints the stages of the start. Ctrl-C, SIGTERM or a failed start
-stops all processes that the launcher started. Logs of Ray, actors and engines are in the Ray
-session's log directory; VERBOSE=1 prints them as well.
+on the file in the foreground, and prints the stages of the start. After Ctrl-C, SIGTERM or a failed
+start, the launcher shuts Serve down, also on a cluster that it has joined, and ends all processes
+that it has started. Logs of Ray, actors and engines are in the Ray session's log directory;
+VERBOSE=1 also prints those of actors and engines.
 """
 
 import argparse
@@ -268,7 +269,8 @@ def check_user_config(deployments: list[dict[str, Any]], settings: ServiceSettin
 def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     """Raise SettingsError for an unknown key, and if ScaleTogether cannot scale this service.
 
-    Serve would start the service, and its controller would at most log an error.
+    Raises it also for invalid `policy_kwargs` of ScaleTogether. Serve would start the service, and
+    its controller would at most log an error.
     """
     from ray.serve.config import AutoscalingPolicy
 
@@ -320,7 +322,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def check_model(settings: ServiceSettings) -> None:
     """Raise SettingsError if a path in `model` has no `config.json`.
 
-    A path is absolute or begins with a dot. vLLM would treat it as a hub id.
+    A path is absolute or begins with a dot. vLLM would report a missing path as an invalid hub id.
     """
     path = Path(settings.model_path)
     if (path.is_absolute() or settings.model_path.startswith(".")) and not (path / "config.json").is_file():

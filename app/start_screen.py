@@ -16,7 +16,12 @@ LABEL_WIDTH = 66
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine's report of its start (`actors/engine/startup/start_progress.py`)."""
+    """One engine's report of its start (`actors/engine/startup/start_progress.py`).
+
+    ``stage``  last stage that the engine has reached, one of STAGES
+    ``error``  cause of a failed start, else None
+    ``log``    path of the engine's log on its node; empty without a log
+    """
 
     role: str
     stage: str
@@ -26,7 +31,12 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class StartFailure:
-    """Cause of a failed start, for the end of the output."""
+    """Cause of a failed start, for the end of the output.
+
+    ``what``   first line: what did not start
+    ``error``  text of the cause; empty if unknown
+    ``log``    path of the full log, or of the log directory
+    """
 
     what: str
     error: str
@@ -97,9 +107,10 @@ class EngineStages:
 
 
 def failure_of(reports: Iterable[EngineReport], messages: Mapping[str, str], logs: str) -> StartFailure:
-    """Return the failure to print: that of the first report with an error, else of `messages`.
+    """Return the failure to print: the first report with an error, else the first of `messages`.
 
-    ``messages``  Serve's messages, by the name of a deployment or `service`
+    ``messages``  Serve's messages by what failed: `deployment NAME` or `service`; empty ones do not
+                  count
     ``logs``      directory of all logs
     """
     for report in reports:

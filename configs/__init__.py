@@ -1,1 +1,1 @@
-"""Settings of the service, and example Ray Serve config files."""
+"""Settings of the service, their reference page, and example Ray Serve config files."""

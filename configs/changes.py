@@ -21,7 +21,10 @@ class Change:
 
     cost: Cost
     option: str | None = None
-    """Dotted key under `deployments` of the Serve config file; None: the key in `args`."""
+    """Dotted key of the deployment's entry under `deployments` in the Serve config file.
+
+    None: the only way is to change the setting itself, in `args` or `autoscaling_policy`.
+    """
 
 
 ALL = Change("all")
@@ -40,14 +43,17 @@ OPTIONS = {
     "environment": Change("role", "ray_actor_options.runtime_env.env_vars"),
     "placement": Change("role", "max_replicas_per_node"),
 }
-"""Changes of a deployment's settings for which Serve has an option, by setting."""
+"""Changes of a deployment's settings for which Serve has an option, by setting.
+
+With `executor: ray`, other options replace some of these (docs/configuration.md).
+"""
 
 
 def change_of(section: str, key: str) -> Change:
     """Return the way to change `key` that causes the fewest restarts.
 
-    `section` is the path of the key's section in `args`, such as `router.routing`; empty for a key
-    of `args` itself.
+    ``section``  path of the key's section in `args`, such as `router.routing`; empty for a key of
+                 `args` itself; `autoscaling_policy` for a key of its `policy_kwargs`
     """
     if section == "router.routing" or (section == "router" and key in RouterLimits.model_fields):
         return USER_CONFIG

@@ -23,10 +23,10 @@ _INTRODUCTION = """# Configuration reference
 
 <!-- Written by `python -m configs.reference`; do not edit by hand. -->
 
-A configuration is a Ray Serve config file. These are the keys of `args` under Tandem's application.
-An unknown key or a value out of range stops the start with an error that names the key. Times are
-in seconds (`_s`), sizes in bytes (`_bytes`), MiB (`_mib`) or GiB (`_gib`). The files in `configs/`
-are complete examples.
+A configuration is a Ray Serve config file. These are the keys of `args` under Tandem's application,
+and the `policy_kwargs` of the `autoscaling_policy` beside `args`. An unknown key or a value out of
+range in `args` stops the start with an error that names the key. Times are in seconds (`_s`), sizes
+in bytes (`_bytes`), MiB (`_mib`) or GiB (`_gib`). The files in `configs/` are complete examples.
 
 The column *change* gives the way to change a setting of a
 [running service](#change-a-running-service) with the fewest restarts.
@@ -81,7 +81,8 @@ applications:
   `enforce_eager` is false, `TORCHDYNAMO_DISABLE=1`. For routers they are
   `RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0`.
   `serve build app.main:app` prints them for default settings.
-  `executor: ray` has `placement_group_bundles` and `placement_group_bundle_label_selector` instead.
+  With `executor: ray`, `placement_group_bundles` contains the GPUs, and
+  `placement_group_bundle_label_selector` the labels.
 - **`max_replicas_per_node`** is 1 for `placement: apart`.
 
 Once changes have been tried, the next planned restart is the time to move them into `args`.
@@ -114,7 +115,7 @@ args:
   characters other than letters, digits and `._-` become `-`. Use these names under `deployments`.
 - Each role is scaled by itself, with an autoscaling_config as `replicas`. `ScaleTogether` scales
   the roles of one model only; `make run` and `make doctor` refuse it with `models`. Ray's own
-  commands cannot: such a service starts, and its roles keep their numbers of replicas.
+  commands accept it: such a service starts, and its roles keep their numbers of replicas.
 - The limits of `router` hold for all models together.
 - A change of `args`, such as another model in the list, restarts all replicas. A second application
   with its own port does not.
@@ -135,10 +136,10 @@ SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
 
 _TEXTS = {
     "The service": (
-        "`args:`. Speculative decoding is `engine.speculative_config` with a draft model, or that of `decode` alone "
-        "with n-gram drafts. LoRA adapters need `engine.enable_lora` and `frontend.lora_modules` or "
-        "`allow_runtime_lora_updating`, and without a GPU an `engine.max_loras` greater than their number "
-        "([what is supported](supported.md))."
+        "`args:`. For speculative decoding with a draft model, set `engine.speculative_config`; with n-gram drafts, "
+        "only `decode.engine.speculative_config`. LoRA adapters need `engine.enable_lora` and "
+        "`frontend.lora_modules` or `allow_runtime_lora_updating`, and without a GPU an `engine.max_loras` greater "
+        "than their number ([what is supported](supported.md))."
     ),
     "`prefill` and `decode`": "One set of keys per role. `engine` here overrides `engine` of the service.",
     "`transfer`": (
@@ -149,7 +150,8 @@ _TEXTS = {
         "([the KV store](kv-store.md)). Not for accelerators yet."
     ),
     "`router`": (
-        "The limits that `user_config` changes hold for each router replica ([changes](#change-a-running-service))."
+        "Each router replica applies the deadlines and limits to its own requests. `user_config` changes the keys "
+        "marked `live: user_config` ([changes](#change-a-running-service))."
     ),
     "`router.routing`": "Which engines serve a request ([routing](routing.md)).",
     "`auth`": "API keys.",

@@ -1,6 +1,6 @@
 """Runs all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
 
-The exit status is 0 if all checks pass, 1 if one fails.
+The exit status is 0 if all checks that run pass, 1 if any fails.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
     """Yield the findings of all checks that are not in `skip`.
 
-    If the configuration is invalid, the other checks use the default one.
+    If the configuration is invalid, the other checks use the default settings.
     """
     left_out = set(skip)
     if "python" not in left_out:

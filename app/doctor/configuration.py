@@ -32,9 +32,10 @@ def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSett
 
 
 def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that the files of a model directory are readable and complete.
+    """Check that `config.json` and the weights of a model directory are readable and complete.
 
-    For a hub id, check that this machine's hub cache or the hub has the model.
+    For a hub id, check that this machine's hub cache has `config.json`, or, unless HF_HUB_OFFLINE
+    is set, that the hub has the model.
     """
     try:
         check_model(settings)
@@ -68,7 +69,7 @@ def _directory(folder: Path) -> Iterator[Finding]:
 def _unreadable(path: Path) -> str | None:
     """Return the reason why a checkpoint file is unreadable or incomplete, else None.
 
-    Reads the first bytes of each file, and all of `config.json`.
+    Reads the first FIRST_BYTES of the file, or all of `config.json`.
     """
     try:
         with path.open("rb") as file:
@@ -93,7 +94,7 @@ def _hub(model: str) -> Iterator[Finding]:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
-        yield Finding("model", f"{model} is in this machine's hub cache")
+        yield Finding("model", f"{model}: config.json is in this machine's hub cache")
         return
     if constants.HF_HUB_OFFLINE:
         yield Finding(

@@ -24,10 +24,10 @@ PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "Ray": (("ray",), "2.60.0"),
     "NIXL": (("nixl",), "1.5.1"),
 }
-"""Required version of each library, and the distributions that may contain it."""
+"""Distributions that may contain each library, and the required version."""
 
 RAY_STORE_BYTES = 75 * 2**20
-"""Minimum size of Ray's object store."""
+"""Minimum size of Ray's object store, which lies in shared memory."""
 
 ENGINE_QUEUE_BYTES = 160 * 2**20
 """Size of the shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB.
@@ -40,7 +40,7 @@ RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_sto
 """Longest path of a socket below Ray's temporary directory; the last number is a process id."""
 
 UNIX_SOCKET_BYTES = 107
-"""Linux's limit on the path of a Unix socket."""
+"""Linux's limit on the path of a Unix socket, without its final zero byte."""
 
 NUMA = "libnuma.so.1"
 
@@ -76,9 +76,10 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that this machine has the GPUs that any engine needs on one node.
+    """Check that this machine has as many GPUs as each engine needs on one node.
 
-    The ranks of executor `ray` may be on several nodes, with one GPU each.
+    The ranks of executor `ray` may be on several nodes, with one GPU each. Yields nothing if no
+    engine needs a GPU.
     """
     wanted = max(1 if role.executor == "ray" else role.num_gpus for _, role in settings.roles())
     if not wanted:
@@ -124,7 +125,7 @@ def check_temporary_directory() -> Iterator[Finding]:
 
 
 def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that the configured ports are free, and two ports of each UCX_TCP_PORT_RANGE."""
+    """Check that the configured ports are free, and at least two of each UCX_TCP_PORT_RANGE."""
     if config.get("proxy_location") != "Disabled":
         http = config.get("http_options") or {}
         yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")
@@ -184,7 +185,10 @@ def _port_range(text: str) -> Finding:
 
 
 def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK) -> Iterator[Finding]:
-    """Check the limit of pinned memory for RDMA, and devices and transports in UCX settings."""
+    """Check the limit of pinned memory for RDMA, and the configured devices and transports of UCX.
+
+    Reads `transfer.devices`, UCX_NET_DEVICES and UCX_TLS.
+    """
     devices = sorted(path.name for path in rdma.iterdir()) if rdma.is_dir() else []
     interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
     yield Finding("ucx", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")

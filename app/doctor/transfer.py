@@ -11,7 +11,7 @@ from configs.settings.service import ServiceSettings
 from connectors.transport import selftest
 
 TRANSFER_S = 30.0
-"""Limit in seconds of the transfer itself."""
+"""Timeout in seconds of the test transfer, without the start of its processes."""
 
 
 def check_transfer(settings: ServiceSettings) -> Iterator[Finding]:

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP interface of a router."""
+"""The HTTP interface of a router: the API of `vllm serve`, metrics, health and status page."""

@@ -25,7 +25,7 @@ from app.http.errors import error_body, error_response
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
 REFUSED = ("refused", "")
-"""Values of the labels `route` and `reason` of a request refused here, in the metrics."""
+"""Labels `route` and `reason`, in the metrics, of a request that this middleware refuses."""
 
 
 def digest(key: str) -> bytes:
@@ -56,7 +56,8 @@ class PerKeyLimiter:
     def taken(self, key: Hashable, most: int | None) -> Iterator[None]:
         """Count an ongoing request of `key` until the block ends.
 
-        Raises OverloadedError if `key` already has `most` requests; None: no limit.
+        Raises OverloadedError if `key` already has `most` ongoing requests. With `most` None, there
+        is no limit.
         """
         if most is not None and self._taken[key] >= most:
             raise OverloadedError(
@@ -72,7 +73,7 @@ class PerKeyLimiter:
 
 
 class Authenticated:
-    """ASGI middleware that checks API keys and their request limits; without keys, admits all."""
+    """ASGI middleware that checks API keys and their request limits. Without keys, admits all."""
 
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes]) -> None:
         self._app = app

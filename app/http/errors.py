@@ -37,7 +37,10 @@ ANTHROPIC: frozenset[Endpoint] = frozenset({"/v1/messages", "/v1/messages/count_
 
 
 class BadRequestError(Exception):
-    """A request that the router refuses with HTTP `status`; `param` names the invalid field."""
+    """A request that the router refuses with HTTP `status`.
+
+    `param` names the invalid field; None if there is no such field.
+    """
 
     kind: str | None = None
     """The error's `type`; None for the type in ERROR_TYPES."""
@@ -58,7 +61,8 @@ def error_body(status: HTTPStatus, message: str, param: str | None = None, kind:
     """Return `{"error": ...}` in OpenAI's format.
 
     ``param``  name of the invalid field, or None
-    ``kind``   the error's `type`; None for the type in ERROR_TYPES
+    ``kind``   the error's `type`; None for the type in ERROR_TYPES, or the status's phrase for
+               other statuses
     """
     kind = kind or ERROR_TYPES.get(status, status.phrase)
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
@@ -70,7 +74,7 @@ def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def status_of(error: Exception) -> HTTPStatus:
-    """Return the HTTP status of `error`."""
+    """Return the HTTP status for `error`; 500 for an unexpected one."""
     match error:
         case BadRequestError():
             return error.status

@@ -1,8 +1,8 @@
 """Reports one request in response headers, metrics, status page, access log and traces.
 
-A client that sends `x-tandem-explain: 1` receives two headers: `x-tandem-decision`, the routing
-decision and its inputs, and `Server-Timing`, the latency breakdown in the W3C format that browsers'
-developer tools display.
+A client that sends `x-tandem-explain: 1` receives two headers, unless the answer is an error:
+`x-tandem-decision`, the routing decision and its inputs, and `Server-Timing`, the latency breakdown
+in the W3C format that browsers' developer tools display.
 """
 
 from collections.abc import Iterable, Iterator
@@ -55,7 +55,7 @@ class Observer:
     entry: AccessEntry | None = None
     """Entry of the request in the access log; None without an access log."""
     kept: bool = False
-    """True once `keep` has recorded the breakdown."""
+    """True once `keep` has recorded the breakdown, or the status of an error."""
 
     @classmethod
     @contextmanager

@@ -141,8 +141,9 @@ class Generate:
     ) -> None:
         """Send `answer` to the client.
 
-        Sends the status with the first bytes of the answer, because an earlier error has its own
-        status. If `keep_alive` has started the stream, the client has already received status 200.
+        Sends the status with the first bytes of the answer, because an error before them has a
+        status of its own. If `keep_alive` has started the stream, the client has already
+        received status 200.
         """
         async with aclosing(answer.body()) as body:
             head = await anext(body)
@@ -192,7 +193,10 @@ class Generate:
     async def _send_rest(
         self, events: AsyncGenerator[bytes, None], answer: AnyAnswer, observer: Observer, send: Send
     ) -> None:
-        """Send the rest of a stream; end it if the client reads nothing for `idle_timeout_s`."""
+        """Send the rest of a stream; end it if the client reads nothing for `idle_timeout_s`.
+
+        After an error, the last event is an error event.
+        """
         last = b""
         loop, idle_s = asyncio.get_running_loop(), self._router.limits.idle_timeout_s
         try:

@@ -33,7 +33,7 @@ class Family:
 def merge(sources: Iterable[Source]) -> str:
     """Return one exposition of the samples of `sources`, grouped by family.
 
-    Each sample has the labels `role` and `replica`.
+    Each sample has the labels `role` and `replica`. Families with creation times are omitted.
     """
     families: dict[str, Family] = {}
     for role, replica, text in sources:
@@ -62,7 +62,7 @@ def _add(families: dict[str, Family], origin: str, text: str) -> None:
 
 
 def _labelled(line: str, origin: str) -> tuple[str, str]:
-    """Return a sample's name, and its line with the labels `origin` added."""
+    """Return a sample's name, and its line with `origin` in place of its own role and replica."""
     head, brace, rest = line.partition("{")
     if not brace:
         name, _, value = line.replace("\t", " ").partition(" ")

@@ -100,7 +100,8 @@ def _sends_id(request: Request) -> bool:
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Return the parsed body.
 
-    Raises BadRequestError for invalid JSON, too many levels, and reserved or unsupported fields.
+    Raises BadRequestError for a body that is not a JSON object or has too many levels, and for
+    reserved, unsupported or malformed fields.
     """
     if not raw:
         raise MalformedError("the body is empty; send a JSON object", "body")

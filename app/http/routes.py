@@ -37,7 +37,10 @@ Limits the load on engines, because `/metrics` needs no API key.
 """
 
 FROM_DECODE = ("/v1/models", "/version", "/tokenizer_info", "/v1/responses/{id}")
-"""Paths of GET requests that a decode engine answers."""
+"""Paths of GET requests that a decode engine answers.
+
+With several models, `ModelList` answers `/v1/models`.
+"""
 
 
 def build_http(
@@ -51,7 +54,8 @@ def build_http(
 
     ``key_digests``  digests of valid API keys; empty to admit all requests
     ``traces``       creates the spans of requests; None: no spans
-    ``access_log``   receives one line per request, except for probes; None: no access log
+    ``access_log``   receives one line per request, except for UNLOGGED_PATHS (probes, scrapers and
+                     the status page); None: no access log
     ``settings``     settings for CORS and for requests in the access log; None: the defaults
     """
 

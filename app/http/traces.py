@@ -41,7 +41,7 @@ class RequestTrace:
         self._span.set_attribute("http.response.status_code", status)
 
     def answered(self, record: RequestRecord) -> None:
-        """Record status, route and replicas, and add the spans of the latency parts.
+        """Record status, route, its reason and replicas; add a span per part of the breakdown.
 
         Call this after the answer has started.
         """

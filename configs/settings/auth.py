@@ -29,7 +29,8 @@ class AuthSettings(Frozen):
     def operators_keys(self) -> tuple[SecretStr, ...]:
         """Return the operator's API keys from these settings and this process's environment.
 
-        Raises SettingsError as `environment_keys` does.
+        Raises SettingsError if an environment variable has a key that no client can send, or is not
+        empty but has no key.
         """
         return (*self.api_keys, *environment_keys())
 
@@ -37,7 +38,8 @@ class AuthSettings(Frozen):
 def environment_keys() -> tuple[SecretStr, ...]:
     """Return the operator's API keys from this process's environment.
 
-    Raises SettingsError if a variable has a key that no client can send, or is set without any.
+    Raises SettingsError if a variable has a key that no client can send, or is not empty but has no
+    key.
     """
     listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
     single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
@@ -47,7 +49,8 @@ def environment_keys() -> tuple[SecretStr, ...]:
 def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
     """Return the keys in the `values` of an environment variable, without surrounding blanks.
 
-    Raises SettingsError if no client can send one of them, or if the variable is set without a key.
+    Raises SettingsError if no client can send one of them, or if the variable is not empty but has
+    no key.
     """
     try:
         found = [_sendable_key(key) for key in values if key.strip()]
@@ -61,7 +64,8 @@ def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
 def _sendable_key(key: str) -> str:
     """Return `key` without surrounding blanks.
 
-    Raises ValueError, without the key in its message, if no client can send the key in a header.
+    Raises ValueError, without the key in its message, if the key is empty or no client can send it
+    in a header.
     """
     key = key.strip()
     if not key:

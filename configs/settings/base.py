@@ -1,4 +1,4 @@
-"""Base of all settings models: frozen, without unknown keys."""
+"""Base class, field types and error of all settings models, and a text that logs do not show."""
 
 from typing import Annotated, Literal
 
@@ -10,11 +10,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SettingsError(ValueError):
-    """An invalid configuration; the message names each invalid key."""
+    """A configuration is invalid or cannot be read; the message names invalid keys or variables."""
 
 
 class Frozen(BaseModel):
-    """Base of immutable models without unknown keys."""
+    """Base of immutable models that refuse unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -35,13 +35,18 @@ class RoleSettings(PlacementSettings):
         description="a number, or Serve's `autoscaling_config`; `autoscaling_policy` (below) scales both roles "
         "together",
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="number of ranks of one engine; the roles may differ")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="number of tensor-parallel ranks of one engine, or of each of its data-parallel ranks; the roles "
+        "may differ",
+    )
     data_parallel_size: int = Field(
         1,
         ge=1,
         description="number of data-parallel ranks of one replica, each of `tensor_parallel_size` ranks, for models "
         "with experts. Requests are routed to a rank, as to an engine of its own; all ranks end together. For other "
-        "models use `replicas`. Set `num_gpus` to the product of both sizes",
+        "models use `replicas`. With GPUs, set `num_gpus` to the product of both sizes",
     )
     executor: Literal["mp", "ray"] = Field(
         "mp",
@@ -51,7 +56,9 @@ class RoleSettings(PlacementSettings):
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that the actor requests from Ray")
     num_gpus: float = Field(0, ge=0, description="GPUs of one replica, requested from Ray; 0: run on the CPU")
-    resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="custom Ray resources that the actor requests"
+    )
     environment: dict[str, str] = Field(
         default_factory=dict, description="environment variables of the actor and its engine"
     )
@@ -68,7 +75,9 @@ class RoleSettings(PlacementSettings):
         "are served by decode alone (prefill)",
     )
     rpc_host: str | None = Field(
-        None, description="interface of an engine's RPC server, which routers call; unset: the address of the node"
+        None,
+        description="address on which an engine's RPC server listens and which routers call; unset: the address of the "
+        "node",
     )
     rpc_port: int = Field(
         0,
@@ -79,8 +88,8 @@ class RoleSettings(PlacementSettings):
     start_attempts: int = Field(
         3,
         ge=1,
-        description="failed starts in a row, at most three per replica, after which the deployment fails. If they fail "
-        "during an update, Serve starts no replica of this role until the next `serve deploy` "
+        description="failed starts in a row, at most three per replica, after which the deployment fails. If that "
+        "happens during an update, Serve starts no replica of this role until the next `serve deploy` "
         "([upgrades](operations.md#upgrades-and-restarts))",
     )
     drain_s: Seconds = Field(30.0, description="time for which a stopping replica may finish its requests")

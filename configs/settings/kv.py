@@ -19,7 +19,7 @@ class TransferSettings(Frozen):
     """
 
     side_channel_host: str | None = Field(
-        None, description="interface of the side channel; unset: the address of the node"
+        None, description="address on which an engine's side channel listens; unset: the address of the node"
     )
     side_channel_port: int = Field(
         0,
@@ -29,20 +29,23 @@ class TransferSettings(Frozen):
         "+ r",
     )
     advertise_host: str = Field(
-        "", description="address under which peers reach the side channel, if side_channel_host is 0.0.0.0"
+        "",
+        description="address at which peers reach the side channel; required if side_channel_host is `0.0.0.0` or "
+        "`::`; empty: side_channel_host",
     )
     secret: SecretStr | None = Field(
         None,
         min_length=MIN_SECRET_CHARACTERS,
         description="secret of all engines that exchange KV, at least 16 characters; prefer the environment variable "
-        f"`{PEER_SECRET_VARIABLE}`, because Ray Serve logs `args`; unset: generated for the Ray cluster",
+        f"`{PEER_SECRET_VARIABLE}`, because Ray Serve logs `args`. Without both: generated for the Ray cluster",
     )
     backends: list[str] = Field(["UCX"], min_length=1, description="NIXL backends")
     devices: list[str] = Field(
         [],
-        description="network devices that UCX may use and listen on, by UCX's names (`mlx5_0:1`, `eth0`); empty: those "
-        "of the environment variable `UCX_NET_DEVICES`. Without both: loopback if side_channel_host is a loopback "
-        "address; else all if the node has RDMA devices; else the interface with the address of the side channel",
+        description="network devices that UCX may use and listen on, by UCX's names (`mlx5_0:1`, `eth0`); empty: "
+        "those of the environment variable `UCX_NET_DEVICES`. Without both: loopback if side_channel_host is a "
+        "loopback address; else all if the node has RDMA devices; else the interface with the address of the side "
+        "channel, or all if there is none",
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
@@ -51,12 +54,18 @@ class TransferSettings(Frozen):
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
-        description="chunk: prefill sends KV after each chunk of the prompt; layer: it also sends the last chunk layer "
-        "by layer; auto: the measured cheaper one",
+        description="chunk: prefill sends KV after each chunk of the prompt; layer: it also sends the last chunk "
+        "layer by layer; auto: the one with the lower measured cost, or chunk where the KV lies on an accelerator. "
+        "With speculative drafts or ubatching, it is always chunk",
     )
     trace_path: str = Field("", description="file to which each transfer event is appended as a JSON line; empty: none")
-    handshake_s: Seconds = Field(30.0, description="deadline of first contact between two engines")
-    progress_s: Seconds = Field(30.0, description="longest silence of a transfer before the consumer cancels it")
+    handshake_s: Seconds = Field(30.0, description="timeout of a handshake, the first contact of two engines")
+    progress_s: Seconds = Field(
+        30.0,
+        description="time without a message from prefill about a transfer after which decode cancels the transfer. A "
+        "write without progress for this time stops prefill's heartbeat for its transfer; after twice this time "
+        "prefill aborts the transfer",
+    )
     cancel_s: Seconds = Field(
         5.0,
         description="timeout for the answer to a cancellation; then decode quarantines the request's blocks, computes "
@@ -74,15 +83,16 @@ class TransferSettings(Frozen):
     )
     fence_s: Seconds = Field(
         2.0,
-        description="longest time for which a preempted prefill request waits for a write of its KV in flight, from "
-        "the write's start; then its transfer fails. Where the KV lies on an accelerator, it fails at once",
+        description="longest time, from the start of a write, for which a prefill engine's step waits because the "
+        "write reads blocks of a preempted request; then the transfer fails. Where the KV lies on an accelerator, "
+        "the step does not wait and the transfer fails",
     )
     forget_s: float = Field(
         3600.0,
         ge=1800.0,
         allow_inf_nan=False,
-        description="silence after which prefill forgets a decode worker and closes its connection; decode forgets an "
-        "unused prefill engine after half of it",
+        description="silence after which prefill forgets a decode worker without an open transfer and closes its "
+        "connection; decode forgets an unused prefill engine after half of it",
     )
     node_lost_s: Seconds | None = Field(
         None,
@@ -108,9 +118,9 @@ class TransferSettings(Frozen):
         }
 
     def operators_secret(self) -> SecretStr | None:
-        """Return the operator's secret from these settings or the environment, or None.
+        """Return the operator's secret from these settings or this process's environment.
 
-        Raises SettingsError if the secret in the environment is too short.
+        None if both have none. Raises SettingsError if the secret in the environment is too short.
         """
         if self.secret is not None:
             return self.secret
@@ -128,28 +138,40 @@ class KVStoreSettings(Frozen):
     path: str = Field(
         "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
     )
-    disk_gib: Positive = Field(64.0, description="most GiB of objects below `path`, for all engines that share it")
+    disk_gib: Positive = Field(
+        64.0, description="maximum size of the objects below `path`, in GiB, shared by all engines that use this folder"
+    )
     memory_gib: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="most GiB of objects in host memory, for all engines of a node; 0: no memory tier",
+        description="maximum size of the objects in host memory, in GiB, shared by all engines of a node; 0: no memory "
+        "tier",
     )
     memory_path: str = Field("/dev/shm/tandem-kv-store", description="folder on a tmpfs that holds the memory tier")
     chunk_tokens: int = Field(
         256,
         ge=1,
-        description="tokens of a chunk; an object has the KV of one chunk and one KV cache group. States are stored "
-        "only if a step ends at a multiple of it: for a model with states, set `max_num_batched_tokens` or "
+        description="tokens of a chunk; an object has the KV of one KV cache group for one chunk, or for more tokens "
+        "if the attention kernel's rows cannot be cut at chunk ends. A state is stored only if a step ends at a "
+        "multiple of chunk_tokens: for a model with states, set `max_num_batched_tokens` or "
         "`long_prefill_token_threshold` to the same value",
     )
     staging_mib: int = Field(
-        256, ge=1, description="MiB of shared memory of each engine between files and KV blocks, in `/dev/shm`"
+        256,
+        ge=1,
+        description="size in MiB of the shared memory of each engine between files and KV blocks, in `/dev/shm`",
     )
     lookup_s: Seconds = Field(
-        0.02, description="timeout of a lookup, which then counts as a miss, and of a read that delivers nothing"
+        0.02,
+        description="time after which a lookup without an answer counts as a miss, and after which a fetch ends if the "
+        "tiers deliver no bytes to it",
     )
-    load_s: Seconds = Field(2.0, description="timeout for reading and verifying objects; the engine ignores late ones")
+    load_s: Seconds = Field(
+        2.0,
+        description="timeout for reading and verifying the objects of a request; the engine computes the tokens of "
+        "late ones",
+    )
     store_s: Seconds = Field(30.0, description="timeout for writing an object, which is then dropped")
 
     @model_validator(mode="after")

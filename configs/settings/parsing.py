@@ -15,7 +15,7 @@ from configs.settings.service import ModelSettings, ServiceSettings
 def parse_settings(args: dict[str, Any]) -> ServiceSettings:
     """Return the settings in a config file's `args`.
 
-    Raises SettingsError with one line per invalid key.
+    Raises SettingsError with one line per error.
     """
     try:
         return ServiceSettings.model_validate(args)
@@ -26,7 +26,7 @@ def parse_settings(args: dict[str, Any]) -> ServiceSettings:
 def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
     """Return the settings in `policy_kwargs`.
 
-    Raises SettingsError with one line per invalid key.
+    Raises SettingsError with one line per error.
     """
     try:
         return ScalingSettings.model_validate(policy_kwargs)
@@ -37,7 +37,7 @@ def parse_scaling(policy_kwargs: dict[str, Any]) -> ScalingSettings:
 def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
     """Return `built` with the values of `user_config`; `routing` is merged key by key.
 
-    Raises SettingsError with one line per invalid key.
+    Raises SettingsError with one line per error, or if `user_config` is not a mapping.
     """
     if not isinstance(user_config, dict):
         raise SettingsError(f"user_config must be a mapping (got {user_config!r})")

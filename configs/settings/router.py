@@ -22,8 +22,9 @@ class RoutingSettings(Frozen):
 
     policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
         "cost",
-        description="cost: the cheapest of decode alone and all pairs; always_remote: the cheapest pair; never_remote: "
-        "the cheapest decode replica; least_load, round_robin: a pair if there is one, each role separately",
+        description="cost: the cheapest of decode alone and all pairs; never_remote: the cheapest decode replica; "
+        "always_remote: the cheapest pair; least_load, round_robin: a pair, its replicas chosen separately. Without a "
+        "prefill replica, and for requests that need one engine: a decode replica, chosen in the same way",
     )
     local_below_tokens: int = Field(
         32, ge=0, description="policy cost: decode computes prompts with fewer uncached tokens"
@@ -44,12 +45,14 @@ class RoutingSettings(Frozen):
     session_header: str = Field(
         "x-session-id",
         pattern="^[a-z0-9-]+$",
-        description="requests with the same value of this header go to the same decode replica while it has a slot",
+        description="requests with the same value of this header go to the same decode replica while it has a slot "
+        "and has not just failed",
     )
     prefix_tokens_per_engine: int = Field(
         1_000_000,
         ge=0,
-        description="most prompt tokens that the router assumes to be in the prefix cache of one engine; 0: none",
+        description="maximum number of prompt tokens that the router assumes to be in the prefix cache of one "
+        "engine; 0: none",
     )
     fades_s: Seconds = Field(
         600.0,
@@ -77,7 +80,9 @@ class RouterLimits(Frozen):
     """The router's deadlines, limits and routing; `user_config` changes them at run time."""
 
     request_timeout_s: Seconds = Field(
-        3600.0, description="deadline from a request's arrival to its whole answer, if the answer is not streamed"
+        3600.0,
+        description="deadline from a request's arrival to its whole answer, if the request asks for no stream. For "
+        "requests without a body: limit of the answer's body, from its start",
     )
     first_token_timeout_s: Seconds = Field(
         600.0, description="deadline from the arrival of a streaming request to its first token, slot wait included"
@@ -85,7 +90,7 @@ class RouterLimits(Frozen):
     idle_timeout_s: Seconds = Field(
         300.0,
         description="longest time between two tokens of a stream, and longest time in which its client reads nothing; "
-        "the only deadline of a stream after its first token",
+        "after its first token, a stream has no other deadline of its own",
     )
     keep_alive_s: Seconds | None = Field(
         10.0,
@@ -107,8 +112,8 @@ class RouterLimits(Frozen):
     attempts: int = Field(
         3,
         ge=1,
-        description="most attempts of each leg of a failing request. A replica that has failed it is not tried again; "
-        "new tokens of a stream reset the count of decode",
+        description="maximum number of attempts of each leg of a failing request. A replica that has failed it is "
+        "not tried again; new tokens of a stream reset the count of decode",
     )
     silence_timeout_s: Seconds = Field(
         60.0,
@@ -166,9 +171,11 @@ class RouterSettings(RouterLimits, PlacementSettings):
     leave_s: Seconds = Field(
         1.0,
         description="time for which a stopping router still accepts connections on `http_port`, asks clients to "
-        "reconnect, and returns 503 on `/tandem/service`; longer than a load balancer's check interval",
+        "reconnect, and returns 503 on `/tandem/service`; set it longer than a load balancer's check interval",
     )
-    http_host: str = Field("127.0.0.1", description="interface of `http_port`; `0.0.0.0`: all interfaces of the node")
+    http_host: str = Field(
+        "127.0.0.1", description="address on which routers listen for clients; `0.0.0.0`: all interfaces of the node"
+    )
     ssl_certfile: str | None = Field(
         None,
         description="PEM file with the certificate chain of `http_port`, on each router's node; unset: no TLS. Changed "
@@ -181,12 +188,16 @@ class RouterSettings(RouterLimits, PlacementSettings):
         "for /, /health, /ping, /load, /metrics and /tandem/service",
     )
     num_cpus: float = Field(0.1, ge=0, description="CPUs that the actor requests from Ray")
-    resources: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
-    drain_s: Seconds = Field(30.0, description="time for which a stopping router may finish its requests")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="custom Ray resources that the actor requests"
+    )
+    drain_s: Seconds = Field(
+        30.0, description="time for which a stopping router may finish its requests, `leave_s` included"
+    )
     access_log: bool = Field(
         True,
-        description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory "
-        "([fields](observing.md#access-log))",
+        description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory, "
+        "except for probes, scrapers and the status page ([fields](observing.md#access-log))",
     )
     request_log: Literal["off", "parameters", "text"] = Field(
         "off",

@@ -1,4 +1,4 @@
-"""Settings of the autoscaling policy."""
+"""Settings of the autoscaling policy `ScaleTogether`."""
 
 from pydantic import Field, model_validator
 
@@ -18,8 +18,8 @@ class ScalingSettings(Frozen):
     kv_use: float = Field(0.7, gt=0, le=1, description="target fraction of decode engines' KV cache in use")
     tpot_s: Seconds | None = Field(
         None,
-        description="target for the mean time per output token on decode engines, well below the objective; unset: "
-        "only the KV cache counts",
+        description="target for the mean time per output token on decode engines; set it well below your latency "
+        "objective. Unset: only the KV cache counts",
     )
     slack: float = Field(
         0.15,
@@ -31,13 +31,13 @@ class ScalingSettings(Frozen):
         0.25,
         gt=0,
         allow_inf_nan=False,
-        description="fewest prefill engines per decode engine; below it the autoscaler adds prefill engines",
+        description="minimum number of prefill engines per decode engine; below it the autoscaler adds prefill engines",
     )
     most_prefill_per_decode: float = Field(
         4.0,
         gt=0,
         allow_inf_nan=False,
-        description="most prefill engines per decode engine; above it the autoscaler adds decode engines",
+        description="maximum number of prefill engines per decode engine; above it the autoscaler adds decode engines",
     )
 
     @model_validator(mode="after")

@@ -33,7 +33,10 @@ UNNAMEABLE = re.compile("[^A-Za-z0-9._-]")
 
 
 def _adapter(given: Any) -> dict[str, Any]:
-    """Return `name=path` or a mapping as a mapping. Raises ValueError for anything else."""
+    """Return an adapter, given as `name=path` or as a mapping, as a mapping.
+
+    Raises ValueError if `given` is neither, or has no name or no path.
+    """
     if isinstance(given, str):
         name, _, path = given.partition("=")
         given = {"name": name, "path": path}
@@ -60,9 +63,8 @@ class ModelSettings(Frozen):
     )
     allow_runtime_lora_updating: bool = Field(
         False,
-        description="serve `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` "
-        "([adapters](http-api.md#adapters)); needs `engine.enable_lora`. Any client with an API key can then make "
-        "engines read any path",
+        description="serve `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` ([adapters](http-api.md#adapters)); "
+        "needs `engine.enable_lora`. Any client that the router admits can then make engines read any path",
     )
     prefill: RoleSettings = Field(RoleSettings(), description="the Prefill deployment")
     decode: RoleSettings = Field(RoleSettings(), description="the Decode deployment")
@@ -118,8 +120,8 @@ class ServiceSettings(ModelSettings):
 
     models: list[ModelSettings] = Field(
         default_factory=list,
-        description="several models behind one endpoint ([several models](#several-models)): a list of the keys "
-        "above, which then must not be set here",
+        description="several models behind one endpoint ([several models](#several-models)): a list of mappings with "
+        "the keys above, which then must not be set here",
     )
     transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
     store: KVStoreSettings = Field(KVStoreSettings(), description="the KV store; off by default")
@@ -201,6 +203,9 @@ class ServiceSettings(ModelSettings):
         }
 
     def with_secret(self, fallback: SecretStr) -> "ServiceSettings":
-        """Return these settings with the operator's secret, or with `fallback` if there is none."""
+        """Return these settings with the operator's secret, or with `fallback` if there is none.
+
+        Raises SettingsError if the secret in this process's environment is too short.
+        """
         secret = self.transfer.operators_secret() or fallback
         return self.model_copy(update={"transfer": self.transfer.model_copy(update={"secret": secret})})

@@ -27,13 +27,17 @@ MAX_BODY_BYTES = 1 << 16
 
 
 class ModelList:
-    """Answers `/v1/models` for several models with the joined lists of those whose decode runs."""
+    """Answers `/v1/models` of several models: joins the lists of those with a decode replica."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def endpoint(self, request: Request) -> Response:
-        """Return the joined list; status 503 if no model answers or one is busy."""
+        """Return the joined list, without models whose engines fail.
+
+        Return status 503 if no model answers. Return the error of a model whose engines have no
+        free slot (503), have a full queue (429) or are late (504).
+        """
         call = Call("GET", "/v1/models", forwarded_headers(request))
         cards: list[Any] = []
         answered = False
@@ -48,7 +52,7 @@ class ModelList:
                 cards += json.loads(content)["data"]
                 answered = True
             except (BusyError, DeadlineError, OverloadedError) as error:
-                # Without the model, the list would say that it does not exist.
+                # A list without the model would tell clients that it does not exist.
                 return error_response(error, self._router.limits.retry_after_s)
             except (TandemError, ValueError, KeyError, TypeError) as error:
                 logger.warning("cannot list the models of %s: %s", model.names[0], error)
@@ -149,7 +153,7 @@ class AdapterEndpoints:
 
     @asynccontextmanager
     async def _one_load(self) -> AsyncIterator[None]:
-        """Wait until this router loads no other adapter; raises UnavailableError after CHANGE_S."""
+        """Let this router load one adapter at a time. Raises UnavailableError after CHANGE_S."""
         try:
             async with asyncio.timeout(CHANGE_S):
                 await self._loading.acquire()
@@ -174,8 +178,8 @@ class AdapterEndpoints:
     def _model(self, name: str) -> ModelRouter:
         """Return the model named by `base_model_name`; with one model, the name is optional.
 
-        Raises BadRequestError without a necessary name, for an unknown one, and for a model whose
-        adapters clients may not change.
+        Raises BadRequestError without a necessary name, for an unknown one, and for a named model
+        whose adapters clients may not change. A service without `models` accepts any name.
         """
         models = self._router.models
         if len(models) == 1 and not name:
