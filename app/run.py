@@ -172,11 +172,13 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
     ``port``  replaces the HTTP port of the routers, or of Serve's proxy if the routers have none;
               None: keep the port
 
-    Raises SettingsError, also if the path of a model has no `config.json`.
+    Raises SettingsError, also if the path of a model has no `config.json`, and for invalid API keys
+    in the environment.
     """
     config, settings = read(path)
     for one in settings.each_model().values():
         check_model(one)
+    settings.auth.operators_keys()  # refuses invalid keys in the environment
     if port is not None and settings.router.http_port is not None:
         _ours(config).setdefault("args", {}).setdefault("router", {})["http_port"] = port
         settings = parse_settings(_ours(config)["args"])

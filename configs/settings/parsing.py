@@ -1,7 +1,7 @@
 """Reads settings from configurations. Errors name each unknown key and each invalid value."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +10,9 @@ from configs.settings.base import SettingsError
 from configs.settings.router import RouterLimits, RouterSettings
 from configs.settings.scaling import ScalingSettings
 from configs.settings.service import ModelSettings, ServiceSettings
+
+_SECRETS = frozenset({"secret", "auth"})
+"""Keys below which an error message must not quote the value."""
 
 
 def parse_settings(args: dict[str, Any]) -> ServiceSettings:
@@ -57,7 +60,10 @@ def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
 
 
 def _settings_error(error: ValidationError, model: type[BaseModel]) -> SettingsError:
-    lines = [f"{'.'.join(map(str, problem['loc']))}: {_advice(problem, model)}" for problem in error.errors()]
+    lines = []
+    for problem in error.errors():
+        where = ".".join(map(str, problem["loc"]))
+        lines.append(f"{where}: {_advice(problem, model)}" if where else _advice(problem, model))
     return SettingsError("\n".join(lines))
 
 
@@ -68,9 +74,10 @@ def _advice(problem: Any, model: type[BaseModel]) -> str:
             return "set `frontend` of the service: both roles render the prompt"
         close = difflib.get_close_matches(str(key), _keys(model, path), n=1)
         return f"no such setting; did you mean {close[0]}?" if close else "no such setting"
-    if problem["loc"][:2] in (("transfer", "secret"), ("auth", "api_keys")):
-        return str(problem["msg"])
-    return f"{problem['msg']} (got {problem['input']!r})"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    # A mapping or list may contain a secret.
+    hidden = isinstance(problem["input"], Mapping | list | tuple | set) or not _SECRETS.isdisjoint(problem["loc"])
+    return message if hidden else f"{message} (got {problem['input']!r})"
 
 
 def _keys(model: type[BaseModel], path: Sequence[object]) -> list[str]:

@@ -116,6 +116,12 @@ def test_a_user_config_that_the_router_would_refuse(tmp_path: Path) -> None:
         load(write(tmp_path, config), None)
 
 
+def test_api_keys_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEYS", ",")
+    with pytest.raises(SettingsError, match="TANDEM_API_KEYS"):
+        load(LOCAL, None)
+
+
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     """Also by another of our services, whose routers would share it."""
     with socket.socket() as listener:

@@ -316,6 +316,18 @@ def test_a_closed_tier_opens_nothing_again(tier: FolderTier) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
 
 
+def test_a_disk_that_fails_costs_only_the_store(tier: FolderTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fail)
+        with pytest.raises(StoreError, match="Input/output error"):
+            write(tier, 1)
+    assert tier.counts.failed_stores == 1
+    assert write(tier, 1)
+
+
 def test_a_removed_folder_is_a_miss(tier: FolderTier) -> None:
     """On an unmounted disk, nothing is written below its mount point."""
     write(tier, 1)

@@ -39,6 +39,8 @@ def test_tiers_are_ordered_by_speed() -> None:
         ({"store": {"path": "/disk", "chunk_tokens": 0}}, "store.chunk_tokens must be positive, not 0"),
         ({"store": {"path": "/disk", "disk_gib": 0}}, "store.disk_gib must be positive, not 0.0"),
         ({"store": {"path": "/disk", "memory_gib": -1}}, "store.memory_gib must be positive, not -1.0"),
+        ({"store": {"path": "/disk", "disk_gib": float("inf")}}, "store.disk_gib must be float, not inf"),
+        ({"store": {"path": "/disk", "lookup_s": float("nan")}}, "store.lookup_s must be float, not nan"),
         ({"store": {"path": "/disk", "lookup_s": "fast"}}, "store.lookup_s must be float, not 'fast'"),
     ],
 )

@@ -86,6 +86,18 @@ def test_a_read_only_cache_folder_costs_time_only(model: Path, cache_root: Path)
     assert digest_weights(model) == before
 
 
+def test_a_cache_folder_without_room_costs_time_only(model: Path, cache_root: Path) -> None:
+    """The lock file can be created and the digest cannot be written."""
+    before = digest_weights(model)
+    (cached,) = [file for file in (cache_root / "tandem" / "weights").iterdir() if file.suffix != ".lock"]
+    cached.unlink()
+    cached.with_suffix(f".{os.getpid()}").mkdir()
+    assert digest_weights(model) == before
+    assert not cached.exists()
+    cached.mkdir()
+    assert digest_weights(model) == before
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     """All such folders would be one model."""
     shutil.copy(MODEL_DIR / "config.json", tmp_path)

@@ -19,7 +19,7 @@ from connectors.errors import ConfigurationError
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.kv_store.orders import StoreReport
-from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler, _check_sizes
 from connectors.vllm_hma.model.adapters import Adapter
 from tests.store.test_service import until
 from tests.vllm_contract.test_prefix_beside_transfer import CACHE, PROMPT
@@ -115,6 +115,18 @@ def test_a_chunk_that_never_fits(tmp_path: Path, changed: dict[str, Any], messag
     made = StoreScheduler(replace(settings, **changed), 4096)
     with pytest.raises(ConfigurationError, match=message):
         made.publish([CACHE])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "staging_mib"),
+    [([1 << 20], 1), ([1 << 19, 1 << 19], 2), ([349_525] * 3, 3)],
+)
+def test_stores_leave_half_of_staging_to_loads(sizes: list[int], staging_mib: int) -> None:
+    """A step completes one object of each group; a single object may use all."""
+    settings = StoreSettings("/disk", staging_mib=staging_mib)
+    _check_sizes(sizes, settings)
+    with pytest.raises(ConfigurationError, match=rf"at least {staging_mib}, or"):
+        _check_sizes(sizes, replace(settings, staging_mib=staging_mib - 1))
 
 
 def test_an_object_that_was_there_already_is_no_event(scheduler: StoreScheduler) -> None:

@@ -50,6 +50,7 @@ class AdapterNames:
         self._lock = asyncio.Lock()
         self._read_at = float("-inf")
         """Time at which the last reading began."""
+        self._forgotten_at = float("-inf")
 
     async def model_of(self, name: str) -> ModelRouter | None:
         """Return the model that has the adapter `name`, or None.
@@ -77,7 +78,7 @@ class AdapterNames:
 
     def forget(self) -> None:
         """Invalidate the cached names after a change; the next lookup reads them again."""
-        self._read_at = float("-inf")
+        self._read_at, self._forgotten_at = float("-inf"), time.monotonic()
 
     def _with(self, name: str) -> list[ModelRouter]:
         return [model for model, names in self._names.items() if name in names]
@@ -105,7 +106,8 @@ class AdapterNames:
                 if answers:
                     self._names[model] = _loaded(answers)
             self._unanswered = [model for model, answers in zip(self._changing, replies, strict=True) if not answers]
-            self._read_at = began
+            if began > self._forgotten_at:
+                self._read_at = began
 
 
 def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> frozenset[str]:
@@ -147,7 +149,8 @@ async def unload(model: ModelRouter, name: str) -> None:
     replies = await _tell(model, "unload_adapter", name, time.time_ns())
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}
     if len(failed) == len(replies) or any(isinstance(reply, Exception) for reply in failed.values()):
-        raise _error(failed, len(replies), "the other engines have unloaded it")
+        others = "the other engines have unloaded it" if len(failed) < len(replies) else "none has unloaded it"
+        raise _error(failed, len(replies), others)
 
 
 async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:

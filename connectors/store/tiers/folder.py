@@ -188,14 +188,18 @@ class FolderTier:
         Raises StoreError if there is no room, if the file system fails, or at ``deadline``.
         """
         path = self._path(name)
-        if path.exists():
-            self._touch(path)
-            return False
         try:
+            if path.exists():
+                self._touch(path)
+                return False
             return self._write(path, name, payload, cost_ns, deadline)
         except StoreError:
             self.counts.failed_stores += 1
             raise
+        except OSError as error:
+            # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
+            self.counts.failed_stores += 1
+            raise StoreError(f"{path}: {error.strerror}") from error
 
     def close(self) -> None:
         self._ledger.close()
@@ -365,6 +369,7 @@ class FolderTier:
                     with contextlib.suppress(OSError):
                         path.unlink()
                     used += _bytes_now(entry)
+                    self._note_removed(path)
                 except FileNotFoundError:
                     # A reader has removed it as corrupt, or the path of the disk fails.
                     if _bytes_now(entry):

@@ -33,7 +33,7 @@ from connectors.store.service import Fetched, KVStore, StoreLimits
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
-from connectors.store.tiers.staging import Staging
+from connectors.store.tiers.staging import Staging, slot_bytes
 from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
@@ -546,8 +546,8 @@ class StoreScheduler:
         }
 
     def _forget(self, known: _Known) -> None:
-        if known.ended and not known.filling:
-            self._requests.pop(known.request.request_id, None)
+        if known.ended and not known.filling and self._requests.get(known.request.request_id) is known:
+            del self._requests[known.request.request_id]
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
@@ -560,15 +560,19 @@ def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
 
 
 def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
-    """Raise ConfigurationError if staging or all tiers are smaller than the objects of one chunk.
+    """Raise ConfigurationError if staging or all tiers are too small for the objects of one chunk.
+
+    A step completes the objects of all groups together. Stores use at most half of staging, except
+    for a single object (``KVStore.reserve``).
 
     ``sizes``  payload bytes of one object, for each group that has objects
     """
     chunk_bytes = sum(sizes)
-    if chunk_bytes > settings.staging_mib << 20:
+    needed_bytes = sum(map(slot_bytes, sizes)) * (2 if len(sizes) > 1 else 1)
+    if needed_bytes > settings.staging_mib << 20:
         raise ConfigurationError(
-            f"store.staging_mib: the objects of one chunk have {chunk_bytes:,} bytes, more than staging; set it to at "
-            f"least {-(-chunk_bytes >> 20)}, or reduce chunk_tokens"
+            f"store.staging_mib: the objects of one chunk have {chunk_bytes:,} bytes and stores use at most half of "
+            f"staging; set it to at least {-(-needed_bytes >> 20)}, or reduce chunk_tokens"
         )
     if all(chunk_bytes > budget for _, _, budget in settings.tiers):
         raise ConfigurationError(

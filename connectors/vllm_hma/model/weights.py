@@ -68,20 +68,38 @@ def _cached_digest(file: Path) -> str:
     for _ in range(_ATTEMPTS):
         state = _state(file)
         with _cache_file(state) as cached:
-            known = cached.read_text() if cached is not None and cached.exists() else ""
+            known = _read_cached(cached)
             if known:
                 return known
             digest = digest_file(file)
             if _state(file) != state:
                 continue
             if cached is not None:
-                part = cached.with_suffix(f".{os.getpid()}")
-                part.write_text(digest)
-                part.replace(cached)
+                _write_cached(cached, digest)
             return digest
     raise ConfigurationError(
         f"the weights in {file} changed while they were read; restart the engine when the copy is complete"
     )
+
+
+def _read_cached(cached: Path | None) -> str:
+    """Return the digest in a cache file; empty if there is none or if it cannot be read."""
+    try:
+        return cached.read_text() if cached is not None else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _write_cached(cached: Path, digest: str) -> None:
+    """Write a cache file; without room for it, log a warning."""
+    part = cached.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_text(digest)
+        part.replace(cached)
+    except OSError as error:
+        logger.warning("Tandem: the digest of a weight file cannot be cached: %s", error)
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def _state(file: Path) -> str:

@@ -210,6 +210,23 @@ def test_keys_from_settings_and_environment(monkeypatch):
     assert "a-key-that-is-no-list" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transfer": {"secret": "a-secret-of-32-characters-or-more", "alive_s": 20}},
+        {"transfer": {"secret": "a-secret-of-32-characters-or-more"}, "model": "demo", "models": [{"model": "demo"}]},
+        {"auth": ["a-secret-of-32-characters-or-more"]},
+        {"auth": "a-secret-of-32-characters-or-more"},
+        {"transfer": {"secret": ["a-secret-of-32-characters-or-more"]}},
+    ],
+)
+def test_errors_do_not_quote_secrets(settings: dict[str, object]) -> None:
+    with pytest.raises(SettingsError) as raised:
+        parse_settings(settings)
+    assert "a-secret" not in str(raised.value)
+    assert not str(raised.value).startswith(":")
+
+
 def test_the_variable_of_vllm_serve_holds_a_key(monkeypatch):
     """One key, which may contain a comma."""
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)

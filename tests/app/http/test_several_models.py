@@ -55,8 +55,9 @@ class Engines(Handle):
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
         assert method == "adapters"
         self.asked += 1
+        answers = [] if self.silent else [dict(self.adapters[replica.name]) for replica in self.replicas]
         await asyncio.sleep(0)
-        return [] if self.silent else [self.adapters[replica.name] for replica in self.replicas]
+        return answers
 
     async def tell_all(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
         if method == "load_adapter":
@@ -262,6 +263,17 @@ async def test_requests_for_unknown_names_share_the_question(service: Service) -
 async def test_an_unload_that_one_engine_missed_counts(service: Service) -> None:
     service.a[1].adapters["da"]["a-lora"] = (7, None, False)
     assert (await service.post("/v1/completions", model="a-lora", prompt="x")).status_code == 404
+
+
+async def test_a_change_during_a_reading_is_read_again(service: Service) -> None:
+    names, pool = service.router.adapters, service.a[1]
+    reading = asyncio.create_task(names.model_of("unknown"))
+    while not pool.asked:
+        await asyncio.sleep(0)
+    pool.adapters["da"]["a-lora"] = pool.adapters["da2"]["a-lora"] = (7, None, False)
+    names.forget()
+    await reading
+    assert await names.model_of("a-lora") is None
 
 
 async def test_an_adapter_moves_to_another_model(two_loading: Service) -> None:
