@@ -72,7 +72,7 @@ def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
         wanted = types[key]
         if wanted is float and type(value) is int:
             value = float(value)
-        if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
+        if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be {wanted.__name__}, not {value!r}")
         values[key] = value
         if wanted is not str and values[key] <= 0 and (key, value) != ("memory_gib", 0.0):

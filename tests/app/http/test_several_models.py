@@ -268,8 +268,10 @@ async def test_an_unload_that_one_engine_missed_counts(service: Service) -> None
 async def test_a_change_during_a_reading_is_read_again(service: Service) -> None:
     names, pool = service.router.adapters, service.a[1]
     reading = asyncio.create_task(names.model_of("unknown"))
-    while not pool.asked:
+    for _ in range(100):
         await asyncio.sleep(0)
+        if pool.asked:
+            break
     pool.adapters["da"]["a-lora"] = pool.adapters["da2"]["a-lora"] = (7, None, False)
     names.forget()
     await reading
