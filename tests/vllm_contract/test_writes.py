@@ -152,7 +152,7 @@ def test_a_trace_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> Non
     trace.event("sent", request="r")
     trace.event("sent", request="r2")
     trace.close()
-    assert caplog.text.count("cannot write to the file trace_path") == 1
+    assert caplog.text.count("cannot write to the trace file") == 1
 
 
 def test_a_trace_is_read_while_it_is_written(tmp_path: Path) -> None:
