@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,42 @@ def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes]
     until(lambda: liveness(identity) is Liveness.GONE)
     process.wait()
     assert liveness(identity) is Liveness.GONE
+
+
+ENDS_ITS_MAIN_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(300,)).start()
+print(flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_that_has_lost_its_main_thread_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other threads may write. Also for another user, who may not signal it."""
+    process = subprocess.Popen([sys.executable, "-c", ENDS_ITS_MAIN_THREAD], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        stat = Path(f"/proc/{process.pid}/stat")
+
+        def fields() -> list[str]:
+            return stat.read_text().rpartition(")")[2].split()
+
+        until(lambda: fields()[0] == "Z")
+        identity = replace(own_process(), pid=process.pid, started_at=int(fields()[19]))
+        assert liveness(identity) is Liveness.ALIVE
+
+        def refuse(_: int, __: int) -> None:
+            raise PermissionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", refuse)
+            assert liveness(identity) is Liveness.ALIVE
+    finally:
+        process.kill()
+    until(lambda: liveness(identity) is Liveness.GONE)
+    process.wait()
+    process.stdout.close()
 
 
 def test_a_process_id_that_is_used_again_is_another_process() -> None:

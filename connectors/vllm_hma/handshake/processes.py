@@ -7,6 +7,7 @@ namespace is UNKNOWN, never GONE.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from enum import Enum
 from functools import cache
@@ -15,7 +16,7 @@ from pathlib import Path
 from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
 
 _PROC = Path("/proc")
-_STATE, _STARTED_AT = 0, 19
+_STATE, _THREADS, _STARTED_AT = 0, 17, 19
 """Indices from 0 of the fields after the command name in ``/proc/PID/stat`` (proc_pid_stat(5))."""
 
 
@@ -41,38 +42,24 @@ def own_process() -> ProcessIdentity:
 def liveness(process: ProcessIdentity) -> Liveness:
     """Return the state of ``process``.
 
-    A stopped process is ALIVE. A zombie is GONE, unless it is a process of this user of which other
-    threads run. A process of another host or namespace is UNKNOWN.
+    A stopped process is ALIVE. A zombie is GONE, unless other threads of the process run. A process
+    of another host or namespace is UNKNOWN, and one that ``/proc`` does not show.
     """
     try:
         if not process.host or process.host != _host():
             return Liveness.UNKNOWN
-        # kill instead of /proc: with hidepid, /proc does not show other users' processes.
-        os.kill(process.pid, 0)
+        # kill as well as /proc: with hidepid, /proc does not show other users' processes.
+        with contextlib.suppress(PermissionError):
+            os.kill(process.pid, 0)
         stat = _stat(process.pid)
-        threads = len(os.listdir(_PROC / str(process.pid) / "task"))
     except ProcessLookupError:
         return Liveness.GONE
-    except PermissionError:
-        return _liveness_of_another_user(process)
     except (OSError, OverflowError):
         return Liveness.UNKNOWN
-    return _liveness(process, stat, threads)
-
-
-def _liveness_of_another_user(process: ProcessIdentity) -> Liveness:
-    """Return the state of another user's process, whose threads are not counted."""
-    try:
-        return _liveness(process, _stat(process.pid), 1)
-    except OSError:
-        return Liveness.UNKNOWN
-
-
-def _liveness(process: ProcessIdentity, stat: list[str], threads: int) -> Liveness:
     if int(stat[_STARTED_AT]) != process.started_at:
         return Liveness.GONE
     # A process in state Z with other threads has only lost its main thread.
-    return Liveness.GONE if stat[_STATE] in "ZX" and threads <= 1 else Liveness.ALIVE
+    return Liveness.GONE if stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1 else Liveness.ALIVE
 
 
 @cache
