@@ -35,6 +35,13 @@ def listens(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
+def test_a_process_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not read the metadata, which are larger than the pipe's buffer."""
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(ConfigurationError, match="the side channel process ended or did not start in time"):
+        MetadataProcess("127.0.0.1", 0, [bytes(4 << 20)])
+
+
 def test_a_process_that_is_killed_is_started_again(worker: Callable[..., Worker]) -> None:
     """Without it, no further decode engine could connect to a prefill engine that works."""
     server = MetadataProcess("127.0.0.1", 0, [encode_agent_metadata(worker("p").agent_metadata)])

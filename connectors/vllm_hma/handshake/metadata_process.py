@@ -44,8 +44,8 @@ class MetadataProcess:
     ``rank_metadata``  encoded agent metadata of each worker, by rank
     ``identity``       key of the TLS certificate (``Keys.identity``); empty: no TLS
 
-    Raises ConfigurationError if the process cannot listen or does not start within _START_S, and
-    OSError if it cannot be created or ends before it has read its input.
+    Raises ConfigurationError if the process cannot listen, ends or does not start within _START_S,
+    and OSError if it cannot be created.
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
@@ -73,8 +73,10 @@ class MetadataProcess:
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         try:
-            self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(self._rank_metadata))
-            self._pipe.flush()
+            # If the process has ended, `_answer` raises.
+            with contextlib.suppress(BrokenPipeError):
+                self._pipe.write(_LENGTH.pack(len(encoded)) + encoded + b"".join(self._rank_metadata))
+                self._pipe.flush()
             return int(self._answer()["port"])
         except BaseException:
             self._end()
