@@ -598,6 +598,8 @@ class KVStore:
             self.staging.give_back(each.offset)
             if each.written is not None:
                 self._seconds["stored", each.written[0]] += each.call.seconds
+                if not each.call.started:
+                    self.counts["dropped_stores"] += 1
                 # The result is False if the object was already in the tier.
                 if self._stored is not None and each.call.state is CallState.ENDED and each.call.result:
                     self._stored.append(each.written)

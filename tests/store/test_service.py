@@ -388,6 +388,8 @@ def test_a_hanging_disk_leaves_staging_to_loads_from_memory(host: Host) -> None:
     files.heal()
     until(store.idle)
     assert store.staging.used_bytes == 0
+    disk = store.tiers[1].counts
+    assert disk.stored + disk.failed_stores + store.counts["dropped_stores"] == 32
 
 
 @pytest.mark.parametrize("ends", ["at its deadline", "with its request"])

@@ -39,6 +39,7 @@ class LaneCall(Generic[T]):
 
     ``function``  the blocking call
     ``deadline``  latest start, in ``time.monotonic()`` seconds; a call that runs longer hangs
+    ``started``   whether a thread has called ``function``
     ``result``    result of ``function``, once ``state`` is ENDED
     ``seconds``   duration of the call without its time in the queue; 0 until it has ended
     """
@@ -46,6 +47,7 @@ class LaneCall(Generic[T]):
     function: Callable[[], T]
     deadline: float
     state: CallState = CallState.QUEUED
+    started: bool = False
     result: T | None = None
     seconds: float = 0.0
 
@@ -126,7 +128,7 @@ class Lane:
             state, started_at = CallState.FAILED, time.monotonic()
             try:
                 if started_at < call.deadline:
-                    call.state = CallState.RUNNING
+                    call.state, call.started = CallState.RUNNING, True
                     call.result = call.function()
                     state = CallState.ENDED
             except StoreError as error:
