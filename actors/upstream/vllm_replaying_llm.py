@@ -255,7 +255,8 @@ class ReplayingLLM(AsyncLLM):
             and self.model_config.logprobs_mode.startswith("processed")
         ):
             raise served.fail(
-                "logprobs would change: the engine's `logprobs_mode` computes them after it forces repeated tokens"
+                "the stream was interrupted, and a stream with logprobs cannot be continued on another engine, "
+                f"because the engine's logprobs_mode is {self.model_config.logprobs_mode}; send the request again"
             )
         extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
         if not replayed and extra == (params.extra_args or {}):

@@ -36,8 +36,8 @@ the requests and their queue; ``engines.py`` has the producer engines.
 Silence is progress_s without a message of one partner; during a handshake, at least handshake_s.
 Cancel goes to all partners that may write. Without such a partner and without a verification, a
 failed reception skips ENDING. A request of a known engine skips CONNECTING unless the engine is
-stale: since its last handshake, a message could not be sent, a worker was lost or removed, or a
-transfer went into quarantine. A transfer id counts as used until lease_s after its reception.
+stale: its last handshake failed, or since then a message could not be sent, a worker was lost or
+removed, or a transfer went into quarantine. An id counts as used until lease_s after its reception.
 
 A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives, its Offer cannot
 be sent, or the owner reports its death. Failed does not end this period: parts of a write may still
@@ -177,7 +177,7 @@ class Consumer:
         for reception in self._of_engine(incarnation):
             if reception.stage is ReceptionStage.CONNECTING:
                 actions += self._fail(reception, reason, now)
-        self._engines.releases.pop(incarnation, None)
+        self._engines.connect_failed(incarnation)
         return actions
 
     def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:

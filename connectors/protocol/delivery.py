@@ -270,7 +270,11 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return (problem, moves): why an offer cannot be served, or None; the moves to write now.
+    """Return (problem, moves): why the offer cannot be served, or None, and the moves to write.
+
+    The first call that can serve the offer records its units as pending in ``delivery``, and
+    creates the digest if the offer needs one. Each call removes the units of the returned moves
+    from the pending ones, so the caller must write the moves. ``moves`` is empty with a problem.
 
     ``consumer`` is None if the consumer worker is dead or has been removed.
     """

@@ -82,6 +82,11 @@ class ProducerEngines:
         self.stale.discard(incarnation)
         self.touch(incarnation, now)
 
+    def connect_failed(self, incarnation: str) -> None:
+        """Handle a failed handshake: drop the pending Cancels and mark the engine stale."""
+        self.releases.pop(incarnation, None)
+        self.mark_stale(incarnation)
+
     def mark_stale(self, incarnation: str) -> None:
         """Require a handshake before the next request of a known engine."""
         if incarnation in self.partners:

@@ -80,8 +80,9 @@ class Receive:
     ``prompt_digest``  digest of the prompt without ``adapter``; each worker adds the adapter's
                        identity (``adapter_claims.py``)
     ``tables``         block table of each group
-    ``loaded_token``   the KV store supplies full attention in ``[start_token, loaded_token)``, and
-                       the transfer the rest. At most ``start_token``: the store supplies none
+    ``loaded_token``   position before which the KV store supplies full attention, from
+                       ``start_token`` on; the transfer supplies the rest. If it is not above
+                       ``start_token``, the store supplies none
     """
 
     request_id: str

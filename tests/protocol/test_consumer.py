@@ -368,6 +368,15 @@ def test_release_connects_where_it_must() -> None:
     assert late.connected("engine-a", PARTNERS, 20.1) == []
 
 
+def test_a_failed_handshake_of_a_known_engine() -> None:
+    """The next request starts with a handshake, too: nobody may read an Offer."""
+    consumer = offered()
+    consumer.connect_failed("engine-a", "no answer", 1.0)
+    assert consumer.start(order("r2", "t2"), 2.0) == [Connect(ENGINE)]
+    assert len(sends(consumer.connected("engine-a", PARTNERS, 3.0))) == 2
+    assert consumer.start(order("r3", "t3"), 4.0) != [Connect(ENGINE)]
+
+
 def test_abort_while_connecting_releases() -> None:
     """CONNECTING + abort -> gone at once; after the handshake the producer receives a Cancel."""
     consumer = Consumer(GROUPS, LIMITS)

@@ -133,7 +133,8 @@ class ListAnswer:
     async def body(self) -> AsyncGenerator[bytes, None]:
         """Yield whole events of a stream, or the complete body of another answer.
 
-        Raises the error of a prompt whose stream breaks, or of a later one that gets no answer.
+        Raises the error of a prompt whose stream breaks, or of one that gets no answer after
+        `open` has returned.
         """
         answer_id = f"cmpl-{self._parent_id}"
         if self.start.status >= HTTPStatus.BAD_REQUEST:

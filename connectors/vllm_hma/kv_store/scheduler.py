@@ -570,9 +570,10 @@ def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
     chunk_bytes = sum(sizes)
     needed_bytes = sum(map(slot_bytes, sizes)) * (2 if len(sizes) > 1 else 1)
     if needed_bytes > settings.staging_mib << 20:
+        half = ", and stores use at most half of staging" if len(sizes) > 1 else ""
         raise ConfigurationError(
-            f"store.staging_mib: the objects of one chunk have {chunk_bytes:,} bytes and stores use at most half of "
-            f"staging; set it to at least {-(-needed_bytes >> 20)}, or reduce chunk_tokens"
+            f"store.staging_mib: {settings.staging_mib} MiB of staging are too small: the objects of one chunk have "
+            f"{chunk_bytes:,} bytes{half}; set it to at least {-(-needed_bytes >> 20)}, or reduce store.chunk_tokens"
         )
     if all(chunk_bytes > budget for _, _, budget in settings.tiers):
         raise ConfigurationError(
