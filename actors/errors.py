@@ -30,8 +30,8 @@ class NoModelNamedError(TandemError):
 class HandoverError(UnavailableError):
     """Decode did not continue an answer after prefill's first token.
 
-    Decode refused the request or sampled another token, or the prefill leg failed. The decode
-    engine may run, so another attempt may use the same replica.
+    Decode refused the request or sampled another token, or the prefill leg broke. The decode
+    engine may still run, so another attempt may use the same replica.
     """
 
 

@@ -59,7 +59,7 @@ def score(settings: RoutingSettings, estimate: Estimate) -> float:
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
     """Return the decision. It ranks all usable replicas of the roles on its route.
 
-    The dispatcher needs the whole rank, because the first replica may have no free slot.
+    The dispatcher needs the whole order, because the first replica may have no free slot.
     """
     key = _key(settings, options, asked.session)
     local = sorted(options.local, key=key)

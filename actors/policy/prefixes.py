@@ -84,7 +84,10 @@ class _Tree:
 
 
 class Prefixes:
-    """Prefixes of each engine, at most `most_pieces` pieces per engine."""
+    """Prompt prefixes that each engine is assumed to have cached, in pieces of PIECE_BYTES bytes.
+
+    Keeps at most `most_pieces` pieces per engine.
+    """
 
     def __init__(self, most_pieces: int) -> None:
         self.most_pieces = most_pieces

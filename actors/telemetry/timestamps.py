@@ -97,7 +97,7 @@ class KvArrivals:
         self._found[request_id] = KvTimes()
 
     def take(self, request_id: str | None) -> KvTimes:
-        """Remove and return the known times of this request; without times if it is None."""
+        """Remove and return the known times of a request; none if the id is None or unknown."""
         return KvTimes() if request_id is None else self._found.pop(request_id, KvTimes())
 
     def observe(self, connector_stats: Mapping[str, Any] | None) -> None:

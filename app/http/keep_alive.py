@@ -103,9 +103,9 @@ class KeepAlive:
 
 
 def _is_stream(request: ClientRequest) -> bool:
-    """Return whether an engine that accepts `request` answers with a stream that gets comments.
+    """Return whether the answer to `request` is known to be a stream that gets comments.
 
-    In JSON only `true` counts: vLLM converts other values of `stream`, such as `"false"`.
-    `parse_form` has converted that of a form.
+    False for JSON values of `stream` other than `true`: vLLM converts some to true (`"true"`) and
+    others to false (`"false"`). For a form, `parse_form` has converted the value.
     """
     return request.body.get("stream") is True and request.endpoint in STREAMING

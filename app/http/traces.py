@@ -37,7 +37,7 @@ class RequestTrace:
         """The request for the engines, whose trace headers have this span as parent."""
 
     def refused(self, status: int) -> None:
-        """Record the error status with which an engine refused the request."""
+        """Record the status of an engine's answer that is an error (400 or higher)."""
         self._span.set_attribute("http.response.status_code", status)
 
     def answered(self, record: RequestRecord) -> None:

@@ -1,4 +1,4 @@
-"""Base class, field types and error of all settings models, and a text that logs do not show."""
+"""Base class, field types and error of all settings models; a string with a masked `repr`."""
 
 from typing import Annotated, Literal
 

@@ -35,7 +35,9 @@ class ModelIdentity:
     """Properties besides the layout that must be equal for two engines to exchange KV.
 
     ``model``           digest of the configuration and of the weights' identity: their digest, or
-                        the commit of a Hugging Face Hub model
+                        the commit of a Hugging Face Hub model. Not verified, with a warning, for a
+                        hub model without a known commit (name and revision) and for object storage
+                        (address)
     ``dtype``           dtype of the model
     ``cache_dtype``     dtype of the KV cache, never ``auto``
     ``engine_version``  vLLM release

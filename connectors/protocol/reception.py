@@ -104,7 +104,7 @@ class RequestQueue:
         return actions
 
     def undelivered(self, peer: Peer, message: AwaitStart, now: float) -> list[ConsumerAction]:
-        """End the request whose AwaitStart could not be sent."""
+        """End the wait of the request whose AwaitStart could not be sent; cancel its transfer."""
         if message.transfer_id not in self.requests:
             return []
         return self._fail(message.transfer_id, f"rank {peer.rank} of the prefill engine is unreachable", now)

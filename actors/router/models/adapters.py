@@ -49,8 +49,11 @@ class AdapterNames:
         """Models whose engines did not answer in the last reading."""
         self._lock = asyncio.Lock()
         self._read_at = float("-inf")
-        """Time at which the last reading began."""
+        """`time.monotonic` when the last valid reading began; -inf before the first one and after
+        `forget`.
+        """
         self._forgotten_at = float("-inf")
+        """`time.monotonic` of the last `forget`. A reading that began earlier is not valid."""
 
     async def model_of(self, name: str) -> ModelRouter | None:
         """Return the model that has the adapter `name`, or None.
@@ -121,7 +124,7 @@ def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> fr
 
 
 async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) -> None:
-    """Load an adapter on all engines of `model`, or on none.
+    """Load an adapter on all engines of `model`. If some of them fail, unload it on the others.
 
     ``is_3d``  `is_3d_lora_weight` of the client's request, for vLLM
 
@@ -130,7 +133,12 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
     peers.
     """
     version = time.time_ns()
-    replies = await _tell(model, "load_adapter", name, path, is_3d, version)
+    try:
+        replies = await _tell(model, "load_adapter", name, path, is_3d, version)
+    except UnavailableError:
+        # Prefill engines may have loaded it.
+        await model.tell_engines("revert_adapter", CHANGE_S, name, version)
+        raise
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}
     if not failed:
         return

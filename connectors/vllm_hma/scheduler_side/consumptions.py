@@ -109,9 +109,10 @@ class Consumptions:
         return _end_token(request, self._consumptions[request.request_id])
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Handle reports that queued requests no longer wait.
+        """Handle reports that the waits of queued requests have ended.
 
-        Each request allocates blocks to receive its KV. If its wait failed, it computes its prompt.
+        vLLM may then allocate a request's blocks, to receive its KV or, after a failure, to compute
+        its prompt. If rank 0 has cancelled the transfer, orders its release on the other ranks.
         """
         for due in reported:
             params = self._consumptions.get(due.request_id)
