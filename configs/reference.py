@@ -117,8 +117,8 @@ args:
   the roles of one model only; `make run` and `make doctor` refuse it with `models`. Ray's own
   commands accept it: such a service starts, and its roles keep their numbers of replicas.
 - The limits of `router` hold for all models together.
-- A change of `args`, such as another model in the list, restarts all replicas. A second application
-  with its own port does not.
+- A change of `args`, such as another model in the list, restarts all replicas. To add a model without
+  restarts, deploy a second application with its own port.
 """
 
 SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
@@ -141,7 +141,9 @@ _TEXTS = {
         "`frontend.lora_modules` or `allow_runtime_lora_updating`, and without a GPU an `engine.max_loras` greater "
         "than their number ([what is supported](supported.md))."
     ),
-    "`prefill` and `decode`": "One set of keys per role. `engine` here overrides `engine` of the service.",
+    "`prefill` and `decode`": (
+        "One set of keys per role. An argument in `engine` here overrides the same argument in `engine` of the service."
+    ),
     "`transfer`": (
         "The KV connector: how engines reach each other, and the deadlines of a transfer ([protocol](protocol.md))."
     ),

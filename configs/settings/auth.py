@@ -17,8 +17,8 @@ class AuthSettings(Frozen):
     api_keys: tuple[SecretStr, ...] = Field(
         (),
         description="accepted keys (`Authorization: Bearer KEY`); prefer the environment variables "
-        f"`{API_KEYS_VARIABLE}` (keys separated by commas) and `{VLLM_API_KEY_VARIABLE}` (one key). Without any key: "
-        "no authentication. /, /health, /ping, /load, /metrics and /tandem/service need no key",
+        f"`{API_KEYS_VARIABLE}` (keys separated by commas) and `{VLLM_API_KEY_VARIABLE}` (one key). Without any key, "
+        "requests need none. /, /health, /ping, /load, /metrics and /tandem/service never need one",
     )
 
     @field_validator("api_keys")
@@ -57,7 +57,7 @@ def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
     except ValueError as error:
         raise SettingsError(f"{variable}: {error}") from None
     if not found and list(values) != [""]:
-        raise SettingsError(f"{variable}: is set, but contains no key; unset it to admit all clients")
+        raise SettingsError(f"{variable}: is set, but contains no key; add a key, or unset the variable")
     return found
 
 

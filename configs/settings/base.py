@@ -10,7 +10,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SettingsError(ValueError):
-    """A configuration is invalid or cannot be read; the message names invalid keys or variables."""
+    """A configuration is invalid, or cannot be read or checked; the message gives the cause."""
 
 
 class Frozen(BaseModel):

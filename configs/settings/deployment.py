@@ -16,7 +16,8 @@ class PlacementSettings(Frozen):
     placement: Literal["any", "apart"] = Field(
         "any",
         description="any: spread over Ray nodes, or packed if Serve's controller has "
-        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1; apart: at most one replica of this deployment per node",
+        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 (for executor `ray`, Ray places the ranks); apart: at most one "
+        "replica of this deployment per node",
     )
 
     def spreading_options(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class RoleSettings(PlacementSettings):
                     f"{self.num_gpus:g} for {self.tensor_parallel_size}"
                 )
             if self.placement == "apart":
-                raise ValueError("placement `apart` is not for executor `ray`: Serve counts replicas, not their ranks")
+                raise ValueError("placement must be `any` for executor `ray`: `apart` counts replicas, not their ranks")
         return self
 
     @property
@@ -146,5 +147,5 @@ class RpcTlsSettings(Frozen):
     """TLS certificates for the connections between routers and engines."""
 
     certfile: str = Field(min_length=1, description="PEM file with the certificate chain, on the node of each replica")
-    keyfile: str = Field(min_length=1, description="PEM file with its unencrypted key")
+    keyfile: str = Field(min_length=1, description="PEM file with the unencrypted key of `certfile`")
     ca_certs: str = Field(min_length=1, description="PEM file with the authorities of the other side's certificates")

@@ -68,8 +68,8 @@ class TransferSettings(Frozen):
     )
     cancel_s: Seconds = Field(
         5.0,
-        description="timeout for the answer to a cancellation; then decode quarantines the request's blocks, computes "
-        "the request in other blocks, and repeats the cancellation",
+        description="timeout for the answer to a cancellation; then decode quarantines the request's blocks, repeats "
+        "the cancellation, and computes the request in other blocks unless the request was aborted",
     )
     lease_s: Seconds = Field(60.0, description="time for which prefill holds finished blocks for an offer of decode")
     alive_s: Seconds = Field(
@@ -118,9 +118,10 @@ class TransferSettings(Frozen):
         }
 
     def operators_secret(self) -> SecretStr | None:
-        """Return the operator's secret from these settings or this process's environment.
+        """Return the operator's secret from these settings, else from this process's environment.
 
-        None if both have none. Raises SettingsError if the secret in the environment is too short.
+        None if both have none. Raises SettingsError if the secret is from the environment and too
+        short.
         """
         if self.secret is not None:
             return self.secret
@@ -139,14 +140,14 @@ class KVStoreSettings(Frozen):
         "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
     )
     disk_gib: Positive = Field(
-        64.0, description="maximum size of the objects below `path`, in GiB, shared by all engines that use this folder"
+        64.0, description="maximum size of all files below `path`, in GiB, shared by all engines that use this folder"
     )
     memory_gib: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="maximum size of the objects in host memory, in GiB, shared by all engines of a node; 0: no memory "
-        "tier",
+        description="maximum size of all files below `memory_path`, in GiB, shared by all engines that use this "
+        "folder; 0: no memory tier",
     )
     memory_path: str = Field("/dev/shm/tandem-kv-store", description="folder on a tmpfs that holds the memory tier")
     chunk_tokens: int = Field(
@@ -172,7 +173,10 @@ class KVStoreSettings(Frozen):
         description="timeout for reading and verifying the objects of a request; the engine computes the tokens of "
         "late ones",
     )
-    store_s: Seconds = Field(30.0, description="timeout for writing an object, which is then dropped")
+    store_s: Seconds = Field(
+        30.0,
+        description="time for which an object may wait in staging for its write; then the store drops the object",
+    )
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "KVStoreSettings":

@@ -1,4 +1,4 @@
-"""Reads settings from configurations. Errors name each unknown key and each invalid value."""
+"""Reads settings from configurations. Errors name keys, and values that cannot be secret."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def changed_limits(built: RouterLimits, user_config: Any) -> RouterLimits:
     fixed = [key for key in user_config if key in RouterSettings.model_fields.keys() - RouterLimits.model_fields.keys()]
     if fixed:
         raise SettingsError(
-            "\n".join(f"{key}: cannot change while the router runs; change it in `args`" for key in fixed)
+            "\n".join(f"{key}: not a key of user_config; docs/configuration.md says how to change it" for key in fixed)
         )
     routing = user_config.get("routing")
     merged = built.model_dump() | user_config
@@ -71,7 +71,7 @@ def _advice(problem: Any, model: type[BaseModel]) -> str:
     if problem["type"] == "extra_forbidden":
         *path, key = problem["loc"]
         if path and key == "frontend":
-            return "set `frontend` of the service: both roles render the prompt"
+            return "set `frontend` beside `prefill` and `decode`: both roles render the prompt"
         close = difflib.get_close_matches(str(key), _keys(model, path), n=1)
         return f"no such setting; did you mean {close[0]}?" if close else "no such setting"
     message = str(problem["msg"]).removeprefix("Value error, ")

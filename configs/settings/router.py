@@ -27,7 +27,7 @@ class RoutingSettings(Frozen):
         "prefill replica, and for requests that need one engine: a decode replica, chosen in the same way",
     )
     local_below_tokens: int = Field(
-        32, ge=0, description="policy cost: decode computes prompts with fewer uncached tokens"
+        32, ge=0, description="policy cost: decode computes prompts with fewer uncached tokens than this"
     )
     decode_weight: float = Field(
         1.0,
@@ -95,8 +95,8 @@ class RouterLimits(Frozen):
     keep_alive_s: Seconds | None = Field(
         10.0,
         description="a stream without a token after this time gets status 200, headers and an SSE comment, and further "
-        "comments at this interval until its first token; less than a load balancer's idle timeout. `null`: nothing is "
-        "sent before the first token ([errors](http-api.md#errors))",
+        "comments at this interval until its first token; set it below a load balancer's idle timeout. `null`: nothing "
+        "is sent before the first token ([errors](http-api.md#errors))",
     )
     body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
     prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
@@ -113,12 +113,13 @@ class RouterLimits(Frozen):
         3,
         ge=1,
         description="maximum number of attempts of each leg of a failing request. A replica that has failed it is "
-        "not tried again; new tokens of a stream reset the count of decode",
+        "tried again only if it was silent and no other is available. New tokens of a stream reset the count of "
+        "decode, a failed decode leg resets the count of prefill",
     )
     silence_timeout_s: Seconds = Field(
         60.0,
         ge=3 * BEAT_S,
-        description="longest silence of an engine with an open request; then another engine takes over. Engines "
+        description="longest silence of an engine with an open request; then the router tries another one. Engines "
         f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
     )
     metrics_timeout_s: Seconds = Field(
@@ -202,7 +203,7 @@ class RouterSettings(RouterLimits, PlacementSettings):
     request_log: Literal["off", "parameters", "text"] = Field(
         "off",
         description="add the body of each request to its line of the access log: `parameters` with lengths instead of "
-        "texts, `text` as it was sent, prompts included ([fields](observing.md#access-log))",
+        "lists and most texts, `text` as it was sent, prompts included ([fields](observing.md#access-log))",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,

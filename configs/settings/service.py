@@ -116,7 +116,7 @@ class ModelSettings(Frozen):
 
 
 class ServiceSettings(ModelSettings):
-    """All settings of the service: the argument of `app.main:build`."""
+    """The settings in `args` of a Serve config file: the argument of `app.main:build`."""
 
     models: list[ModelSettings] = Field(
         default_factory=list,
@@ -205,7 +205,7 @@ class ServiceSettings(ModelSettings):
     def with_secret(self, fallback: SecretStr) -> "ServiceSettings":
         """Return these settings with the operator's secret, or with `fallback` if there is none.
 
-        Raises SettingsError if the secret in this process's environment is too short.
+        Raises SettingsError as `operators_secret` does.
         """
         secret = self.transfer.operators_secret() or fallback
         return self.model_copy(update={"transfer": self.transfer.model_copy(update={"secret": secret})})

@@ -68,7 +68,7 @@ def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) 
     [
         ({"executor": "ray"}, "executor `ray` needs num_gpus = tensor_parallel_size"),
         ({"executor": "ray", "num_gpus": 1, "tensor_parallel_size": 2}, "a GPU for each rank, not 1 for 2"),
-        ({"executor": "ray", "num_gpus": 1, "placement": "apart"}, "placement `apart` is not for executor `ray`"),
+        ({"executor": "ray", "num_gpus": 1, "placement": "apart"}, "placement must be `any` for executor `ray`"),
         ({"executor": "uni"}, "decode.executor"),
     ],
 )

@@ -161,7 +161,8 @@ def test_no_role_has_a_frontend_of_its_own(role):
     """With a chat template on one role, decode would recompute every prompt."""
     with pytest.raises(SettingsError) as raised:
         parse_settings({role: {"frontend": {"chat_template": "x"}}})
-    assert str(raised.value) == f"{role}.frontend: set `frontend` of the service: both roles render the prompt"
+    told = "set `frontend` beside `prefill` and `decode`: both roles render the prompt"
+    assert str(raised.value) == f"{role}.frontend: {told}"
 
 
 def test_arguments_without_effect_are_arguments_of_vllm():
