@@ -11,17 +11,17 @@ KEY = b"peer-secret"
 
 
 def fallback_secret(settings: ServiceSettings) -> SecretStr:
-    """Return the secret for engines without one in the settings or their own environment.
+    """Return the secret for engines without one in their own environment.
 
-    It is the operator's secret in the settings or in the environment of this process, which builds
-    the application; without one, the Ray cluster's. Raises SettingsError if the one in the
-    environment is too short.
+    It is the operator's, from `settings` or from the environment of this process, which builds the
+    application. If there is none, it is the Ray cluster's (`cluster_secret`). Raises SettingsError
+    as `operators_secret` does.
     """
     return settings.transfer.operators_secret() or SecretStr(cluster_secret())
 
 
 def cluster_secret() -> str:
-    """Return the secret in the Ray cluster's control store; generate it if there is none.
+    """Return the secret in the Ray cluster's control store; generate and store it if necessary.
 
     Serve builds the application again after a change of `args`. Old and new replicas run at the
     same time and could not authenticate each other with a new secret per build. In a process

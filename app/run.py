@@ -1,10 +1,10 @@
 """Starts the service on this machine: `python -m app.run` or `make run`.
 
-Checks the configuration, starts a Ray cluster (or joins the one at `--address`), runs `serve run`
-on the file in the foreground, and prints the stages of the start. After Ctrl-C, SIGTERM or a failed
-start, the launcher shuts Serve down, also on a cluster that it has joined, and ends all processes
-that it has started. Logs of Ray, actors and engines are in the Ray session's log directory;
-VERBOSE=1 also prints those of actors and engines.
+Checks the configuration, starts a Ray cluster (or joins the one at `--address`), deploys the
+configuration with `serve run` in the foreground, and prints the stages of the start. After Ctrl-C,
+SIGTERM or a failed start, the launcher shuts Serve down, also on a cluster that it has joined, and
+ends all processes that it has started. Logs of Ray, actors and engines are in the Ray session's log
+directory; VERBOSE=1 also prints those of actors and engines.
 """
 
 import argparse
@@ -76,8 +76,8 @@ DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 def main(argv: list[str] | None = None) -> int:
     """Run until stopped; return the exit status.
 
-    2: the configuration is invalid or the HTTP port is in use; 1: Ray or the service did not start;
-    0: stopped by a signal.
+    2: the configuration is invalid or the HTTP port cannot be used; 1: Ray or the service did not
+    start; 0: stopped by a signal.
     """
     parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     host, _, port = address_of(config, settings).rpartition(":")
     if options.address is None and (taken := port_taken(host, int(port))):
         print(
-            f"tandem: {taken}; stop the program that uses it, or choose another port (make run PORT=...)",
+            f"tandem: {taken}; stop the program that uses the port, or choose another port (make run PORT=...) or host",
             file=sys.stderr,
         )
         return 2
@@ -193,10 +193,10 @@ def _ours(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop_routers_soon(config: dict[str, Any]) -> None:
-    """Reduce the time for which Serve waits before it checks whether a stopping router is idle.
+    """Reduce, in `config`, the time after which Serve checks whether a stopping router is idle.
 
-    By default Serve waits 2 s, in which its proxies learn that the router stops. Changes nothing if
-    proxies run, or if the file sets this time.
+    By default Serve waits 2 s, in which its proxies learn that the router stops. Keeps the time if
+    proxies run, or if the file sets it.
     """
     if config.get("proxy_location") != "Disabled":
         return
@@ -366,7 +366,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     try:
         start_ray(lambda: ray.init(**where, **options), screen)
     except Exception as error:  # for example a timeout, a wrong address, or another Ray release there
-        screen.error(str(StartFailure("Ray did not start:", f"{type(error).__name__}: {error}", RAY_LOGS)))
+        screen.error(str(StartFailure("cannot start or join Ray:", f"{type(error).__name__}: {error}", RAY_LOGS)))
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
     stop_on_signals()  # Ray has installed a handler that prints a stack trace
@@ -423,11 +423,11 @@ def stop_on_signals() -> None:
 
 
 def end_ray(family: list[psutil.Process]) -> None:
-    """Disconnect from Ray, then kill the processes of `family` that outlive END_S.
+    """Disconnect from Ray, then kill the processes in `family` that do not end within END_S.
 
-    Disconnecting ends a cluster that this process started. `family` is empty for a cluster that
-    this process joined. Engines interrupted during their start do not detect the end of their actor
-    within END_S.
+    Disconnecting ends a cluster that this process started. `family` has the processes of this
+    cluster; it is empty if this process joined another one. Engines interrupted during their start
+    do not detect the end of their actor within END_S.
     """
     import ray
 
@@ -474,7 +474,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Call this before the end of the Ray cluster."""
+        """End the thread; wait at most HEALTH_TIMEOUT_S. Call this before the Ray cluster ends."""
         self._stopped.set()
         self._thread.join(HEALTH_TIMEOUT_S)
 
@@ -487,7 +487,11 @@ class Watcher:
                 self._watch.close()
 
     def _look(self) -> bool:
-        """Print new stages; return whether the start has succeeded or failed."""
+        """Print new stages; return whether the start has succeeded or failed.
+
+        Records the result. After success prints an example request; after a failure interrupts this
+        process.
+        """
         application = self._application()
         if application is None:
             return False

@@ -1,4 +1,4 @@
-"""Selects the launcher's output during the start: few lines for any number of replicas. Pure."""
+"""Selects the launcher's output at the start: few lines for any number of replicas. Does no I/O."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,10 @@ from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
 FIRST_REMINDER_S = 30.0
-"""Time without a new stage before a reminder of the pending stages; doubles with each reminder."""
+"""Seconds without a new stage before the first reminder of the pending stages.
+
+The interval doubles with each reminder.
+"""
 
 MAX_ERROR_LINES = 12
 LABEL_WIDTH = 66
@@ -66,7 +69,7 @@ def _initial(replicas: int | Mapping[str, object]) -> int:
 
 
 class EngineStages:
-    """Makes a line for each stage of a role once all initial replicas of the role reach it."""
+    """Makes a line per stage of a role once all its initial replicas reach it, or a reminder."""
 
     def __init__(self, replicas: Mapping[RoleName, int]) -> None:
         self._replicas = replicas

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     for finding in examine(options.config, options.skip):
         print(finding, flush=True)
         failed += not finding.ok
-    print(f"tandem: {f'{failed} checks failed' if failed else 'this machine can serve'}")
+    print(f"tandem: {f'{failed} checks failed' if failed else 'all checks that ran have passed'}")
     return 1 if failed else 0
 
 

@@ -32,10 +32,11 @@ def check_config(path: Path) -> tuple[list[Finding], dict[str, Any], ServiceSett
 
 
 def check_readable(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that `config.json` and the weights of a model directory are readable and complete.
+    """Check that a model directory has `config.json` and weights, all readable (`_unreadable`).
 
-    For a hub id, check that this machine's hub cache has `config.json`, or, unless HF_HUB_OFFLINE
-    is set, that the hub has the model.
+    Does not detect that some of several weight files are missing. For a hub id, check that this
+    machine's hub cache has `config.json`, or, unless HF_HUB_OFFLINE is set, that the hub has the
+    model.
     """
     try:
         check_model(settings)
@@ -67,8 +68,9 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return the reason why a checkpoint file is unreadable or incomplete, else None.
+    """Return the reason why a checkpoint file is unreadable or visibly incomplete, else None.
 
+    Detects Git LFS pointers, truncated safetensors files and a `config.json` that is not JSON.
     Reads the first FIRST_BYTES of the file, or all of `config.json`.
     """
     try:

@@ -103,7 +103,7 @@ def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> It
 
 
 def ray_temporary_directory() -> str:
-    """Return the directory in which a Ray cluster on this machine creates sockets and logs."""
+    """Return the directory below which Ray, started in this environment, creates sockets."""
     return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 

@@ -61,7 +61,8 @@ class PerKeyLimiter:
         """
         if most is not None and self._taken[key] >= most:
             raise OverloadedError(
-                f"{self._taken[key]} requests of this API key are ongoing, its limit in this router; retry later"
+                f"{self._taken[key]} requests of this API key are ongoing; the key's limit is reached in this router; "
+                "retry later"
             )
         self._taken[key] += 1
         try:

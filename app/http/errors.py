@@ -74,7 +74,7 @@ def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def status_of(error: Exception) -> HTTPStatus:
-    """Return the HTTP status for `error`; 500 for an unexpected one."""
+    """Return the HTTP status for `error`; 500 for an internal error."""
     match error:
         case BadRequestError():
             return error.status

@@ -2,7 +2,8 @@
 
 A client that sends `x-tandem-explain: 1` receives two headers, unless the answer is an error:
 `x-tandem-decision`, the routing decision and its inputs, and `Server-Timing`, the latency breakdown
-in the W3C format that browsers' developer tools display.
+in the W3C format that browsers' developer tools display. A stream that has begun with keep-alive
+comments has them as SSE comments.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ DECISION_HEADER = b"x-tandem-decision"
 TIMING_HEADER = b"server-timing"
 
 ACCOUNT_S = 0.5
-"""Maximum wait for the prefill engine's timings before the first bytes of an explained request.
+"""Maximum wait in seconds for the prefill engine's timings before an explained answer is sent.
 
 The timings normally arrive before decode's first token, on a busy machine milliseconds after it.
 """
@@ -62,7 +63,7 @@ class Observer:
     def of(
         cls, model: ModelRouter, request: ClientRequest, traces: Traces | None, entry: AccessEntry | None = None
     ) -> "Iterator[Observer]":
-        """Yield an observer of `request`; leaving the context ends the trace."""
+        """Set the request id of `entry`; yield an observer of `request`. Leaving ends the trace."""
         if entry is not None:
             entry.request_id = request.request_id
         trace = traces.begin(request) if traces is not None else None

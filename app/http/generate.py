@@ -30,7 +30,7 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 STREAM_END_S = 5.0
-"""Timeout for sending the end of a stream to a slow client."""
+"""Timeout in seconds for sending the end of a stream to a slow client."""
 
 RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"})
 """Response headers of an engine that the router forwards to the client."""
@@ -42,7 +42,7 @@ LOCAL_REASON_HEADER = b"x-tandem-local-reason"
 FIRST_TOKEN_HEADER = b"x-tandem-first-token"
 
 REFUSED = "refused"
-"""Label `route` of a request that got an error status instead of an answer, in the metrics."""
+"""Label `route`, in the metrics, of a request that got an error instead of an answer."""
 
 LEFT = "left"
 """Label `route` of a request whose client disconnected before the answer started."""

@@ -1,4 +1,4 @@
-"""The router's HTTP server; requests do not pass through Ray Serve's proxy.
+"""The router's HTTP server, whose requests do not pass through Ray Serve's proxy.
 
 All routers of a service on one node share the port with SO_REUSEPORT: the kernel assigns each new
 connection to one of them. So a new router accepts connections before the old one stops. `open`
@@ -36,23 +36,23 @@ logger = logging.getLogger(__name__)
 
 SERVICE_PATH = "/tandem/service"
 """Path of the service id and readiness. Routers read the id before they share the port; load
-balancers read the status: 200 if this router can serve, 503 if not."""
+balancers read the status: 200 if this router can serve, 503 if it cannot or is stopping."""
 
 KEEP_ALIVE_S = 90
-"""Timeout of idle connections; clients and load balancers should use a shorter timeout."""
+"""Timeout of idle connections in seconds; clients and load balancers should use a shorter one."""
 
 BACKLOG = 2048
 """Maximum number of connections in the listener's backlog."""
 
 UNREAD_S = 30.0
-"""Timeout for a client that acknowledges no data; the router then cancels its request."""
+"""Timeout in seconds for a client that acknowledges no data; the router cancels its request."""
 
 
 SETTLES_S = 1.0
-"""Time for which `open` retries: routers that start or stop may block the port briefly."""
+"""Seconds for which `open` retries: routers that start or stop may block the port briefly."""
 
 ASK_S = 5.0
-"""Timeout of the request for the service id to the process that listens on the port."""
+"""Timeout in seconds of the request for the service id to the process that has the port."""
 
 
 class PortTakenError(ConfigurationError):
@@ -170,7 +170,7 @@ class HttpServer:
         except OSError as error:
             where = f"router.http_host, http_port: {host}:{port}"
             if error.errno != errno.EADDRINUSE:
-                raise ConfigurationError(f"{where} cannot be used: {error}") from error
+                raise ConfigurationError(f"{where} cannot be used; choose another host or port: {error}") from error
         try:
             address = f"[{host}]" if ":" in host else host.replace("0.0.0.0", "127.0.0.1")
             opener = urllib.request.build_opener(

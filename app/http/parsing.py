@@ -42,7 +42,10 @@ FORWARDED_HEADERS = frozenset(
         b"x-session-id",
     }
 )
-"""Request headers that the router always forwards to the engines."""
+"""Request headers that the router forwards to the engines whatever its settings.
+
+`read_request` omits `x-request-id` if the id in the body takes precedence.
+"""
 
 FORM_ENDPOINTS: frozenset[Endpoint] = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Endpoints whose body is a form with a file."""

@@ -23,7 +23,7 @@ from connectors.errors import TandemError
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 16
-"""Largest body of a request that loads or unloads an adapter."""
+"""Largest body in bytes of a request that loads or unloads an adapter."""
 
 
 class ModelList:
@@ -70,7 +70,10 @@ class AdapterEndpoints:
         self._loading = asyncio.Lock()
 
     async def load(self, request: Request) -> Response:
-        """Load an adapter on all engines of its model, or on none."""
+        """Load an adapter on all engines of its model; after a failure, unload it again.
+
+        An engine that does not answer may keep it.
+        """
         return await self._answer(request, self._load)
 
     async def unload(self, request: Request) -> Response:
@@ -153,7 +156,10 @@ class AdapterEndpoints:
 
     @asynccontextmanager
     async def _one_load(self) -> AsyncIterator[None]:
-        """Let this router load one adapter at a time. Raises UnavailableError after CHANGE_S."""
+        """Let this router load one adapter at a time; wait at most CHANGE_S for other loads.
+
+        Raises UnavailableError after this wait.
+        """
         try:
             async with asyncio.timeout(CHANGE_S):
                 await self._loading.acquire()

@@ -161,8 +161,9 @@ def test_no_role_has_a_frontend_of_its_own(role):
     """With a chat template on one role, decode would recompute every prompt."""
     with pytest.raises(SettingsError) as raised:
         parse_settings({role: {"frontend": {"chat_template": "x"}}})
-    told = "set `frontend` beside `prefill` and `decode`: both roles render the prompt"
-    assert str(raised.value) == f"{role}.frontend: {told}"
+    assert str(raised.value) == (
+        f"{role}.frontend: set `frontend` beside `prefill` and `decode`: both roles render the prompt"
+    )
 
 
 def test_arguments_without_effect_are_arguments_of_vllm():
