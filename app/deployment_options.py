@@ -6,7 +6,8 @@
               the node of the first rank
 
 Serve spreads `mp` replicas over nodes. With RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 in its
-controller's environment, it packs them onto nodes in use.
+controller's environment, it packs them onto nodes in use, unless a role has executor `ray`
+(`_use_pack_strategy` in ray/serve/_private/deployment_scheduler.py).
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ class PlacementSettings(Frozen):
     placement: Literal["any", "apart"] = Field(
         "any",
         description="any: spread over Ray nodes, or packed if Serve's controller has "
-        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 (for executor `ray`, Ray places the ranks); apart: at most one "
+        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 and no role on the cluster has executor `ray`; apart: at most one "
         "replica of this deployment per node",
     )
 

@@ -8,7 +8,10 @@ from configs.settings.base import Frozen, Positive, Seconds
 from configs.settings.deployment import PlacementSettings
 
 BEAT_S = 5.0
-"""Interval in seconds of the heartbeats that an engine sends to routers during open calls."""
+"""Seconds from an engine core's answer to a liveness check until the next check.
+
+After each answer the engine sends a heartbeat to routers with open calls.
+"""
 
 MIN_ONGOING_SEQUENCES = 4096
 """Minimum of a router's default `max_ongoing_sequences`."""
@@ -120,7 +123,7 @@ class RouterLimits(Frozen):
         60.0,
         ge=3 * BEAT_S,
         description="longest silence of an engine with an open request; then the router tries another one. Engines "
-        f"send a heartbeat every {BEAT_S:g} s, between two steps, also for queued requests",
+        f"send a heartbeat every {BEAT_S:g} s, or after a longer step, also for queued requests",
     )
     metrics_timeout_s: Seconds = Field(
         5.0,
