@@ -117,8 +117,8 @@ args:
   the roles of one model only; `make run` and `make doctor` refuse it with `models`. Ray's own
   commands accept it: such a service starts, and its roles keep their numbers of replicas.
 - The limits of `router` hold for all models together.
-- A change of `args`, such as another model in the list, restarts all replicas. To add a model without
-  restarts, deploy a second application with its own port.
+- A change of `args`, such as another model in the list, restarts all replicas. To add a model
+  without restarts, deploy a second application with its own port.
 """
 
 SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
