@@ -26,7 +26,7 @@ class ConnectorConfig:
     ``side_channel_port``  port of the side channel; data-parallel rank r listens on this port + r.
                            0: each rank takes a free port
     ``advertise_host``     host name or address at which peers reach the side channel; empty:
-                           side_channel_host. Required if that is 0.0.0.0, :: or empty
+                           side_channel_host. Required if side_channel_host is 0.0.0.0, :: or empty
     ``backends``           NIXL backends
     ``devices``            network devices for UCX; if empty, ``net_devices`` chooses
     ``integrity``          of a decode engine. full: compare digests of all received bytes before a

@@ -73,8 +73,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     """Sends a prompt's KV from a prefill engine to a decode engine while prefill computes it.
 
     Both engines use this class. With ``store``, it also stores KV and loads stored KV. The
-    constructor raises ConfigurationError or UnsupportedCacheError for an engine that it does not
-    support.
+    constructor raises ConfigurationError for invalid settings, and ConfigurationError or
+    UnsupportedCacheError for an engine that the connector does not support.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -168,11 +168,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return ``LBHNC``: head-major pages, in which a consumer rank's heads are contiguous.
 
-        Return None, no preference, for MLA, which has a single latent per token. In token-major
-        pages, unequal TP sizes need one run per token. The environment variable
-        ``VLLM_KV_CACHE_LAYOUT`` takes precedence over the result. If a backend does not support the
-        result, vLLM logs a warning and uses another layout (vllm/v1/attention/backends/utils.py,
-        ``resolve_kv_cache_layout``).
+        Return None, no preference, without a model and for MLA, which has a single latent per
+        token. In token-major pages, unequal TP sizes need one run per token. The environment
+        variable ``VLLM_KV_CACHE_LAYOUT`` takes precedence over the result. If a backend does not
+        support the result, vLLM logs a warning and uses another layout
+        (vllm/v1/attention/backends/utils.py, ``resolve_kv_cache_layout``).
         """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
@@ -212,7 +212,8 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         The tokens follow the first ``num_computed_tokens``. None tokens defer the request to the
         next step; vLLM schedules other requests meanwhile. This happens while the request waits for
         a shared transfer (``shared_transfers.py``), for the start of its prompt on the producer, or
-        for a fetch from the KV store.
+        for the KV store: for a fetch, which the first call starts, or until all ranks have
+        mapped staging.
 
         A request with a transfer may also load a stored prefix. It waits for the fetch only while
         waiting can save time (``store/mixing.py``). Other requests load stored tokens within the
@@ -292,8 +293,9 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Stop sharing KV with other engines until this engine restarts. Return True.
 
-        Transfers of prompts that are already computed continue. The KV store uses a random
-        namespace. Called by ``reset_prefix_cache(reset_connector=True)``.
+        Transfers of finished prefill requests continue, and so do those that this engine is
+        receiving. The KV store uses a random namespace. Called by
+        ``reset_prefix_cache(reset_connector=True)``.
         """
         self.scheduler.reset()
         if self._store_scheduler is not None:

@@ -90,7 +90,7 @@ COUNTERS = {
         "kind",
         "Lookups, loads and stores that failed or ended early: late_lookup (a call to a tier), late_load (a request "
         "whose fetch was stopped), failed_load (a read of an object), no_staging_for_load (an object, or a request "
-        "that loads a shorter prefix), dropped_store (an object given up before its write to a tier was queued), "
+        "that loads a shorter prefix), dropped_store (an object, or its write to one tier, given up before the write), "
         "failed_store (a write of an object to a tier).",
     ),
 }
@@ -122,7 +122,10 @@ _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
 _COUNTED = {*_STAGES, "quarantined", "hanging"}
 
 PEERS_KEPT = 64
-"""Maximum number of peers with series, per engine. Each decode engine start is a new peer."""
+"""Maximum number of peers with series, per engine. Each decode engine start is a new peer.
+
+No limit with Ray's metrics, which cannot remove a series.
+"""
 
 ARRIVALS_KEPT = 1024
 """Maximum number of arrivals, and of fetches, in one ``TandemStats``. vLLM merges reports until it
@@ -140,7 +143,8 @@ class TandemStats(KVConnectorStats):
                   fetches from the KV store in progress
     ``arrivals``  ``{request id: [asked_at, ended_at, failed]}``: start of the transfer on the first
                   rank and its end on the last, in ``time.monotonic()`` seconds of the engine's
-                  host; whether it failed on any rank
+                  host; whether it failed on any rank. A request that failed in the queue has no
+                  start: both times are then its end
     ``fetches``   ``{request id: [began_at, ended_at]}``: start and end of the last fetch from the
                   KV store, on the same clock
     """
@@ -292,7 +296,10 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             held_up.labels(*values).set(largest[key])
 
     def _keep(self, engine_idx: int, peer: str) -> None:
-        """Mark a peer as used. Above PEERS_KEPT, remove the series of the least recently used."""
+        """Mark a peer as used. Above PEERS_KEPT, forget the least recently used peer.
+
+        Its series are removed if the metrics can remove series.
+        """
         self._peers.pop((engine_idx, peer), None)
         self._peers[engine_idx, peer] = None
         own = [key for key in self._peers if key[0] == engine_idx]

@@ -40,9 +40,10 @@ register()
 
 @dataclass(frozen=True, slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Handshake metadata of all children on one worker, in configured order; None if one has none.
+    """Handshake metadata of all children on one worker, in configured order.
 
-    vLLM's MultiConnector returns only the first child's that is not None, and passes it to all.
+    None stands for a child without metadata. vLLM's MultiConnector keeps the metadata of one child
+    only, the first that has any, and passes it to all children.
     """
 
     children: tuple[KVConnectorHandshakeMetadata | None, ...]
@@ -64,13 +65,15 @@ class TandemMultiConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return (tokens, whether the load is asynchronous) of the child with the highest score.
+        """Select the child with the highest score that has answered, and return its result.
 
-        (0, False) if no child has tokens. None tokens defer the request to the next step. This
-        happens if no child has answered. It also happens if no child has tokens and a
+        The request's KV is then loaded from this child. The result is (tokens, whether the load is
+        asynchronous); (0, False) if no child has tokens. None tokens defer the request to the next
+        step. This happens if no child has answered. It also happens if no child has tokens and a
         TandemConnector or TandemStoreConnector has not answered: scheduling the request now would
         end the child's transfer, or its lookup in the KV store, which normally takes more than one
-        step. Both connectors limit the time until they answer.
+        step. Both connectors answer in the end: deadlines end their waits for silent peers and for
+        files.
         """
         best, chosen, answered, waits = 0.0, None, False, False
         found: tuple[int, bool] = (0, False)

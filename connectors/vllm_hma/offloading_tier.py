@@ -86,8 +86,9 @@ _KEYS_PER_LOOKUP = 64
 class _Lookup:
     """Lookup of one key, for all requests that need it.
 
-    ``asked_at``  time of the lookup call in seconds; None before it
-    ``exists``    None until the lookup is answered; False if it is late
+    ``asked_at``  time of the lookup call in ``time.monotonic()`` seconds; None before the call
+    ``exists``    whether the tier has the object; None until the lookup is answered. False also for
+                  a late or rejected lookup, and after a failed load or ``drain_jobs``
     """
 
     key: OffloadKey
@@ -100,11 +101,12 @@ class _Lookup:
 class _Job:
     """Transfer job of vLLM: a load (promotion) or a store of some chunks.
 
-    ``began_at``   time of its submission, in seconds
-    ``ends_at``    deadline in seconds
+    ``began_at``   time of its submission, in ``time.monotonic()`` seconds
+    ``ends_at``    its deadline, on the same clock
     ``calls``      call on a lane, by key; None if the lane rejected it
     ``progress``   progress of each key's read; empty for stores
-    ``abandoned``  True once the job has ended: vLLM may then reuse its chunks of the CPU tier
+    ``abandoned``  True once the job has ended or the tier is shut down: vLLM may then reuse or
+                   release the job's chunks of the CPU tier
     """
 
     job: TransferJob
@@ -122,8 +124,9 @@ _MEDIA_WORDS = frozenset({"vision", "audio", "image", "img", "video", "vq"})
 class TandemStoreTier(SecondaryTierManager):
     """Tier of vLLM's offloading that keeps chunks in files below ``path``.
 
-    Only the constructor and ``drain_jobs`` wait for the file system. The constructor raises
-    ConfigurationError for invalid arguments and unusable folders.
+    Only the constructor, ``drain_jobs`` and ``shutdown`` wait for the file system. The constructor
+    raises ConfigurationError for invalid arguments and unusable folders, ValueError for an unknown
+    ``locality``, and OSError if a weight file cannot be read.
 
     ``path``, ``disk_gib``, ``lookup_s``  as in ``StoreSettings``
     ``load_s``            time limit of a load job, in seconds
@@ -166,7 +169,7 @@ class TandemStoreTier(SecondaryTierManager):
         limits = {"lookup_s": lookup_s, "load_s": load_s, "store_s": store_s}
         settings = parse_settings({"store": {"path": path, "disk_gib": disk_gib, **limits}})
         self._settings = settings
-        # Held while a thread copies from or to the CPU tier, and while a job is abandoned.
+        # Held while a thread copies from or to the CPU tier, and while ``abandoned`` is set.
         self._memory_lock = threading.Lock()
         self.space = _namespace(offloading_spec, self.block_size_bytes, revision, identity)
         self.folder = FolderTier(Path(settings.path), settings.tiers[0][2])
@@ -207,7 +210,8 @@ class TandemStoreTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT or MISS once the lookup is answered, MISS if it is late, and RETRY before.
 
-        ``on_schedule_end`` submits new lookups; they are late after ``lookup_s``.
+        The first call for a key records a new lookup. ``on_schedule_end`` submits it; it is late
+        ``lookup_s`` after that.
         """
         self._take_lookups()
         found = self._lookups.get(key)
@@ -335,7 +339,10 @@ class TandemStoreTier(SecondaryTierManager):
         return OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality)
 
     def shutdown(self) -> None:
-        """Stop without waiting for the file system. Chunks whose writes are queued are lost."""
+        """Stop, and lose the chunks whose writes are queued.
+
+        Waits at most a second for a thread that holds the lock of the folder's ledger.
+        """
         for lane in (self._lookup_lane, self._read_lane, self._write_lane):
             lane.close()
         with self._memory_lock:
@@ -441,8 +448,8 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
     """Return the namespace of a model's chunks.
 
     vLLM's FileMapper describes the layout and decides whether other TP sizes can read it. Reads all
-    weights of a local model once per host. Raises ConfigurationError if ``revision`` of a Hugging
-    Face Hub model is not a commit.
+    weights of a local model, or their cached digests. Raises ConfigurationError if ``revision`` of
+    a Hugging Face Hub model is not a commit, and as ``named_weights``.
     """
     model = spec.config.model.name
     if not Path(model).exists() and not is_commit(revision):

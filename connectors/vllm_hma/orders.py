@@ -121,11 +121,11 @@ class Orders(KVConnectorMetadata):
     ``aborts``     ids of decode requests that have ended during their transfer
     ``releases``   decode requests that need no KV from their producers
     ``discards``   ids of transfers whose KV no engine will fetch
-    ``lost``       ids or prefixes of ended engines (``params.names_engine``)
+    ``lost``       ids of ended engines, or common prefixes of such ids (``params.names_engine``)
     ``report``     whether workers report this step even without changes, so that vLLM calls
                    ``update_connector_output``, which checks whether delayed requests fit. True
                    while blocks are in quarantine or a request is delayed (``failed_loads.py``)
-    ``store``      copies of the KV store; None without a store
+    ``store``      orders of the KV store's scheduler side; None without a store
     """
 
     expects: list[Expect] = field(default_factory=list)

@@ -56,8 +56,9 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores chunks of requests, and loads stored chunks instead of computing them.
 
     ``StoreScheduler.new_request`` excludes requests whose KV has no stable name. The constructor
-    raises ConfigurationError or UnsupportedCacheError for an engine that the store does not
-    support; ``register_kv_caches`` also refuses caches on accelerators.
+    raises ConfigurationError for invalid settings, and ConfigurationError or UnsupportedCacheError
+    for an engine that the store does not support. ``register_kv_caches`` raises ConfigurationError
+    for a cache on an accelerator.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -148,8 +149,8 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Discard all fetches, and use a random namespace until the engine restarts. Return True.
 
-        KV that running requests have computed is not stored. Called by
-        ``reset_prefix_cache(reset_connector=True)``.
+        Current requests load and store no further KV; loads that are already ordered still run.
+        Called by ``reset_prefix_cache(reset_connector=True)``.
         """
         self.scheduler.reset()
         return True

@@ -77,7 +77,7 @@ class Handshaker:
     ``on_start``          called in a thread of this class before each handshake, to prepare the
                           thread
 
-    Callbacks run in the threads of this class and take the worker's lock themselves.
+    All callbacks run in threads of this class, which do not hold the worker's lock.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Handshaker:
     def hello_received(self, sender: Peer, message: Hello) -> None:
         """Handle a consumer worker's Hello.
 
-        Ignore it if another Hello of this worker is pending. Drop it if MAX_PENDING_HELLOS are
+        Ignore it if another Hello of its sender is pending. Drop it if MAX_PENDING_HELLOS are
         pending; the sender repeats it.
         """
         with self._lock:

@@ -40,7 +40,7 @@ _NICE = 5
 class MetadataProcess:
     """Process that serves one engine's agent metadata and states of processes until ``close``.
 
-    ``port``           listening port
+    ``port``           port to listen on; 0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
     ``identity``       key of the TLS certificate (``Keys.identity``); empty: no TLS
 
@@ -108,7 +108,10 @@ class MetadataProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Close the process's input, which ends it; kill it after _END_S seconds. Idempotent."""
+        """Close the process's input, which ends it; kill it after _END_S seconds. Idempotent.
+
+        A process that is being started again is killed at once.
+        """
         self._closing.set()
         if self._lock.locked():
             self._process.kill()  # it is being started again; the start must not delay this call

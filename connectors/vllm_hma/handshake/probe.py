@@ -1,8 +1,8 @@
 """Checks whether suspect prefill workers are dead, so that blocks in quarantine can be freed.
 
 Blocks of a decode engine stay in quarantine until each prefill worker that may write to them has
-acknowledged that it writes no more, or its process is proved dead (docs/decisions/0025). The kernel
-of the worker's host supplies the proof, twice, CONFIRM_S apart:
+acknowledged that it writes no more, or its process is proved dead (docs/decisions/0025). For the
+proof, the kernel of the worker's host must report the end twice, at least CONFIRM_S apart:
 
     this host     this process saw the worker's process alive at the handshake, in its own pid and
                   time namespaces, and now sees that it has ended (``processes.py``)
@@ -31,7 +31,7 @@ from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-# Minimum time between the first and the second proof, in seconds. Bytes in a dead process's sockets
+# Minimum time between the two reports of a proof, in seconds. Bytes in a dead process's sockets
 # arrive meanwhile.
 CONFIRM_S = 2.0
 # Maximum number of engines that one probe asks, the worker's own included.
@@ -111,10 +111,10 @@ class WorkerProbe:
             self._closed.wait(CONFIRM_S)
 
     def _probe(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
-        """Return whether the worker's process has ended; report it at the second proof in a row.
+        """Return whether the worker's process has ended. If also ``gone_before``, call ``on_lost``.
 
-        If the probe or the report raises, log it and return ``gone_before``, so that other workers
-        are still probed.
+        False if the state is unknown. If the probe or ``on_lost`` raises, log the exception and
+        return ``gone_before``, so that other workers are still probed.
         """
         try:
             gone = self._is_gone(suspect, witnesses)

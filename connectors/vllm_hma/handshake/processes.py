@@ -43,7 +43,8 @@ def liveness(process: ProcessIdentity) -> Liveness:
     """Return the state of ``process``.
 
     A stopped process is ALIVE. A zombie is GONE, unless other threads of the process run. A process
-    of another host or namespace is UNKNOWN, and one that ``/proc`` does not show.
+    is UNKNOWN on another host or in another namespace, or if it exists but ``/proc`` does not show
+    it.
     """
     try:
         if not process.host or process.host != _host():

@@ -70,7 +70,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 class MetadataServer:
     """Serves one engine's agent metadata, and states of its host's processes, until ``close``.
 
-    ``port``           listening port
+    ``port``           port to listen on; 0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
     ``identity``       key of the TLS certificate (``Keys.identity``); empty: plain TCP for every
                        client
@@ -152,7 +152,7 @@ class MetadataServer:
             await asyncio.sleep(self._pace_s)
 
     async def _talk(self, connection: socket.socket, who: str) -> None:
-        """Serve one connection. Logs every error of the connection or of the request."""
+        """Serve one connection. Log an error of the connection or of the request, rate-limited."""
         streams = _Streams(connection)
         try:
             async with asyncio.timeout(TALK_S):
@@ -276,7 +276,7 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
     if agent_metadata.incarnation != incarnation:
         raise StaleReferenceError(
             f"{host}:{port} is now engine {agent_metadata.incarnation}, not {incarnation}: the prefill engine of this "
-            "request has restarted"
+            "request has restarted, or another engine uses its port"
         )
     return agent_metadata
 

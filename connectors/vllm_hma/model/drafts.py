@@ -61,7 +61,7 @@ def draft_identity(config: VllmConfig) -> str:
     """Return a digest of method and draft model; empty if the cache holds no KV of drafts.
 
     The digest excludes the number of speculated tokens, which may differ between two engines.
-    Raises ConfigurationError if the draft's weights cannot be hashed (``weights_identity``).
+    Raises as ``weights_identity`` for the draft's weights.
     """
     speculative = drafting(config)
     if speculative is None:

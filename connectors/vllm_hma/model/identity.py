@@ -29,8 +29,8 @@ def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) ->
     ``draft``   identity of the draft model (``drafts.py``); empty: none
     ``stored``  whether KV with this identity outlives the engine, in a KV store
 
-    Reads all weights of a local model, or their cached digests (``weights.py``). Raises
-    ConfigurationError as ``weights_identity``.
+    Reads all weights of a local model, or their cached digests (``weights.py``). Raises as
+    ``weights_identity``.
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
@@ -82,13 +82,13 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
 def weights_identity(model: ModelConfig, load_format: str, stored: bool = False) -> str:
     """Return a string that identifies a model's weights.
 
-    ``dummy`` for weights that vLLM makes itself, the address of weights in object storage, else the
-    result of ``named_weights``.
+    ``dummy`` for weights that vLLM makes itself; the address of weights in object storage, with a
+    warning in the log; else the result of ``named_weights``.
 
     ``load_format``  vLLM's ``load_format``
     ``stored``       whether KV with this identity outlives the engine, in a KV store
 
-    Raises ConfigurationError as ``named_weights``, and if ``stored`` for object storage.
+    Raises as ``named_weights``, and ConfigurationError for object storage if ``stored``.
     """
     if load_format == "dummy":  # vLLM makes the weights from a fixed seed
         return "dummy"
@@ -103,7 +103,7 @@ def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
     It is the digest of the weight files for a local path, and name and commit for a hub model. If
     the commit is unknown, it is name and revision, with a warning in the log.
 
-    Raises ConfigurationError if ``stored`` and the commit is unknown, and for a local path as
+    Raises ConfigurationError if ``stored`` and the commit is unknown. For a local path, raises as
     ``digest_weights``.
     """
     path = Path(name)

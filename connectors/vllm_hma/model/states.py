@@ -13,8 +13,9 @@ vLLM splits each section in brackets, and the first dimension of a recurrent sta
 ranks. B and C of a Mamba-2 model with a single group are replicated on every rank. A convolution
 state holds its last tokens as (channels, tokens), called DS, or as (tokens, channels), SD.
 
-Two kinds of states move as one opaque page: a state that vLLM replicates as a whole on every rank,
-between any engines, and a state that does not match the table, between engines of equal TP size.
+Two kinds of states move as one opaque page. A state that vLLM replicates as a whole on every rank
+moves between engines of any TP sizes. A state that does not match the table, or whose number of
+Mamba-2 groups is unknown, moves between engines of equal TP size.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 class _Section:
     """Section of a state. Each section is split over the TP ranks separately.
 
-    ``units``  equal units on this rank
-    ``total``  units in the model
+    ``units``  number of equal units on this rank
+    ``total``  number of units in the model
     ``width``  size of a unit: in elements (of a convolution state, per token), or in bytes per row
                for ``_Page.part``
     """

@@ -1,10 +1,11 @@
 """Translates vLLM's cache specs and tensors to an ``EngineLayout``: addresses, sizes and strides.
 
-vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), where content
-is K and V of one token of one head, for any strides. CPU attention keeps that shape but packs a
-head's tokens differently: K first, then V, each in stripes that depend on the instruction set
-(``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per state
-(``states.py``).
+vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), for any
+strides. Here a state is one token, and the content is K and V of one head, the latent of MLA, or a
+head slot (``num_head_slots``). CPU attention keeps that shape but packs a head's tokens
+differently: K first, then V, each in stripes that depend on the instruction set
+(``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per
+recurrent state (``states.py``).
 
 Only this module and ``states.py`` interpret the specs and tensors, so only they need a branch for a
 new model family. For an unknown cache, they raise UnsupportedCacheError with layer and reason.
@@ -55,7 +56,8 @@ def engine_layout(
     layer's (blocks, 1, 1, bytes) tensor.
 
     Raises UnsupportedCacheError for a layer whose bytes cannot be mapped, and as ``group_shapes``;
-    PlanError if the resulting sizes, strides or heads contradict each other.
+    PlanError if the resulting sizes, strides or heads contradict each other; NotImplementedError as
+    ``instruction_set``.
     """
     tp_size = config.parallel_config.tensor_parallel_size
     groups = []
@@ -150,7 +152,8 @@ def _attention_parts(
 ) -> list[LayerPages]:
     """Return an attention layer's parts: one, or K and V if the kernel packs them separately.
 
-    Raises UnsupportedCacheError if the view does not match the spec or has an unknown packing.
+    Raises UnsupportedCacheError if the view does not match the spec or has an unknown packing, and
+    NotImplementedError as ``instruction_set``.
     """
     blocks, heads, rows, _ = view.shape
     kernel_blocks = blocks // num_blocks

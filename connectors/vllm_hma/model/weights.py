@@ -3,7 +3,7 @@
 The cache key is path, device, inode, size, modification time and status change time. Copying tools
 cannot restore the status change time. xxh3 reads about 5 GB/s from the page cache, which often
 still has the files that the engine has loaded. Engines with one cache folder of vLLM share the
-digests and hash each file once.
+digests, and hash each file once unless the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _read_cached(cached: Path | None) -> str:
 
 
 def _write_cached(cached: Path, digest: str) -> None:
-    """Write a cache file; without room for it, log a warning."""
+    """Write a cache file. If this fails, log a warning."""
     part = cached.with_suffix(f".{os.getpid()}")
     try:
         part.write_text(digest)

@@ -1,7 +1,7 @@
 """Decode requests of one engine: orders the workers to receive their KV.
 
     new             order Queue, if other requests wait for KV of the same producer and the prompt
-                    has not been computed
+                    has not been computed; Release, if the KV would end within an image
     due             the wait of a queued request has ended
     matched_tokens  number of tokens to receive; None while the request is queued
     after_alloc     vLLM has allocated the blocks: order Receive; Release if no KV is needed
@@ -14,12 +14,12 @@ about to start the prompt: a queued request holds no blocks, ``matched_tokens`` 
 vLLM skips the request. If no other request waits for that producer, the consumer allocates at once:
 an idle prefill engine computes the first chunk before an answer could arrive (docs/decisions/0032).
 
-A consumer receives the KV of all prompt tokens but the last. It computes the last token itself to
-get logits. vLLM also lets a connector load all tokens, and then recomputes the last one
-(vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``). That would be wrong here:
-sliding-window groups have freed the oldest token in the last token's window, and a state already
-includes the last token. If the producer samples the answer's first token, the consumer receives
-whole blocks only and computes the rest.
+A consumer computes the prompt's last token itself to get logits. It receives the KV of the tokens
+before it that its own cache and the KV store lack. vLLM also lets a connector load all tokens, and
+then recomputes the last one (vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``).
+That would be wrong here: sliding-window groups have freed the oldest token in the last token's
+window, and a state already includes the last token. If the producer samples the answer's first
+token, the consumer receives whole blocks only and computes the rest.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Consumptions:
     def awaits_prefix(self, request_id: str) -> bool:
         """Return whether a follower must wait for the request that receives their common prompt.
 
-        The wait ends when that request's transfer has ended; the transfer has deadlines. If the
-        transfer has failed, the wait ends when ``received`` returns that request.
+        The wait ends when the receiving request has ended, has received the KV or expects none any
+        more. If its transfer fails after its start, the wait ends when ``received`` returns it.
         """
         receiver = self._shared.receiver_of(request_id)
         return receiver is not None and (
@@ -112,7 +112,7 @@ class Consumptions:
         """Handle reports that the waits of queued requests have ended.
 
         vLLM may then allocate a request's blocks, to receive its KV or, after a failure, to compute
-        its prompt. If rank 0 has cancelled the transfer, orders its release on the other ranks.
+        its prompt. If rank 0 has cancelled the transfer, a Release makes the other ranks cancel it.
         """
         for due in reported:
             params = self._consumptions.get(due.request_id)
@@ -143,7 +143,7 @@ class Consumptions:
         transfer has started.
 
         ``external_tokens``  number of tokens whose KV vLLM expects from this connector
-        ``loaded_token``     position before which the KV store supplies full attention; 0: none
+        ``loaded_token``     as in ``Receive``
 
         vLLM calls this again when it schedules the request after the transfer: without effect.
         """

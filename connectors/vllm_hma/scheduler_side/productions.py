@@ -8,7 +8,7 @@
     sent      no worker sends more KV of the request: vLLM frees its blocks
 
 The producer removes the prompt's last token, so that windows and states end where the consumer
-resumes (``consumptions.py``).
+starts to compute (``consumptions.py``).
 
 With ``first_token``, the producer computes the whole prompt and samples the answer's first token
 (docs/decisions/0046). It sends the KV of whole blocks only. While the workers send these blocks, a
@@ -114,9 +114,10 @@ class Productions:
         return request_id in self._productions
 
     def new(self, request: Request, params: ProduceParams) -> None:
-        """Handle a new prefill request.
+        """Handle a new prefill request: order Expect, and change the prompt (module docstring).
 
-        Its KV is not sent if this engine cannot compute the KV that the consumer needs.
+        If this engine cannot compute the KV that the consumer needs, log a warning, leave the
+        request unchanged and send no KV.
         """
         if request.max_tokens != 1:
             # Decoding would move the windows, and vLLM would free blocks that the consumer needs.
@@ -267,9 +268,11 @@ class Productions:
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _windows_at(self, token: int) -> list[slice]:
-        """Return the slice of each group's block table with the window of a resume at ``token``.
+        """Return the slice of each group's block table with the window of a consumer.
 
         Empty for groups without a window.
+
+        ``token``  position of the first token that the consumer computes
         """
         return [
             slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)

@@ -1,4 +1,4 @@
-"""Prompt digests, and images that a transfer would divide: prefill and decode find the same."""
+"""Prompt digests, and images that a transfer would divide: equal results on prefill and decode."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class SchedulerConnector:
 
         ``rank_metadata``  metadata of each worker, by (pipeline-parallel rank, TP rank)
 
-        Raises WireError if the workers' metadata do not fit together, and ConfigurationError if the
-        side channel cannot listen.
+        Raises WireError if the workers' metadata do not fit together, and as ``MetadataProcess`` if
+        the side channel cannot start.
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine_metadata(workers)
@@ -197,10 +197,10 @@ class SchedulerConnector:
     def reset(self) -> None:
         """Stop sharing KV: the engine's weights may have been changed in memory.
 
-        This engine sends no KV of prompts in progress, and the digests of later prompts match no
-        other engine's. Transfers of complete prompts continue, and so do those that this engine
-        receives. The model's identity, which peers compare, comes from the weight files. So the
-        engine shares no other KV until it restarts.
+        This engine sends no more KV of prompts in progress, and the digests of later prompts match
+        no other engine's. Transfers of finished prefill requests continue, and so do those that
+        this engine is receiving. The model's identity, which peers compare, does not cover weights
+        changed in memory. So the engine shares no other KV until it restarts.
         """
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "

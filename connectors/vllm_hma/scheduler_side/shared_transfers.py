@@ -9,7 +9,7 @@ from __future__ import annotations
 
 REMEMBERED_TRANSFERS = 4096
 """Maximum number of transfer ids whose receiving request is remembered. Requests that share an id
-arrive together."""
+arrive shortly after each other."""
 
 
 class SharedTransfers:

@@ -92,7 +92,8 @@ class Exposure:
     The time until they have ended, plus ``engine_s``, is the cost of the step's mode for the
     ``Governor``.
 
-    ``since``      time at which this worker handled the end of the step, in seconds
+    ``since``      time at which this worker handled the end of the step, in ``time.monotonic()``
+                   seconds
     ``by_layers``  whether the last chunks were sent layer by layer
     ``engine_s``   engine time spent on handing over layers, in seconds
     ``writes``     ids of all writes in progress at ``since``
@@ -201,10 +202,10 @@ class WorkerRuntime:
     def before_forward(self, orders: Orders) -> None:
         """Apply the orders that must precede this step, which may overwrite reallocated blocks.
 
-        Requests that ended without holding their blocks send no more KV. In host memory, this call
-        waits for writes that read blocks of preempted requests, at most until fence_s after each
-        was posted. It then aborts the deliveries of these requests whose writes may have read
-        overwritten blocks.
+        This rank sends no more KV of requests that ended without holding their blocks. In host
+        memory, this call waits for writes that read blocks of preempted requests, at most until
+        fence_s after each was posted. It then aborts the deliveries of these requests whose writes
+        may have read overwritten blocks.
         """
         with self._lock:
             for expect in orders.expects:
@@ -242,10 +243,11 @@ class WorkerRuntime:
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
-        """Wait for writes that read blocks of preempted requests, then abort unfinished deliveries.
+        """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries.
 
-        Waits in host memory only. The lock is released between polls; no new write reads these
-        blocks.
+        A delivery is unsafe if it has only some of a step's layers, or if its writes may have read
+        overwritten blocks. Waits in host memory only. The lock is released between polls; no new
+        write reads these blocks.
         """
         with self._lock:
             for request_id in request_ids:

@@ -76,7 +76,7 @@ class Steps:
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Append the start of a step that computes these chunks and reports its layers.
 
-        No effect without chunks.
+        Append nothing without chunks: the step's layers are then not recorded.
         """
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}

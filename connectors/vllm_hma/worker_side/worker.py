@@ -63,7 +63,8 @@ class WorkerConnector:
         ``views``  tensors of the cache by layer, as in ``engine_layout``
 
         Raises a TandemError if the cache, the weights, a network device or a backend cannot be
-        used, and OSError if a weight file or the trace file cannot be opened.
+        used, OSError if a weight file or the trace file cannot be opened, NotImplementedError as
+        ``engine_layout``, and RuntimeError if no thread can start.
         """
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)

@@ -76,7 +76,10 @@ class Writes:
         return frozenset(self._handles)
 
     def is_newer(self, write_id: int, than: float) -> bool:
-        """Return whether this write is in progress and was posted after ``than``, in seconds."""
+        """Return whether this write is in progress and was posted after the time ``than``.
+
+        ``than``  in ``time.monotonic()`` seconds
+        """
         posted = self._handles.get(write_id)
         return posted is not None and posted.since > than
 
@@ -112,7 +115,7 @@ class Writes:
         return []
 
     def poll(self, now: float) -> list[ProducerAction]:
-        """Return the actions for the writes that have ended.
+        """Remove the writes that have ended; return the producer's actions for them.
 
         An exception of the transport ends the write as failed: the transport has dropped its
         handle.
