@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons of local requests for which no prefill engine was available or prefill failed."""
+"""Reasons of local requests that prefill failed or rejected, or had no available engine for."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
