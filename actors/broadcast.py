@@ -18,7 +18,7 @@ Applies to each method of a role. Serve cannot call replicas that are still star
 """
 
 _logged_at: dict[tuple[str, str], float] = {}
-"""Monotonic time of the last such warning by role and method."""
+"""Monotonic time in seconds of the last of these warnings, by role and method."""
 
 
 class Role(Protocol):
@@ -41,7 +41,7 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
         now = time.monotonic()
         if now - _logged_at.get((role, method), -LOG_EVERY_S) >= LOG_EVERY_S:
             _logged_at[role, method] = now
-            logger.warning("%s: cannot call %s replicas, so their results are missing: %r", method, role, error)
+            logger.warning("%s: cannot call %s replicas (starting?), so results are missing: %r", method, role, error)
         return []
 
 

@@ -44,7 +44,7 @@ class DeadlineError(TandemError):
 
 
 class EngineDownError(TandemError):
-    """An engine has died, hangs or is stopping, or there is no connection to it."""
+    """An engine has died, hangs, is stopping or cannot be reached, or its call was cancelled."""
 
 
 class EngineError(TandemError):

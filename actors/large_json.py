@@ -1,7 +1,8 @@
 """Decodes large JSON bodies in a thread.
 
 A thread alone does not help: the C scanner of `json` holds the GIL for a whole body. So large
-bodies are decoded with hooks written in Python, at whose calls the interpreter may switch threads.
+bodies are decoded with hooks for objects and numbers, written in Python. The interpreter may switch
+threads when the scanner calls them.
 """
 
 import asyncio
@@ -16,14 +17,17 @@ Decoded = TypeVar("Decoded")
 
 
 def loads(raw: bytes) -> Any:
-    """Return the result of `json.loads`; if `raw` is large, other threads can run meanwhile."""
+    """Return the result of `json.loads`.
+
+    In a large `raw`, other threads can run at each object and number.
+    """
     if len(raw) <= OFF_LOOP_BYTES:
         return json.loads(raw)
     return json.loads(raw, object_hook=_object, parse_int=_int, parse_float=_float)
 
 
 async def off_loop(body_bytes: int, decode: Callable[[], Decoded]) -> Decoded:
-    """Return the result of `decode`; run it in a thread if `body_bytes` is large."""
+    """Return the result of `decode`; run it in a thread if `body_bytes` exceeds OFF_LOOP_BYTES."""
     return decode() if body_bytes <= OFF_LOOP_BYTES else await asyncio.to_thread(decode)
 
 

@@ -1,6 +1,6 @@
 """Records a streamed answer as a replay log, from which another engine can resume it.
 
-A *group* is the token ids of one output of the engine core to vLLM's serving layer. The engine
+A token group is the token ids of one output of the engine core to vLLM's serving layer. The engine
 sends each group to the router no later than the bytes that the serving layer generated from it. On
 resume, another engine first emits the groups of the replay log, then continues.
 """
@@ -79,7 +79,7 @@ class ServedCall:
     _began: bool = False
 
     def begin(self) -> bool:
-        """Return whether this is the call's first generation, the only one to record."""
+        """Mark a generation as begun; return whether it is the first, the only one to record."""
         first, self._began = not self._began, True
         return first
 

@@ -79,7 +79,7 @@ class ProducerAddress:
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request to an engine; `replay_log` is that of an interrupted stream, else empty."""
+    """An HTTP request to an engine; `replay_log` is empty unless it resumes a stream."""
 
     method: str
     path: str

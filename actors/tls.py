@@ -50,8 +50,8 @@ class TlsFiles:
         if not self.mutual:
             context.set_alpn_protocols(["http/1.1"])
         try:
-            # With an empty password an encrypted key fails to load; OpenSSL would prompt on the
-            # terminal.
+            # With an empty password an encrypted key fails to load. Without a password, OpenSSL
+            # would ask for one on the terminal.
             context.load_cert_chain(self.certfile, self.keyfile, password="")
         except (OSError, ValueError) as error:
             raise ConfigurationError(
@@ -71,11 +71,17 @@ class TlsFiles:
         return _certificates(f"{self.prefix}certfile", self.certfile)[0]
 
     def expires_at(self) -> datetime:
-        """Return the certificate's expiry time. Raises ConfigurationError if it cannot be read."""
+        """Return the certificate's expiry time in UTC.
+
+        Raises ConfigurationError if the certificate cannot be read.
+        """
         return self._own_certificate().not_valid_after_utc
 
     def signature(self) -> Signature:
-        """Return a value that changes when a file is written or replaced. Raises OSError."""
+        """Return a value that changes when a file is written or replaced.
+
+        Raises OSError if a file cannot be found.
+        """
         files = (self.certfile, self.keyfile, *([self.ca_certs] if self.ca_certs else ()))
         return tuple((found.st_ino, found.st_mtime_ns, found.st_size) for found in (file.stat() for file in files))
 
@@ -84,7 +90,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     """Return a server's context, which loads changed files at the next handshake.
 
     Raises ConfigurationError if the files cannot be loaded now. Later, files that cannot be loaded,
-    for example half of a rotation, leave the previous ones in use.
+    for example half of a rotation, leave the previous ones in use until they change again.
     """
     outer = files.load()
     current, loaded = outer, _signature(files)
@@ -116,9 +122,9 @@ class ClientTls:
         self._context = files.load(client=True)
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection.
+        """Return the context for a new connection; load the files first if they have changed.
 
-        Files that cannot be loaded leave the previous ones in use.
+        Files that cannot be loaded leave the previous ones in use until they change again.
         """
         if (found := _signature(self._files)) != self._loaded:
             self._loaded = found
@@ -150,7 +156,7 @@ def _check_dates(setting: str, file: Path, certificate: x509.Certificate) -> Non
     if now > end:
         raise ConfigurationError(f"{setting}: {file} expired at {end:%Y-%m-%d %H:%M} UTC; renew it")
     if now < start:
-        raise ConfigurationError(f"{setting}: {file} is valid from {start:%Y-%m-%d %H:%M} UTC only; check the clock")
+        raise ConfigurationError(f"{setting}: {file} is not valid before {start:%Y-%m-%d %H:%M} UTC; check the clock")
 
 
 def router_files(settings: RouterSettings) -> TlsFiles | None:

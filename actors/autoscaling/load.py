@@ -1,7 +1,8 @@
 """Measures the load of an engine from its finished work. Pure: callers pass the time.
 
-Means are exponential with the time constant `WINDOW_S`. `tokens_per_busy_s` is a mean over the time
-in which the engine computes prompts, so an idle engine keeps its last value.
+Means are exponential with the time constant `window_s`, in seconds. `tokens_per_busy_s` and
+`prompt_tokens` are means over the time in which the engine computes prompts, so an idle engine
+keeps its last values.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Fading:
 
 
 class LoadMeter:
-    """Load of one engine that started at `began_s`."""
+    """Load of one engine that started at `began_s`, on the clock of all `now_s`."""
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
         self._began_s = began_s
@@ -54,7 +55,7 @@ class LoadMeter:
         self._busy_s.add(busy_s, self._busy_clock_s)
 
     def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
-        """Count one token of each of `count` sequences, `gap_s` after its sequence's last token."""
+        """Count one token of each of `count` sequences, `gap_s` after the previous one of each."""
         self._token_gaps_s.add(gap_s * count, now_s)
         self._tokens.add(count, now_s)
 

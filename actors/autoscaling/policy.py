@@ -7,8 +7,8 @@ autoscaling_config:
       policy_function: actors.autoscaling.policy:ScaleTogether
       policy_kwargs: {tpot_s: 0.04}
 
-Serve (2.60) aggregates each metric over `look_back_period_s`, calls the policy ten times a second,
-and applies the delays, factors and bounds of each role's autoscaling_config to the result.
+Serve (2.60) aggregates each metric over `look_back_period_s`, calls the policy about ten times a
+second, and applies the delays, factors and bounds of each role's autoscaling_config to the result.
 """
 
 import logging
@@ -72,7 +72,7 @@ class ScaleTogether:
         if decided != self._decided:
             self._decided = decided
             logger.info(
-                "autoscaling: the load needs %s prefill and %s decode engines; requesting %d and %d",
+                "autoscaling: the load needs %s prefill and %s decode replicas (?: not measured); requesting %d and %d",
                 *map(_shown, needs),
                 *decided,
             )
@@ -91,7 +91,7 @@ class ScaleByOngoing:
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
         """Return the number of replicas, not rounded, and no state. Called by Serve.
 
-        Keeps the last requested number until a replica has reported.
+        The number is at least 1, or the last requested one while no running replica has reported.
         """
         ongoing = _metric(context, "ongoing")
         if not ongoing or context.config is None:

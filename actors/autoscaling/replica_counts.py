@@ -1,10 +1,10 @@
-"""Computes the number of engines of each role from the load of each replica. Pure.
+"""Computes the number of replicas of each role from the load of each running replica. Pure.
 
-    need      number of engines for the configured utilisation; not rounded
-    settle    whole number of engines, with hysteresis
+    need      number of replicas for the configured utilisation; not rounded
+    settle    whole number of replicas, with hysteresis
     together  both roles: keep the ratio between them within its limits
 
-A need is computed from the load itself, not as a correction of the number of engines, so engines
+A need is computed from the load itself, not as a correction of the number of replicas, so replicas
 that are still starting do not change it.
 """
 
@@ -15,7 +15,7 @@ from math import ceil, floor, isfinite
 from configs.settings.scaling import ScalingSettings
 
 _TINY = 1e-9
-"""Tolerance for rounding errors of divisions, which must not add an engine."""
+"""Tolerance for rounding errors of divisions, which must not add a replica."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class PrefillLoad:
     """Load of one prefill replica over the last seconds. Cached prompt tokens are included.
 
     ``queued_tokens``      prompt tokens of requests without a first token
-    ``tokens_per_s``       rate of computed prompt tokens
-    ``tokens_per_busy_s``  the same rate over busy time; 0 until measured
-    ``prompt_tokens``      mean length of a prompt; 0 until measured
+    ``tokens_per_s``       prompt tokens per second, of finished prompts
+    ``tokens_per_busy_s``  prompt tokens per second of computing prompts; 0 until measured
+    ``prompt_tokens``      mean number of tokens of a prompt; 0 until measured
     """
 
     queued_tokens: float = 0.0
@@ -42,7 +42,7 @@ class DecodeLoad:
     ``running``   running requests, over all data-parallel ranks
     ``waiting``   waiting requests that vLLM's scheduler has not deferred (`num_waiting_reqs`)
     ``tpot_s``    mean time between two tokens of a sequence; 0 until measured
-    ``decoding``  mean number of decoding sequences; below 1 if it was idle for part of the time
+    ``decoding``  mean number of decoding sequences; idle time counts as 0
     """
 
     kv_use: float = 0.0
@@ -83,8 +83,8 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
     """Return the need for KV or for `tpot_s`, the larger one; None without a report.
 
-    Assumes that the time between tokens is proportional to the number of sequences on an engine. In
-    fact part of this time is constant. So one call adds or removes too few engines for `tpot_s`,
+    Assumes that the time between tokens is proportional to the number of sequences on a replica. In
+    fact part of this time is constant. So one call adds or removes too few replicas for `tpot_s`,
     and later calls correct the number.
     """
     if not loads:
@@ -104,7 +104,7 @@ def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: S
 def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int:
     """Return a whole number within the bounds: scale up at once, scale down only beyond `slack`.
 
-    An unknown or infinite need keeps the current number.
+    An unknown or infinite need keeps the current number, unless the bounds exclude it.
     """
     if need is None or not isfinite(need):
         return bounds.clip(bounds.current)
@@ -117,11 +117,11 @@ def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int
 def together(
     prefill_wanted: int, decode_wanted: int, prefill: Bounds, decode: Bounds, settings: ScalingSettings
 ) -> tuple[int, int]:
-    """Return the numbers of prefill and decode engines, with their ratio within its limits.
+    """Return the numbers of prefill and decode replicas, with their ratio within its limits.
 
-    Adds engines to the role that has too few. If the bounds of this role prevent that, removes
-    engines of the other role, because they would be idle. The bounds of a role take precedence over
-    the ratio.
+    Adds replicas to the role that has too few. If the bounds of this role prevent that, removes
+    replicas of the other role, because they would be idle. The bounds of a role take precedence
+    over the ratio.
     """
     fewest, most = settings.fewest_prefill_per_decode, settings.most_prefill_per_decode
     p = max(prefill_wanted, prefill.clip(ceil(decode_wanted * fewest - _TINY)))

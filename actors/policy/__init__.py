@@ -1,4 +1,4 @@
-"""Routing policy: decides from measured costs which engines serve a request.
+"""Routing policy: decides which engines serve a request, by default from measured costs.
 
 Does no I/O, and uses neither a clock nor Ray: callers pass the time.
 """

@@ -14,17 +14,19 @@ from actors.policy.options import Options
 from configs.settings.router import RoutingSettings
 
 FAILING_S = 5.0
-"""Time for which a replica ranks last after a failed call.
+"""Time in seconds after a failed call for which options with this replica come last.
 
 Without calls, such a replica would seem idle until Serve detects its failure.
 """
 
 SILENT_S = 300.0
-"""Time for which a replica ranks last after it was silent, unless it computes something earlier.
+"""Time in seconds for which options with a replica come last after it was silent.
 
-A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the default of
-`transfer.step_s`, Serve replaces the engine within this time (`HUNG_MARGIN_S` in
-`actors/engine/heartbeat.py`).
+It ends earlier if the replica computes something.
+
+A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the defaults
+of `transfer.step_s` and `silence_timeout_s`, Serve replaces the engine within this time
+(`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`).
 """
 
 Key = Callable[[Estimate], tuple[float, ...]]
@@ -35,8 +37,8 @@ class Asked:
     """Constraints of the choice.
 
     ``whole``           reason why decode must serve all of the request, or None
-    ``session``         id of the request's session, or None. The session's decode replica ranks
-                        first, unless it has just failed
+    ``session``         id of the request's session, or None. Options with the session's decode
+                        replica come first, unless a replica of theirs failed or was silent recently
     ``prefill_known``   whether the running prefill replicas are known
     ``prefill_failed``  whether a prefill replica has already failed this request
     """
@@ -57,7 +59,7 @@ def score(settings: RoutingSettings, estimate: Estimate) -> float:
 
 
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
-    """Return the decision. It ranks all usable replicas of the roles on its route.
+    """Return the decision with all usable replicas of its route in order; none if UNSEEN.
 
     The dispatcher needs the whole order, because the first replica may have no free slot.
     """
@@ -87,7 +89,7 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
 
 
 def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None) -> np.ndarray:
-    """Return the rank of each pair of replicas in the order of `_key`.
+    """Return the position of each pair of replicas in the order of `_key`; 0 is the best.
 
     Shape: (decode replicas, prefill replicas).
     """
@@ -144,7 +146,7 @@ def _route(
 
 
 def _affinity(session: str, decode: str) -> float:
-    # Rendezvous hashing: all routers choose the same replica, and scaling moves few sessions.
+    # Rendezvous hashing: all routers prefer the same replica, and scaling moves few sessions.
     return -float(xxhash.xxh3_64_intdigest(f"{session}\0{decode}".encode()))
 
 
@@ -156,10 +158,10 @@ def _failing(load: EngineLoad | None, now: float) -> bool:
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
-    """Return the sort key of the policy.
+    """Return the sort key of options.
 
-    Replicas that have just failed or were silent rank last. Among the others, the session's decode
-    replica ranks first.
+    Options with a replica that failed or was silent recently come last. With a session, the hashes
+    of `_affinity` then order the decode replicas. The policy orders options that are still equal.
     """
 
     def affinity(decode: str) -> float:

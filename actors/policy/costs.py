@@ -116,7 +116,7 @@ class Costs:
     ) -> np.ndarray:
         """Return the seconds of all handovers, in shape (decode engines, prefill engines).
 
-        ``parts``  cost parts of each decode engine
+        ``parts``  cost parts of a handover to each decode engine
         """
         usual = np.array(parts) @ np.array(self._handover.factors(now))
         handovers_s: np.ndarray = usual[:, None] * self._pairs.factors(prefill, decode, now)
@@ -132,7 +132,7 @@ class Costs:
         self._local.observe(engine, parts, measured_s, now)
 
     def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
-        # As in `_Cost.observe`, the role's cost is the cost of an average pair.
+        # As in `_Cost.observe`: `_handover` learns the cost of an average pair.
         self._handover.observe(parts, measured_s / self._pairs.factor(pair, now), now)
         self._pairs.observe(pair, self._handover.predict(parts, now), measured_s, now)
 

@@ -6,16 +6,26 @@ import json
 from dataclasses import dataclass
 
 CHEAPER = "cheaper"
-"""The best option of this route ranks before that of the other one, mostly by a lower cost."""
+"""The best option of this route comes before the best one of the other route, or is equal.
+
+Usually it costs less; a failed or silent replica, and the session, matter more (`choice._key`).
+Between equal options the decision is local.
+"""
 
 SHORT = "short_uncached"
 """The best option of decode alone has fewer uncached tokens than `local_below_tokens`."""
 
 NO_PREFILL = "no_prefill"
-"""No prefill replica accepts calls, or none accepted this request within `prefill_wait_s`."""
+"""No prefill replica accepts calls, or this request got no slot on one.
+
+None accepted it within `prefill_wait_s`, or the queue for prefill slots was full.
+"""
 
 PREFILL_FAILED = "prefill_failed"
-"""Prefill rejected this request, or its prefill legs failed and no attempt or replica is left."""
+"""Prefill rejected this request, or failed it and no attempt, replica or free slot is left.
+
+A late leg, and a pair that was silent, count as a failure.
+"""
 
 SEVERAL_CHOICES = "n"
 """A request for several choices, and a prefill engine without `first_token_multiple`.
@@ -30,8 +40,8 @@ POLICY = "policy"
 UNSEEN = "unseen"
 """The prefill replicas are not known yet, or no decode replica is usable.
 
-The decision ranks no replicas. The least busy ones of each role serve the request, once there are
-any.
+The decision lists no replicas. The dispatcher takes the least busy ones of each role, and waits if
+there are none.
 """
 
 
@@ -74,9 +84,10 @@ class Decision:
     ``policy``         configured policy
     ``prompt_tokens``  estimated prompt tokens
     ``decode``         decode replicas; empty: the dispatcher takes the least busy one
-    ``prefill``        prefill replicas; empty on the local route, or as for `decode`
+    ``prefill``        prefill replicas; empty on the local route. Empty on the remote route: the
+                       dispatcher takes the least busy one
     ``chosen``         estimate of the chosen option; None if the route has none
-    ``other``          best estimate of the other route; None if it has none
+    ``other``          best estimate of the other route; None if it has none or `chosen` is None
     """
 
     route: str
@@ -93,7 +104,7 @@ class Decision:
         return self.route == "local"
 
     def explain(self) -> str:
-        """Return the decision and its estimates as JSON, seconds rounded to microseconds."""
+        """Return the decision as JSON without its lists of replicas; rounded to microseconds."""
         fields: dict[str, object] = {
             "route": self.route,
             "reason": self.reason,

@@ -1,9 +1,9 @@
 """Learns costs from measurements. Old measurements fade, and outliers are clipped.
 
 `Regression` learns the parts of a cost for all engines of a role. `Level` learns the ratio of one
-engine's or pair's cost to that of its role. Both learn ratios, because costs span orders of
-magnitude. Both fade with time, so the router tries an engine again that was slow and has received
-no work since.
+engine's or pair's cost to the cost of an average one. Both learn ratios, because costs span orders
+of magnitude. Both fade with time, so the router tries an engine again that was slow and has
+received no work since.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ TRUSTED = 3.0
 OUTLIER = 4.0
 
 FIT_EVERY_S = 0.1
-"""Minimum interval between fits in seconds: a fit takes longer than all other work per request."""
+"""Minimum interval in seconds between fits, except for those that FEW and MOST_WAITING trigger.
+
+A fit takes longer than all other work per request.
+"""
 
 FEW = 10.0
 """Number of measurements up to which each one triggers a fit."""
@@ -42,7 +45,10 @@ Components = tuple[float, ...]
 
 
 class Level:
-    """Factor on an expected cost: geometric mean of the measured ratios, fading over `fades_s`."""
+    """Factor on an expected cost: geometric mean of the measured ratios.
+
+    Without new measurements it decays towards 1 with the time constant `fades_s`.
+    """
 
     def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
@@ -138,7 +144,7 @@ class PairLevels:
 class Regression:
     """Factor of each part of a cost: ridge regression of relative errors towards a common factor.
 
-    A prediction includes each observation at most FIT_EVERY_S after it.
+    A prediction includes all observations that are at least FIT_EVERY_S old.
     """
 
     RIDGE = 0.3
@@ -163,7 +169,10 @@ class Regression:
         return self._level.count(now)
 
     def factors(self, now: float) -> tuple[float, ...]:
-        """Return the factor of each part; 1 without recent measurements."""
+        """Return the factor of each part; 1 without recent measurements.
+
+        First fits waiting measurements if the last fit is at least FIT_EVERY_S old.
+        """
         if now != self._cached_at:
             if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
                 self.fit(now)

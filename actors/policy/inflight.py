@@ -14,13 +14,13 @@ class InflightRequest:
     Times are those of the planner's caller, in seconds.
 
     ``prompt_tokens``           estimated prompt tokens; the exact number once prefill reports it
-    ``held_tokens``             prompt tokens cached on the engine that computes the prompt
-    ``decode_held_tokens``      prompt tokens cached on the decode engine
+    ``held_tokens``             estimated tokens cached on the engine that computes the prompt
+    ``decode_held_tokens``      estimated prompt tokens cached on the decode engine
     ``streams``                 this router's streams on the decode engine at `began_at`
     ``began_at``                time of `Planner.begin`
-    ``added``                   prefix pieces that each engine holds only if the request succeeds
-    ``prefilled_at``            time at which prefill's answer began; None before
-    ``opened_at``               time of the first token of a stream; None before
+    ``added``                   prefix pieces that each engine caches only if its leg succeeds
+    ``prefilled_at``            time at which prefill had computed the prompt; None until reported
+    ``opened_at``               time of the first token of a stream; None until then
     ``opened_stream_seconds``   `EngineLoad.stream_seconds` of the decode engine at `opened_at`
     ``opened_computed_tokens``  `EngineLoad.computed_tokens` of the decode engine at `opened_at`
     ``over``                    whether the legs have ended

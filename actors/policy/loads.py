@@ -13,8 +13,8 @@ OVERRUN_SHARE = 0.1
 TOGETHER_SHARE = 0.2
 """Fraction of a prompt's expected time.
 
-A prompt that ends sooner than this after the previous one is measured together with the next one,
-if one is queued.
+A prompt that ends sooner than this after the previous one is measured together with the next
+prompt, if another one is queued.
 """
 
 
@@ -98,8 +98,8 @@ class EngineLoad:
     ``streams``          keys of the calls whose stream has started
     ``computed_tokens``  prompt tokens that a decode engine has computed so far for local streams
     ``failed_at``        time in seconds of the last failed call; None before the first
-    ``silent_at``        time in seconds at which a call ended because the engine sent nothing; None
-                         before, and once the engine has computed something
+    ``silent_at``        time in seconds at which the last call ended because the engine sent
+                         nothing; None before the first, and once the engine computes again
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ class Options:
     """Candidate replicas of one request. Their order decides between equal options.
 
     ``decode``, ``prefill``              ongoing sequences of each replica (`EnginePool.ongoing`)
-    ``decode_held``, ``prefill_held``    cached prompt tokens of each replica
+    ``decode_held``, ``prefill_held``    estimated prompt tokens in each replica's cache
     ``decode_loads``, ``prefill_loads``  work of this router on each replica
     """
 
@@ -52,7 +52,7 @@ class Options:
     def streams(self, decode: str) -> int:
         """Return the number of other streams on a replica.
 
-        All sequences of other routers count as streams: only their number is known.
+        Sequences beyond this router's requests count as streams: only their number is known.
         """
         load = self.decode_loads.get(decode)
         ongoing = self.decode[decode]
@@ -113,7 +113,7 @@ class Options:
         compute_s = self.costs.prefill_s(prefill, self.costs.prefill_parts(new, held), self.now)
         load = self.prefill_loads.get(prefill, NOTHING)
         others = max(self.prefill[prefill] - len(load.calls), 0)
-        # Only the number of other routers' requests is known, so each counts like this request.
+        # Only the number of other routers' sequences is known, so each counts like this request.
         return new, load.prompts.wait_s(self.now) + others * compute_s, compute_s
 
     def _decode(self, decode: str) -> tuple[int, tuple[float, ...], float, float]:

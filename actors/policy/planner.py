@@ -1,8 +1,9 @@
 """Routes each request, and updates cost estimates from its outcome.
 
 The caller passes the time of any monotonic clock in seconds (`now`) and reports events: `begin`
-when replicas for the legs are chosen, `prefilled`, `opened` with the first bytes of a stream,
-`handed_over`, and always `ended`. Costs are learnt only from stages that a request reached.
+when replicas for the legs are chosen, `prefilled`, `opened` with the first token of a stream,
+`computed`, `handed_over`, and always `ended`; also `failed` for an engine. Costs are learnt only
+from stages that a request reached.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ REMEMBERED_TOKENS = 100_000.0
 REMEMBERED_ANSWERS = 50.0
 
 Defer = Callable[[Callable[[], None]], None]
-"""Runs a callable later."""
+"""Runs a callable, at once or later."""
 
 
 def _immediately(do: Callable[[], None]) -> None:
@@ -93,6 +94,9 @@ class Planner:
     ) -> Decision:
         """Decide where to send `prompt`.
 
+        If the replicas of both roles are known, also forget engines that no longer run and have no
+        open call.
+
         ``prefill``, ``decode``  ongoing sequences of each role's replicas that accept calls; None:
                                  not known yet
         ``whole``                reason why decode must serve all of the request, or None
@@ -143,7 +147,7 @@ class Planner:
         return inflight
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
-        """Record that prefill has computed the prompt.
+        """Record that prefill has computed the prompt; ignore later calls, and calls after `ended`.
 
         ``prompt_tokens``  token count in the prefill engine's answer, if it has one
         """
@@ -158,12 +162,12 @@ class Planner:
             self._later(partial(self._costs.observe_prefill, inflight.prefill, *measured, now))
 
     def handed_over(self, inflight: InflightRequest) -> None:
-        """Record that the prefill leg has ended although decode still answers."""
+        """Stop counting the request on its prefill replica after decode's first token."""
         if inflight.prefill is not None:
             self._prefill[inflight.prefill].calls.discard(inflight.key)
 
     def opened(self, inflight: InflightRequest, now: float) -> None:
-        """Record the first token of a stream."""
+        """Record the first token of a stream; ignore later calls, and calls after `ended`."""
         if inflight.opened_at is not None or inflight.over:
             return
         load = self._decode[inflight.decode]
@@ -181,10 +185,13 @@ class Planner:
         inflight.opened_computed_tokens = load.computed_tokens
 
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
-        """Record the end of the legs.
+        """Record the end of the legs; ignore later calls.
+
+        The prefixes of the prefill engine lose the pieces in `added` if it was not `prefilled`.
 
         ``answer_tokens``  recorded tokens in the decode engine's stream
-        ``broken``         whether decode's prefixes lose the prompt, unless its stream was `opened`
+        ``broken``         whether decode may have no KV of the prompt; its prefixes then lose the
+                           pieces in `added`, unless its stream was `opened`
         """
         if inflight.over:
             return
@@ -210,7 +217,9 @@ class Planner:
         inflight.over = True
 
     def failed(self, engine: str, now: float, silent: bool = False) -> None:
-        """Record that a call to `engine` failed for another reason than the client's disconnect.
+        """Record that `engine` has failed a call or was too late; ignore an unknown engine.
+
+        Refused, rejected and cancelled calls are no failures.
 
         ``silent``  whether the engine sent nothing; it may hang
         """
@@ -253,7 +262,7 @@ class Planner:
         return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
 
     def _held(self, engine: str, prompt: Prompt) -> int:
-        """Return the number of cached tokens of `prompt` on `engine`.
+        """Return the estimated number of cached tokens of `prompt` on `engine`.
 
         The last token of each passage never counts: engines always compute it.
         """
@@ -268,7 +277,10 @@ class Planner:
         return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
 
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
-        """Replace the estimated token count by the engine's; update the bytes per token of text."""
+        """Replace the estimated token count by `prompt_tokens`, which the engine counted.
+
+        A request with a single text prompt also updates the bytes per token of text.
+        """
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
             kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)

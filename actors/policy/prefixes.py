@@ -22,8 +22,8 @@ Conversations with one system prompt may share all whole pieces and differ only 
 class Held:
     """The prefix of a passage in an engine's cache.
 
-    ``data_bytes``     bytes of the passage
-    ``answer_tokens``  tokens of the answer that follows them
+    ``data_bytes``     number of bytes of the passage
+    ``answer_tokens``  number of tokens of an earlier answer that follows these bytes
     """
 
     data_bytes: int = 0
@@ -32,11 +32,11 @@ class Held:
 
 @dataclass(frozen=True)
 class _End:
-    """A prompt that ended within a piece.
+    """The end of a prompt that was answered.
 
-    ``tail_bytes``     bytes after its last whole piece
+    ``tail_bytes``     number of bytes after the prompt's last whole piece
     ``digest``         hash of these bytes
-    ``answer_tokens``  length of its answer
+    ``answer_tokens``  number of tokens of the answer
     """
 
     tail_bytes: int
@@ -45,7 +45,7 @@ class _End:
 
 
 class _Tree:
-    """Prefixes of one engine, least recently used first: piece -> prompts that ended after it."""
+    """Prefixes in one engine's cache, least recently used first: piece -> prompt ends after it."""
 
     def __init__(self) -> None:
         self.pieces: OrderedDict[int, tuple[_End, ...]] = OrderedDict()
@@ -86,7 +86,7 @@ class _Tree:
 class Prefixes:
     """Prompt prefixes that each engine is assumed to have cached, in pieces of PIECE_BYTES bytes.
 
-    Keeps at most `most_pieces` pieces per engine.
+    `add` removes the least recently used pieces of the engine beyond `most_pieces`.
     """
 
     def __init__(self, most_pieces: int) -> None:
@@ -99,11 +99,11 @@ class Prefixes:
         return tree.held(passage) if tree else Held()
 
     def snapshot(self) -> dict[str, frozenset[int]]:
-        """Return a copy of the pieces that each engine holds."""
+        """Return a copy of the pieces that each engine is assumed to have cached."""
         return {engine: frozenset(tree.pieces) for engine, tree in self._trees.items()}
 
     def add(self, engine: str, passage: Passage) -> tuple[int, ...]:
-        """Record that `engine` will cache all of `passage`; return its new pieces."""
+        """Record that `engine` will cache the pieces of `passage`; return the new ones."""
         return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
 
     def drop(self, engine: str, pieces: Iterable[int]) -> None:

@@ -1,9 +1,9 @@
 """Reads the prompts of a request as chained hashes of fixed-size pieces, to find cached prefixes.
 
-The router does not tokenize. Text is measured in bytes, with a measured number of bytes per token;
-a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of a
-conversation extends it. An image or a recording is ``MEDIA_BYTES``, made from the hash of its data
-or URL.
+The router does not tokenize. Text is measured in bytes, and the planner estimates the bytes per
+token; a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of
+a conversation extends it. An image, a recording or a file is ``MEDIA_BYTES``, made from the hash of
+its data or URL.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PIECE_BYTES = 256
 ID_BYTES = 4
 
 MEDIA_BYTES = 1024
-"""Bytes that stand for an image or a recording, whatever its size; about 256 tokens."""
+"""Bytes that stand for an image, a recording or a file of any size; about 256 tokens."""
 
 _MEDIA_KEYS = frozenset({"url", "data", "image_url", "file_data"})
-"""Keys of a content part that hold an image or a recording, as a URL or in base64."""
+"""Keys of a content part that hold an image, a recording or a file, as a URL or in base64."""
 
 _END_OF_FIELD = b"\x1e"
 _END_OF_MESSAGE = b"\x1f"
@@ -57,7 +57,7 @@ class Prompt:
     """All prompts of one request.
 
     ``passages``            prompts; empty if the body has no readable prompt
-    ``answers``             number of answers
+    ``answers``             number of answers, at least 1
     ``most_answer_tokens``  the client's limit of each answer in tokens; None without one
     """
 
@@ -134,7 +134,7 @@ def _message(message: Any) -> bytes:
 
 
 def _hashed_media(content: Any, key: str = "") -> Any:
-    """Return content parts with hashes in place of images and recordings.
+    """Return content parts with hashes in place of images, recordings and files.
 
     The recursion is bounded: the HTTP layer limits the depth of bodies.
     """
@@ -149,7 +149,10 @@ def _hashed_media(content: Any, key: str = "") -> Any:
 
 
 def _seed(body: Mapping[str, Any]) -> int:
-    """Return a hash of the fields that separate caches: model or adapter, salt, template inputs."""
+    """Return a hash of the fields that separate caches: model or adapter, salt, template inputs.
+
+    Return 0 if all are absent.
+    """
     named = {key: body[key] for key in ("model", "cache_salt", "tools", "chat_template", "documents") if body.get(key)}
     return xxhash.xxh3_64_intdigest(_json(named)) if named else 0
 

@@ -1,6 +1,6 @@
 """Access log of a router: one JSON line per HTTP request, except for UNLOGGED_PATHS.
 
-A line has no answer and no API key, only the first digits of the key's digest. With
+A line has no text of the answer and no API key, only the first digits of the key's digest. With
 `router.request_log`, it also has the parameters of the request, or the whole body with the prompt.
 """
 
@@ -63,8 +63,8 @@ class AccessEntry:
     request: Any = None
     """Body or parameters of the request, according to `request_log`.
 
-    None if `request_log` is `off`, if the body is invalid, or if the request's path is none of
-    `Endpoint`.
+    None if `request_log` is `off`, if the router has not read a valid body, or if the request's
+    path is none of `Endpoint`.
     """
     key: str | None = None
     """First 8 hexadecimal digits of the digest of the API key; None without a valid key."""
@@ -131,7 +131,7 @@ class AccessLog:
 
 
 def line_of(scope: Mapping[str, Any], path: str, entry: AccessEntry, began_at: float) -> str:
-    """Return the line of a request that began at `began_at` (monotonic clock) and has ended now."""
+    """Return the line of a request that began at `began_at` (monotonic seconds) and ended now."""
     now = time.monotonic()
     client = scope.get("client")
     line: dict[str, Any] = {

@@ -34,14 +34,15 @@ class EngineStatus:
     ``cache_usage``  fraction of the KV cache in use, the mean over data-parallel ranks
     ``transfers``    transfers in progress, by stage; stages without any are omitted
     ``quarantined``  transfers with blocks in quarantine
-    ``sent_bytes``   KV bytes written to decode engines since the start
+    ``sent_bytes``   KV bytes of the writes to decode engines started since the engine's start,
+                     failed ones included
     ``recomputed``   requests since the start whose transfer failed or was not possible, so that
                      this engine computed the prompt
     ``pairs``        (bytes of finished writes, seconds in flight summed over these writes) since
                      the start, by decode engine id, for engines whose series the connector keeps
-    ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit`` (loaded),
-                        ``miss``; empty without a store
-    ``store_problems``  lookups, loads and stores that were given up since the start
+    ``store_tokens``    prompt tokens looked up in the KV store since the start: ``hit`` (read
+                        and verified), ``miss``; empty without a store
+    ``store_problems``  lookups, loads and stores that failed or ended early since the start
     """
 
     running: int
@@ -57,7 +58,7 @@ class EngineStatus:
 
 
 def read_status(registry: CollectorRegistry) -> EngineStatus:
-    """Return the status of the engine whose metrics are in `registry`; 0 for absent metrics."""
+    """Return the status of the engine with the metrics in `registry`; absent metrics count as 0."""
     numbers: dict[str, float] = {}
     transfers: dict[str, int] = {}
     sent: dict[str, list[float]] = {}

@@ -10,8 +10,8 @@ total.
 
 Both legs run at once. Each moment counts for the leg that the first token waits for:
 
-    until prefill has computed the prompt    prefill's activity (unless decode has all KV)
-    then, until decode has received the KV   `transfer`
+    until prefill has computed the prompt    prefill's activity (unless decode needs no more KV)
+    then, while decode waits for the KV      `transfer`
     otherwise                                decode's activity
 
 If prefill has reported no timings, decode's wait for KV counts as `unexplained`.
@@ -55,13 +55,13 @@ Part = Literal[
     transfer        wait for KV after the prompt was computed
     decode_queue    wait in decode's scheduler, for blocks and for the next step
     first_step      decode's first step
-    recompute       decode's first step after a failed transfer: computes the prompt
+    recompute       decode's computation after a failed transfer, up to the first token
     generation      the rest of an answer that is not streamed
     unexplained     time that no timings explain: an engine sent none, or not in time
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
-"""All parts, in the order in which a request passes through them."""
+"""All parts, in the order in which a request normally reaches them."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _partition(
 
 
 def _monotonic(chain: Chain, start: float) -> Chain:
-    """Return the chain with times that never decrease; they might if a clock drifts."""
+    """Return the chain with times that never decrease; unadjusted ones may if a clock drifts."""
     latest = start
     return [(latest := max(latest, until), part) for until, part in chain]
 

@@ -12,7 +12,7 @@ KEPT = 200
 """Number of requests of all models that a router replica keeps, of about 2 KB each."""
 
 MAX_ID_CHARACTERS = 80
-"""Length limit of request ids, which clients may choose."""
+"""Number of characters to which the access log and the status page cut a client's request id."""
 
 
 @dataclass(frozen=True)

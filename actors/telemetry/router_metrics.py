@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons of local requests for which no prefill engine was available or prefill failed."""
+"""Reasons of local requests that prefill failed or rejected, or had no available engine for."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -32,8 +32,8 @@ class _OfModel(Collector):
 class RouterMetrics:
     """Metrics of the requests to `model`, or of a router; `/metrics` exposes them.
 
-    A router's metrics count all its requests. With the setting `models`, they count the requests
-    whose model is not known, and each model has metrics of its own.
+    Without the setting `models`, a router's metrics count all its requests. With `models`, they
+    count the requests whose model is not known, and each model has metrics of its own.
     """
 
     def __init__(self, model: str | None = None) -> None:
@@ -42,8 +42,8 @@ class RouterMetrics:
         self.requests = Counter(
             "tandem_requests",
             "Requests by route (remote: sent to a prefill engine; local: decode alone; refused: answered with an "
-            "error; left: the client disconnected before its answer started), reason of a local one, and HTTP status "
-            "(499 for left).",
+            "error; left: the client disconnected before its answer started), reason of a local request, and HTTP "
+            "status (499 for left).",
             ["route", "reason", "status"],
             registry=self.registry,
         )
@@ -55,8 +55,10 @@ class RouterMetrics:
         )
         self.prefill_legs = Counter(
             "tandem_prefill_legs",
-            "Prefill legs by outcome: done, refused (the engine has no free slot or is stopping), rejected (answered "
-            "with a 4xx status or without the first token), failed, late, or cancelled.",
+            "Prefill legs by outcome: done (the prompt is computed), refused (the engine has no free slot or is "
+            "stopping), rejected (answered with a 4xx status or without the first token), failed (the engine died, was "
+            "silent, or had an error, such as a 5xx status), late (no answer within router.prefill_timeout_s), or "
+            "cancelled (the router ended the leg first).",
             ["outcome"],
             registry=self.registry,
         )
@@ -72,15 +74,17 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "tandem_retries",
-            "Legs retried on another replica. Reasons for prefill: failed, late, silent (decode sent nothing after "
-            "the prompt was computed); for decode: unavailable (the engine failed or was silent).",
+            "Legs after whose failure the router looked for another replica. Reasons for prefill: failed, late, silent "
+            "(decode sent nothing after the prompt was computed); for decode: unavailable (the engine failed or was "
+            "silent).",
             ["leg", "reason"],
             registry=self.registry,
         )
         self.resumed_streams = Counter(
             "tandem_resumed_streams",
             "Streams interrupted by a failed engine or handover: resumed (another attempt continued or restarted the "
-            "stream), failed (no attempt succeeded), refused (no exact continuation). The last two end with an error.",
+            "stream), failed (no attempt succeeded, or the client disconnected first), refused (the stream cannot be "
+            "continued exactly). Unless the client has disconnected, the last two end with an error.",
             ["outcome"],
             registry=self.registry,
         )
@@ -99,18 +103,18 @@ class RouterMetrics:
         )
         self.user_config_rejected = Gauge(
             "tandem_user_config_rejected",
-            "1 while the router's last `user_config` is refused and earlier settings are in effect.",
+            "1 while the router's last `user_config` is invalid, so that earlier settings stay in effect.",
             registry=self.registry,
         )
         self.ongoing = Gauge(
             "tandem_ongoing_requests",
-            "Admitted requests that have not ended; excludes /v1/models, /health and other paths without an engine's "
-            "computation.",
+            "Admitted requests that have not ended; excludes requests that need neither a model nor its tokenizer, "
+            "such as /v1/models and /health.",
             registry=self.registry,
         )
         self.first_byte = Histogram(
             "tandem_first_byte_seconds",
-            "Time in seconds from a request's arrival in the router to the first event of a streamed answer.",
+            "Time in seconds from a request's arrival in the router to the first bytes of its stream from an engine.",
             ["route"],
             buckets=SECONDS,
             registry=self.registry,

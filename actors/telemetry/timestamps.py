@@ -16,7 +16,8 @@ class KvTimes:
     """Times at which one request received KV, in seconds of the host's monotonic clock.
 
     ``arrival``  transfer from a prefill engine; None without a transfer
-    ``fetch``    (start, end) of the fetch from the KV store; None without a fetch
+    ``fetch``    (start, end) of the lookup in the KV store and of the reads of the objects found;
+                 None without a lookup
     """
 
     arrival: Arrival | None = None
@@ -97,7 +98,7 @@ class KvArrivals:
         self._found[request_id] = KvTimes()
 
     def take(self, request_id: str | None) -> KvTimes:
-        """Remove and return the known times of a request; none if the id is None or unknown."""
+        """Remove and return the known times of a request; no times if the id is None or unknown."""
         return KvTimes() if request_id is None else self._found.pop(request_id, KvTimes())
 
     def observe(self, connector_stats: Mapping[str, Any] | None) -> None:
