@@ -1,10 +1,10 @@
 """LoRA adapters of one engine, changed at run time and synchronized with the engine's peers.
 
-Each load or unload has a version, normally the time at which the router began it. If the router's
-clock is behind, an unload instead has the version after that of the change before it. An engine
-stores the newest change of each adapter name, unloads included, and applies newer changes of its
-peers. So a replica that starts, or that missed a change, gets its peers' adapters; it retries those
-that it cannot load. When all engines have ended, adapters loaded at run time are lost, as in vLLM.
+Each load or unload has a version, normally the time at which the router began it. An unload that
+reverts a load, or whose router's clock is behind, has the previous version + 1. An engine stores
+the newest change of each adapter name, unloads included, and applies newer changes of its peers. So
+a replica that starts, or that missed a change, gets its peers' adapters; it retries those that it
+cannot load. When all engines have ended, adapters loaded at run time are lost, as in vLLM.
 """
 
 import asyncio
