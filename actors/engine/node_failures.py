@@ -69,7 +69,7 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Record new dead nodes; return those recorded `gone_s` seconds ago and not yet `reported`.
+        """Record new dead nodes. Return those recorded for `gone_s` or longer, and not `reported`.
 
         ``dead``  ids of all nodes that are dead now
         ``now``   monotonic time in seconds
