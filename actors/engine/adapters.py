@@ -1,10 +1,10 @@
 """LoRA adapters of one engine, changed at run time and synchronized with the engine's peers.
 
-Each load or unload has a version: the time at which the router began it. An unload always has a
-higher version than the change before it, also if its router's clock is behind. An engine stores the
-newest change of each adapter name, unloads included, and applies newer changes of its peers. So a
-replica that starts, or that missed a change, ends up with the same adapters. When all engines have
-ended, adapters loaded at run time are lost, as in vLLM.
+Each load or unload has a version, normally the time at which the router began it. An unload that
+reverts a load, or whose router's clock is behind, has the previous version + 1. An engine stores
+the newest change of each adapter name, unloads included, and applies newer changes of its peers. So
+a replica that starts, or that missed a change, gets its peers' adapters; it retries those that it
+cannot load. When all engines have ended, adapters loaded at run time are lost, as in vLLM.
 """
 
 import asyncio
@@ -36,8 +36,9 @@ AdapterStates = Mapping[str, tuple[int, str | None, bool]]
 class AdapterState:
     """Last change of one adapter.
 
-    ``version``  Unix time in ns at which the router began the change, for some unloads a higher
-                 number; 0 for an adapter of the configuration
+    ``version``  Unix time in ns at which the router began the change; for an unload that reverts a
+                 load, or whose router's clock is behind, the previous version + 1; 0 for an adapter
+                 of the configuration
     ``path``     path of the adapter as vLLM receives it; None after an unload
     ``is_3d``    vLLM's `is_3d_lora_weight`; False after an unload
     """
@@ -92,7 +93,8 @@ class EngineAdapters:
     async def revert(self, name: str, version: int) -> None:
         """Unload the adapter if its last change is the load with `version`.
 
-        The router calls it on all engines of a model if one of them failed to load the adapter.
+        The router calls it on all engines of a model when a load has failed and some of them may
+        have loaded the adapter.
         """
         async with self._lock:
             state = self._states.get(name)
@@ -102,7 +104,7 @@ class EngineAdapters:
     async def merge(self, peers: Iterable[AdapterStates]) -> None:
         """Load and unload adapters where a peer's state has a higher version than this engine's.
 
-        Logs errors; a later call tries the change again.
+        Logs the first error of each change; a later call tries the change again.
         """
         for states in peers:
             for name, (version, path, is_3d) in states.items():
@@ -124,7 +126,10 @@ class EngineAdapters:
             )
 
     async def _take(self, name: str, change: AdapterState) -> str | None:
-        """Apply one change of a peer. Return None, or why the adapter cannot be loaded."""
+        """Apply one change of a peer. Return None, or why the adapter cannot be loaded.
+
+        First unloads this engine's adapter of the name, also if the load then fails.
+        """
         if name in self._models.lora_requests:
             await self._unload(name, change.version)
         if change.path is None:
@@ -150,7 +155,11 @@ class EngineAdapters:
         try:
             files = await asyncio.to_thread(_files, path)
         except OSError as error:
-            return _error(HTTPStatus.BAD_REQUEST, f"'{path}' cannot be read: {error}", "InvalidUserInput")
+            return _error(
+                HTTPStatus.BAD_REQUEST,
+                f"'{path}' cannot be read: {error}; make it readable on the nodes of all engines",
+                "InvalidUserInput",
+            )
         if self._files.get((name, path), files) != files:
             # vLLM's prefix cache identifies an adapter by name and path
             # (`_gen_lora_extra_hash_keys` in vllm/v1/core/kv_cache_utils.py).

@@ -44,7 +44,7 @@ OWNED = {
 Tandem sets them, or does not support them.
 """
 
-_NO_ENDPOINT = "remove it; the router does not serve these endpoints"
+_NO_ENDPOINT = "remove it; the router does not serve the endpoints that this argument configures"
 
 WITHOUT_EFFECT = {
     "host": "set `router.http_host`",
@@ -56,7 +56,7 @@ WITHOUT_EFFECT = {
     "ssl_ca_certs": "set `router.ssl_ca_certs`",
     "enable_ssl_refresh": "remove it; the router always loads changed certificate files",
     "ssl_cert_reqs": "set `router.ssl_ca_certs`, which makes client certificates required",
-    "ssl_ciphers": "remove it; the router takes OpenSSL's defaults with TLS 1.2 or later",
+    "ssl_ciphers": "remove it; the router uses OpenSSL's default ciphers with TLS 1.2 or later",
     "allow_credentials": "set `router.allow_credentials`",
     "allowed_origins": "set `router.allowed_origins`",
     "allowed_methods": "set `router.allowed_methods`",
@@ -65,8 +65,8 @@ WITHOUT_EFFECT = {
     "uvicorn_log_level": "remove it",
     "disable_uvicorn_access_log": "set `router.access_log`",
     "disable_access_log_for_endpoints": "set `router.access_log`",
-    "h11_max_incomplete_event_size": "remove it; the router takes 64 KiB of headers",
-    "h11_max_header_count": "remove it; the router takes 64 KiB of headers",
+    "h11_max_incomplete_event_size": "remove it; the router accepts up to 64 KiB of headers",
+    "h11_max_header_count": "remove it; the router accepts up to 64 KiB of headers",
     "disable_fastapi_docs": "remove it; the router serves no API documentation",
     "enable_offline_docs": "remove it; the router serves no API documentation",
     "grpc_port": _NO_ENDPOINT,
@@ -246,7 +246,8 @@ def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
 def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
     """Return the errors of `replicas` as Serve's autoscaling_config.
 
-    They are unknown keys, the errors that Serve finds, and 0 minimum or initial replicas.
+    They are unknown keys, and the errors that Serve finds or, if it finds none, 0 minimum or
+    initial replicas.
     """
     from pydantic import ValidationError
     from ray.serve.config import AutoscalingConfig

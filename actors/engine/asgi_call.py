@@ -34,8 +34,8 @@ async def call_asgi(
 
     When `first_token` is done, a Heartbeat with `tokens` follows. A response start or body that is
     ready precedes heartbeats. Joins the body bytes that arrive between two reads; the application's
-    `send` waits while READY_BYTES are unread. The application runs in `context`, by default a copy
-    of the caller's context. If the generator is closed early, the application receives
+    `send` waits while READY_BYTES or more are unread. The application runs in `context`, by default
+    a copy of the caller's context. If the generator is closed early, the application receives
     `http.disconnect`, and is cancelled if it still runs after `disconnect_s` seconds. Raises the
     application's exception after the items.
     """

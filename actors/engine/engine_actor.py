@@ -52,7 +52,8 @@ class EngineActor:
         """Start the engine; Serve marks the replica ready when this returns.
 
         Serve may build the application on a node without this role's environment variables. So a
-        secret in this process's environment takes precedence over `fallback_secret`. Raises
+        secret in the settings or in this process's environment takes precedence over
+        `fallback_secret`. Raises SettingsError if the one in the environment is too short, and
         EngineStartError with the cause if the start fails.
         """
         settings = settings.with_secret(fallback_secret)
@@ -105,7 +106,9 @@ class EngineActor:
                 address = await server.open(host, port, tls)
             except OSError as error:
                 where = f"{self.role}.rpc_host, rpc_port: {host}:{port}"
-                raise EngineStartError(f"{where} cannot be used: {error}") from error
+                raise EngineStartError(
+                    f"{where} cannot be used: {error}; set an address of the node and a free port, or leave them unset"
+                ) from error
             self._rank_metadata.append(replica_metadata(address, settings.max_queued_requests, slots=slots))
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
@@ -187,7 +190,7 @@ class EngineActor:
     async def check_health(self) -> None:
         """Raise EngineDownError if the engine has died, is closed, or hangs.
 
-        Serve's hook: Serve then replaces the replica.
+        Serve's hook: Serve replaces the replica after several failures in a row.
         """
         await self.engine.check_health()
 

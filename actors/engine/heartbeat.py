@@ -63,7 +63,7 @@ class HeartbeatMonitor:
                 self.close()
 
     def close(self) -> None:
-        """Cancel the current `ask` and make no more."""
+        """Cancel the current pause or `ask`; the next `subscribed` starts a new one."""
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None

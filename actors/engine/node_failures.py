@@ -40,18 +40,19 @@ def engines_of(node_id: str) -> str:
 def grace_s(node_lost_s: float | None) -> float:
     """Return the seconds after which writes from a dead node are presumed stopped.
 
-    They count from the time at which Ray marks the node dead. With None, returns `cut_off_node_s()`
-    and MARGIN_S. Raises EngineStartError if a prefill engine on a cut-off node may run longer than
-    `node_lost_s`: it could write to blocks that decode has given to another request.
+    They count from the first reading of Ray's node table in which the node is dead. With None,
+    returns `cut_off_node_s()` + MARGIN_S. Raises EngineStartError if a prefill engine on a cut-off
+    node may run longer than `node_lost_s`: it could write to blocks that decode has given to
+    another request.
     """
     ends_s = cut_off_node_s()
     if node_lost_s is None:
         return ends_s + MARGIN_S
     if node_lost_s < ends_s:
         raise EngineStartError(
-            f"transfer.node_lost_s must be at least {ends_s:g}, not {node_lost_s:g}: Ray ends the actors of a node "
-            f"that is cut off after up to {ends_s:g} s (RAY_grpc_client_keepalive_timeout_ms, {RECONNECT_VARIABLE}). "
-            "Or leave it unset"
+            f"transfer.node_lost_s must be at least {ends_s:g} s, not {node_lost_s:g} s: on a node that is cut off, "
+            f"actors may run for {ends_s:g} s (RAY_grpc_client_keepalive_timeout_ms, {RECONNECT_VARIABLE}). "
+            "Raise it, or leave it unset"
         )
     return node_lost_s
 
@@ -68,7 +69,7 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Return the nodes dead for at least `gone_s` and not yet `reported`.
+        """Record new dead nodes. Return those recorded for `gone_s` or longer, and not `reported`.
 
         ``dead``  ids of all nodes that are dead now
         ``now``   monotonic time in seconds
@@ -111,7 +112,7 @@ async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, d
                 nodes.reported(node_id)
                 logger.warning("node %s is lost: any writes of prefill engines on it are presumed stopped", node_id)
         except Exception:
-            # The Ray head or the engine has failed; requests report either in more detail.
+            # The Ray head or the engine may have failed, for a while or permanently.
             logger.exception("cannot check for lost nodes, or report one; trying again")
         await asyncio.sleep(POLL_S)
 

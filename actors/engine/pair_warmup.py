@@ -1,9 +1,9 @@
 """Warm-up of engine pairs: the first handshake and transfer use a probe of a few tokens.
 
-Before Serve marks a new replica ready, each of its ranks exchanges a probe with each rank of each
-running replica of the other role. Two replicas that start at the same time do not find each other,
-so decode also looks for new prefill replicas every `WARM_UP_INTERVAL_S` seconds. Without warm-up,
-the first request of a pair waits for the handshake.
+Before Serve marks a new replica ready, each of its ranks tries to exchange a probe with each rank
+of each running replica of the other role. Two replicas that start at the same time do not find each
+other, so decode also looks for new prefill replicas every `WARM_UP_INTERVAL_S` seconds. Without
+warm-up, the first request of a pair waits for the handshake.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ It covers the prompt, the transfer, and the recomputation if the transfer fails.
 """
 
 CALL_MARGIN_S = 5.0
-"""Time in seconds that Serve's call of a replica may take in addition to the called method."""
+"""Time in seconds that Serve may take to call a replica, in addition to the method's own time."""
 
 WARM_UP_INTERVAL_S = 5.0
 """Interval in seconds at which a decode replica looks for new prefill replicas."""
@@ -41,7 +41,7 @@ WARM_UP_INTERVAL_S = 5.0
 def probe_timeout_s(transfer: TransferSettings) -> float:
     """Return the timeout of a probe in seconds.
 
-    It is longer than that of a handshake, so that a failing handshake reports its reason first.
+    It exceeds the timeout of a handshake, so that a failing handshake reports its reason first.
     """
     return transfer.handshake_s + FETCH_MARGIN_S
 

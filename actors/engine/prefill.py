@@ -94,7 +94,7 @@ class Prefill(EngineActor):
         ]
 
     async def _warm_up_pairs(self) -> None:
-        """Make all ranks of running decode replicas fetch a probe of each rank of this replica."""
+        """Ask all ranks of running decode replicas to fetch a probe of each rank of this one."""
         decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("engine_names")
         probes = {name: await self.probes_for(()) for names in replicas for name in names}

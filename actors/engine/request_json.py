@@ -1,8 +1,8 @@
 """Makes the engine's HTTP application decode large JSON bodies in a thread.
 
-FastAPI awaits `Request.json` for the body of each route (`get_request_handler` in
-fastapi/routing.py). Starlette's `Request.json` decodes the body on the event loop and so delays all
-streams of the engine.
+FastAPI awaits `Request.json` for each JSON body (`get_request_handler` in fastapi/routing.py).
+Starlette's `Request.json` decodes the body on the event loop and so delays all streams of the
+engine.
 """
 
 from functools import partial

@@ -148,7 +148,7 @@ class VllmEngine:
                 problem = adapter_problem(config.lora_config.max_loras, len(modules))
             if problem is not None:
                 raise EngineStartError(str(problem))
-        cannot_resume = "only decode engines repeat a replay log" if role == "prefill" else why_not_replayable(config)
+        cannot_resume = "only decode engines continue streams" if role == "prefill" else why_not_replayable(config)
         if cannot_resume is None:
             make_replayable(config)
         else:
@@ -235,7 +235,8 @@ class VllmEngine:
             return ProducerAddress.from_params(described or {})
         except (KeyError, TypeError, ValueError) as error:
             raise EngineStartError(
-                f"{CONNECTOR} answered a `describe` request with {described!r}, which is not an address: {error!r}"
+                f"{CONNECTOR} reported no valid side channel address of this engine, but {described!r}: {error!r}; "
+                "install one version of Tandem on all nodes"
             ) from error
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
@@ -417,7 +418,8 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
     """Return the arguments of vLLM's application.
 
-    `frontend` takes precedence over `engine_args`, and both over vLLM's defaults.
+    `frontend` takes precedence over `engine_args`, and both over vLLM's defaults. Imports the tool
+    parser plugin, if one is set.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath

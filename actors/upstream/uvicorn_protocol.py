@@ -1,9 +1,10 @@
 """Limits the size and arrival time of request headers, and answers HTTP/1.0 clients without chunks.
 
 Uvicorn limits neither size nor arrival time: a client without a key could fill the router's memory
-with one header, or hold a connection open indefinitely with an incomplete header. Uvicorn sends
-chunked encoding to every client. While it queues a pipelined request, it does not notice that the
-client of the running request disconnects. Source:
+with one header, or hold a connection open indefinitely with an incomplete header. Uvicorn sends a
+response without Content-Length in chunked encoding also to HTTP/1.0 clients, which cannot decode
+it. While it queues a pipelined request, it does not notice that the client of the running request
+disconnects. Source:
 https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
 """
 
@@ -50,10 +51,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """A connection with limits on request headers, for one request at a time.
 
     A request that arrives during an answer is discarded, and the connection closes after the
-    answer; RFC 9112, section 9.3.2, makes clients repeat such requests.
+    answer; by RFC 9112, section 9.3.2, clients should repeat such requests.
 
     Between responses, uvicorn's keep-alive timer or the header timer runs. The connection holds at
-    most `MAX_HEAD_BYTES` and one read of unparsed bytes in memory.
+    most `MAX_HEAD_BYTES` and one further read of incomplete headers in memory.
     """
 
     _in_head = False

@@ -1,4 +1,4 @@
-"""Detects, before an engine starts, which models, caches and adapters vLLM's CPU build cannot run.
+"""Detects models, caches and adapters that vLLM's CPU build cannot run, before it runs them.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
@@ -83,6 +83,7 @@ def cpu_problem(layers: Layers, features: CpuFeatures, dtype: str, backend: str 
 def cache_problem(cache_dtype: str, features: CpuFeatures) -> KernelProblem | None:
     """Return the reason why vLLM's CPU attention cannot use this `kv_cache_dtype`, or None.
 
+    Checks the CPU, but not the head sizes of the model, which may also rule out an FP8 cache.
     Source: `_get_attn_isa` in vllm/v1/attention/backends/cpu_attn.py.
     """
     from vllm.utils.torch_utils import is_quantized_kv_cache

@@ -61,8 +61,8 @@ class ForcedTokens(LogitsProcessor):
 class ForcedTokensV2(LogitsProcessorV2):
     """Processor for vLLM's V2 model runner.
 
-    In this runner a request keeps its state index (`req_idx`) and moves between rows; it passes the
-    length of each sequence, which includes the prompt.
+    In this runner a request keeps its state index (`req_idx`) and moves between rows. The runner
+    passes the length of each sequence, which includes the prompt.
     """
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:

@@ -47,7 +47,7 @@ def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, 
 
 
 def use_fork_server() -> None:
-    """Make vLLM start processes from the fork server, in this process.
+    """Make vLLM, in this process, start its processes from the fork server (`_context`).
 
     If vLLM's modules have changed, log a warning; vLLM then starts its processes as usual.
     """
@@ -87,9 +87,10 @@ def _context(original: Callable[[], BaseContext]) -> BaseContext:
     """Return the context of the fork server, or vLLM's own from `original`.
 
     Returns vLLM's own if a variable of LOADED_ONCE has another value than at the first call in this
-    process: the new value would have no effect on processes that the fork server forks.
+    process: the new value would have no effect on processes that the fork server forks. The first
+    call records the values and chooses the modules that the fork server imports.
     """
-    spawning = original()  # also sets variables with Ray's address
+    spawning = original()  # also sets environment variables, in a Ray actor RAY_ADDRESS
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
     if not _started_with:
         _started_with.update(now)

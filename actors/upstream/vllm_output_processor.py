@@ -7,9 +7,9 @@ expect the number that one engine would report, which excludes tokens computed f
 (`max_tokens` is 1). At this end the frontend would report a finish reason and release text held
 back for stop strings, although decode continues the answer.
 
-*Reports of first tokens*: AsyncLLM passes on nothing of an answer that is not streamed before its
-end. The router needs to know earlier that decode has the KV, so the processor reports the first
-token.
+*Reports of first tokens*: before the end of an answer that is not streamed, AsyncLLM passes on
+nothing of it. The router needs to know earlier that decode has the KV, so the processor reports the
+first token.
 
 AsyncLLM has no parameter for an output processor, so `take_over` replaces the class of AsyncLLM's
 own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
@@ -30,10 +30,10 @@ from actors.telemetry.timestamps import KvArrivals
 class SharedRequestOutputs(OutputProcessor):
     """Output processor for requests that two engines share.
 
-    Counts prompt tokens whose KV the connector has loaded as computed and, in whole blocks, as
-    newly cached. Hides the end of `unfinished` requests that their length limit has ended. Connects
-    the first engine request of each `ServedCall` to the call's timestamps, and reports the first
-    token of an answer that is not streamed.
+    Prompt tokens whose KV the connector has loaded count as computed and, in whole blocks, as newly
+    cached. Hides the end of `unfinished` requests that their length limit has ended. Connects the
+    first engine request of each `ServedCall` to the call's timestamps. Reports the first token of
+    an answer that is not streamed, unless this token ends the answer.
     """
 
     block_tokens: int | None
@@ -85,8 +85,8 @@ class SharedRequestOutputs(OutputProcessor):
                 if served is not None and output.finish_reason is None:
                     served.sampled_first()
             if state is not None and stats is not None and stats.num_external_cached_tokens:
-                # vLLM's own field for this number. A router that waits for prefill's answer passes
-                # it on in `kv_transfer_params`.
+                # vLLM's own field for this number. With vLLM's connectors, a router copies it from
+                # prefill's answer into the request to decode.
                 state.remote_prefill_cached_tokens = stats.num_local_cached_tokens
                 stats.num_cache_creation_tokens = newly_cached(stats, self.block_tokens)
             if output.finish_reason is FinishReason.LENGTH and output.request_id in self.unfinished:

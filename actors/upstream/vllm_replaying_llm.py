@@ -34,9 +34,9 @@ ABORTED = str(FinishReason.ABORT)
 def why_not_replayable(config: VllmConfig) -> str | None:
     """Return the reason why an engine of this configuration cannot repeat tokens, or None."""
     if config.speculative_config is not None:
-        return "vLLM allows no custom logits processor with speculative decoding"
+        return "with speculative decoding, vLLM allows no logits processor to repeat the tokens already sent"
     if config.model_config.return_sampling_mask:
-        return "vLLM allows no custom logits processor with return_sampling_mask"
+        return "with return_sampling_mask, vLLM allows no logits processor to repeat the tokens already sent"
     return None
 
 
@@ -103,7 +103,10 @@ class ReplayCollector:
             if tuple(tokens) != group or (ended and len(self._groups) > 1):
                 self._waiting.clear()
                 self._collector.put(
-                    self._served.fail("the resuming engine did not repeat the tokens already sent to the client")
+                    self._served.fail(
+                        "the stream was interrupted, and the next engine did not repeat the tokens already sent; "
+                        "send the request again"
+                    )
                 )
                 return
             merged = self._waiting.popleft()
@@ -200,11 +203,15 @@ class ReplayingLLM(AsyncLLM):
         one = sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.n == 1
         if served is not None and not (one and served.begin()):
             if served.replay:
-                raise served.fail("only a single streamed answer can be resumed")
+                raise served.fail(
+                    "the stream was interrupted, and only a stream of one generation with one choice can be continued; "
+                    "send the request again"
+                )
             served = None
         if served is not None and served.replay and self.adapters_change and options.get("lora_request"):
             raise served.fail(
-                "the request's adapter may have changed since the answer began (`allow_runtime_lora_updating`)"
+                "the stream was interrupted, and the request's adapter may have changed since it began "
+                "(`allow_runtime_lora_updating`); send the request again"
             )
         params = self._forced(sampling_params, served)
         samples = samples_first_token(params)

@@ -31,7 +31,7 @@ def check_sendable(prompt: Any, params: SamplingParams, options: Mapping[str, An
 
 
 def _error(values: Mapping[str, Any]) -> VLLMValidationError:
-    """Return the error for the first value that msgpack cannot encode."""
+    """Return the error for the first value that msgpack cannot encode, or for an unknown one."""
     for name, value in values.items():
         try:
             _ENCODER.encode(value)
@@ -39,4 +39,6 @@ def _error(values: Mapping[str, Any]) -> VLLMValidationError:
             return VLLMValidationError(f"`{name}` must fit in a 64-bit integer.", parameter=name)
         except UnicodeEncodeError:
             return VLLMValidationError(f"`{name}` must not contain lone surrogates.", parameter=name)
-    return VLLMValidationError("A number or string in the request cannot be encoded.")
+    return VLLMValidationError(
+        "A value of the request is an integer beyond 64 bits or a string with lone surrogates; correct it."
+    )

@@ -38,10 +38,12 @@ class Transport(Protocol):
         ...
 
     def add_peer(self, metadata: bytes, name: str | None = None) -> str:
-        """Add a peer and return its name. Adding a known peer has no effect.
+        """Add a peer and return its name.
 
-        Raises TransportError, and adds no peer, if the metadata is unusable, if the peer cannot be
-        reached, or if ``name`` is given and the metadata belongs to an agent with another name.
+        A known peer keeps its connection; ``reconnect`` then uses the new metadata. Raises
+        TransportError, and adds no peer, if the metadata is unusable, if the transport finds the
+        peer unreachable, or if ``name`` is given and the metadata belongs to an agent with another
+        name.
         """
         ...
 

@@ -56,7 +56,7 @@ class CacheMemory:
         """Return this cache with the hash that both ends use if the peer's cache is in ``peer``.
 
         xxh3_128 between two host memories, else the hash of this module. Raises ConfigurationError
-        if no tensor holds a region of the cache.
+        for a region of device memory that no tensor holds.
         """
         # Two threads may each create an object; both objects give equal hashes.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
@@ -73,7 +73,7 @@ class DeviceMemory:
     returns before the device has read the bytes, and ``digest`` waits for the device. The caller of
     ``feed`` ensures that the bytes have been computed, for example with an event.
 
-    Raises ConfigurationError if no tensor holds a region of the cache.
+    Raises ConfigurationError for a region of device memory that no tensor holds.
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:

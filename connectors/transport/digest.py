@@ -10,8 +10,8 @@ combines all streams:
 
 The plan has the same order of pieces at both ends, so equal digests mean equal bytes at the
 intended addresses. Between two host memories, the hash of a stream is xxh3_128 of its bytes
-(``HostMemory``). Otherwise both ends use the hash that an accelerator computes where the KV lies
-(``device_digest.py``).
+(``HostMemory``). Otherwise both ends use the hash of ``device_digest.py``, which each end computes
+where its KV lies.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TransferDigest:
         self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of part (unit) ``parts[i]`` of this end's block ``ids[i]``, for every i.
+        """Add the bytes of unit ``parts[i]`` in this end's block ``ids[i]``, for every i.
 
         ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None means
                     all layers

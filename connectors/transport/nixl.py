@@ -3,7 +3,9 @@
 Each worker has one agent, by default with the UCX backend. NIXL's own progress thread is off,
 because it spins and takes a core per worker, idle or not. The owner calls ``poll`` and
 ``notifications`` often enough for writes and messages to progress (docs/decisions/0003). NIXL's
-errors become TransportErrors that name the peer, or this agent if no peer is involved.
+errors become TransportErrors that name the peer, or this agent if no peer is involved. Not
+converted are errors of ``metadata`` and of NIXL's list of backends; errors while a peer, a write or
+memory is released are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 class NixlTransport:
     """A NIXL agent; implements ``Transport``.
 
-    NIXL's error classes cannot be imported by name, so this class catches any Exception of a call.
+    NIXL's error classes cannot be imported by name, so this class catches any Exception where it
+    converts or ignores them.
     """
 
     kind = "nixl"
@@ -53,7 +56,8 @@ class NixlTransport:
                 nixl_agent_config(
                     enable_prog_thread=False,
                     backends=[],
-                    # Handshake threads add peers while the engine's and the progress thread write.
+                    # Handshake threads add peers while the engine's thread or the progress thread
+                    # writes.
                     sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
                 ),
             )

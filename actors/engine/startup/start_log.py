@@ -26,7 +26,8 @@ MAX_CAUSE_LINES = 8
 _WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
 """Errors of vLLM that only refer to the log of another process."""
 
-# "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text"; warnings and Ray's lines differ.
+# Beginning of a line of vLLM's log: "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1] text".
+# Lines of Python's warnings and of Ray have other formats.
 _RECORD = re.compile(r"^\((?P<process>[^)]*pid=\d+)\) (?P<level>[A-Z]+) (?P<when>[\d-]+ [\d:]+) \[(?P<where>[^]]*)\] ?")
 _EXCEPTION = re.compile(
     r"^[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Timeout)\b(: |$)|^[a-z_][\w.]*\.[A-Z]\w*: "
@@ -53,11 +54,11 @@ class _Record:
 
 
 def root_cause(log: str) -> str | None:
-    """Return the exception that stopped the engine, from the end of its traceback, or None.
+    """Return the first exception that a process logged as an error, or None.
 
-    The process that failed is the first one to log an exception: a worker logs before the engine
-    core, the engine core before the process that started it. Of chained exceptions, the result is
-    the last.
+    It is taken for the cause of a failed start: a worker logs before the engine core, the engine
+    core before the process that started it. Skips exceptions that only refer to another log
+    (`_WRAPPERS`). Of chained exceptions, the result is the last.
     """
     for record in _error_records(log.splitlines()):
         cause = _last_exception(record.lines)

@@ -1,7 +1,7 @@
 """Reports an engine's start to the launcher (`app/run.py`) through Ray's control store.
 
 The launcher cannot call an actor during its constructor, and may run on another node. Engines write
-reports only while a launcher watches the start.
+reports only between `StartWatch.open` and `StartWatch.close`.
 """
 
 import contextlib
@@ -21,19 +21,20 @@ from actors.upstream import ray_private
 logger = logging.getLogger(__name__)
 
 WATCHED = b"start"
-"""Key that exists while a launcher watches the start."""
+"""Key that exists from a launcher's `StartWatch.open` until `StartWatch.close`."""
 PREFIX = b"start/"
 
 POLL_S = 0.25
 MAX_LOG_BYTES = 4 << 20
-"""Number of bytes at the end of a log that `root_cause` searches."""
+"""Maximum number of bytes, at the end of each log, in which `root_cause` searches."""
 
 
 class StartProgress:
     """Context manager of an engine's start.
 
-    Reports the stages of the start. If the block raises an Exception, raises EngineStartError with
-    the cause of the failure instead.
+    Links the engine's logs under the name of the replica, and reports the stages of the start. If
+    the block raises an Exception, reports the failure and raises EngineStartError with its cause
+    instead.
     """
 
     def __init__(self, role: str, replica: str) -> None:
@@ -74,7 +75,7 @@ class StartProgress:
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:
-        """Return the error of the process that failed first, or `error` if the logs have none."""
+        """Return the cause in the logs (`root_cause`), stderr's first, or `error` without one."""
         texts = [_tail(path, self._begins[path]) for path in self._logs]
         return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
 
@@ -137,7 +138,10 @@ def _own_logs() -> list[Path]:
 
 
 def _link(logs: list[Path], name: str) -> None:
-    """Create links named `name` to the logs; Ray's names of them have worker and process ids."""
+    """Link each log as `name` with its suffix; Ray names logs by worker and process ids.
+
+    Omits links that cannot be created.
+    """
     for path in logs:
         with contextlib.suppress(OSError):
             path.with_name(f"{name}{path.suffix}").symlink_to(path.name)

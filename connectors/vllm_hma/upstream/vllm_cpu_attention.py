@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
-    """Packing of K, or of V, of one head in one block: head size / ``dims`` stripes.
+    """Byte order of K, or of V, of one head in one block: head size / ``dims`` stripes.
 
     A stripe has ``dims`` elements of each of the block's tokens. Its rows can be transferred
     separately.
@@ -36,7 +36,7 @@ CPU_PACKING = {
     "vec16": (Stripes(1, 1), Stripes(None, 1)),
     "amx": (Stripes(None, 16), Stripes(16, 2)),
 }
-"""Packing of (K, V), by vLLM's name of the instruction set.
+"""Byte order of K and of V, by vLLM's name of the instruction set.
 
 tests/vllm_contract/test_cpu_packing.py checks it.
 """
@@ -47,14 +47,15 @@ def instruction_set(config: VllmConfig, block_tokens: int, head_size: int) -> st
 
     ``block_tokens``  tokens per block of the attention kernel
 
-    Raises NotImplementedError, as vLLM does, if this CPU cannot use the configured FP8 cache.
+    Raises NotImplementedError, as vLLM does, if the CPU or ``head_size`` rules out the configured
+    FP8 cache.
     """
     isa: str = _get_attn_isa(config.model_config.dtype, block_tokens, head_size, config.cache_config.cache_dtype)
     return isa
 
 
 def stripes_of(isa: str) -> tuple[Stripes, Stripes]:
-    """Return the packing of K and of V.
+    """Return the byte order of K and of V.
 
     For an instruction set that is not in CPU_PACKING, each head of a block is a single row.
     """

@@ -1,8 +1,8 @@
-"""Changes a request's prompt in vLLM, so that a prefill step ends where the KV to send ends.
+"""Changes a prefill request in vLLM, so that its steps compute the KV that the consumer needs.
 
-It removes the prompt's last token, hides its last tokens until a later step, or restricts sampling
-to its last token. vLLM has no public call for these changes and stores the prompt's tokens twice:
-the scheduler schedules ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
+The functions remove the prompt's last token, hide its last tokens until a later step, or restrict
+sampling to its last token. vLLM has no public call for these changes and stores the prompt's tokens
+twice: the scheduler schedules ``_all_token_ids``, and workers receive ``prompt_token_ids``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/request.py
 """
 

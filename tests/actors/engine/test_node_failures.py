@@ -62,7 +62,7 @@ def test_the_grace_period_outlasts_a_cut_off_node(
 def test_a_grace_period_that_is_too_short(monkeypatch: pytest.MonkeyPatch, reconnect_s: str, setting: float) -> None:
     """The prefill engine of a cut-off node could still write."""
     monkeypatch.setenv(RECONNECT_VARIABLE, reconnect_s)
-    with pytest.raises(EngineStartError, match=r"transfer\.node_lost_s must be at least (180|720), not"):
+    with pytest.raises(EngineStartError, match=r"transfer\.node_lost_s must be at least (180|720) s, not"):
         grace_s(setting)
 
 
