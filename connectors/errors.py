@@ -2,7 +2,7 @@
 
 A message states what is wrong, where, and the remedy if there is one. Invalid input from a peer, a
 request or a configuration raises one of these classes; ``assert`` checks internal invariants. An
-error of a peer fails a handshake or a transfer; it never ends the engine.
+error of a peer can fail a handshake or a transfer; it never ends the engine.
 """
 
 
@@ -13,7 +13,8 @@ class TandemError(Exception):
 class ConfigurationError(TandemError):
     """A setting is invalid or does not fit its engine, or what it names cannot be used.
 
-    For example, NIXL lacks the configured backend, or a certificate file has expired.
+    For example, NIXL lacks the configured backend, a certificate file has expired, or the process
+    of the side channel does not start.
     """
 
 
@@ -31,10 +32,10 @@ class UnsupportedCacheError(TandemError):
 
 
 class PlanError(TandemError):
-    """The bytes to copy cannot be planned.
+    """The bytes to copy, to hash or to store cannot be determined.
 
-    A cache layout, a grid of ranks, a block id, a range of tokens or an object of the KV store is
-    invalid, is missing or does not fit the others.
+    For example, a cache layout, a grid of ranks, a block id, a range of tokens or an object of the
+    KV store is invalid, is missing or does not fit the others.
     """
 
 
@@ -60,7 +61,8 @@ class IncompatiblePeerError(TandemError):
 class WireError(TandemError):
     """A message, agent metadata, a side channel's response or kv_transfer_params are invalid.
 
-    Metadata, messages and responses of another protocol version are invalid, too.
+    Metadata, messages and responses of another protocol version are invalid, too. The error
+    response of a side channel also raises this class, or PeerSecretError if it is about secrets.
     """
 
 
@@ -105,7 +107,7 @@ class FailedWriteError(TransportError):
 class StoreError(TandemError):
     """An operation of the KV store failed: for example, time or space ran out, or a file is bad.
 
-    After a failed load, the engine computes the request's tokens.
+    After a failed load, the engine computes the tokens whose KV the load did not supply.
     """
 
 

@@ -114,13 +114,13 @@ def first_needed_token(group: Group, resume_token: int) -> int:
 
 
 def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_token: int) -> BlockSet:
-    """Return the blocks of ``table`` to fill so that a consumer can resume at ``end_token``.
+    """Return the blocks of ``table`` to fill so that a consumer can compute from ``end_token`` on.
 
     Tokens before ``start_token`` are in the consumer's prefix cache, or come from the KV store.
-    Other requests may share cached blocks, so the result starts with the block of ``start_token``.
-    Tokens before the window need no block. For a state group, the result is the block that holds
-    the state after ``end_token`` tokens, at position 0. The result is empty if ``start_token``
-    equals ``end_token``.
+    Other requests may share cached blocks, so the result has no block before the block of
+    ``start_token``. Tokens before the window need no block either. For a state group, the result is
+    the block that holds the state after ``end_token`` tokens, at position 0. The result is empty if
+    ``start_token`` equals ``end_token``.
 
     Raises PlanError unless ``0 <= start_token <= end_token``, or if the table has no block for a
     needed token. The engine must then compute the tokens itself.
@@ -157,12 +157,12 @@ def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet
 
 
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
-    """Return the units of ``blocks`` that a producer rank writes for a resume at ``end_token``.
+    """Return the units of ``blocks`` to write for a consumer that computes from ``end_token`` on.
 
     The units of a window start with the producer's block in which the window starts, not with the
-    window itself: a consumer with prefix caching treats a full block as complete. The result has
-    only units that start before ``end_token`` and that both ranks store. Producer and consumer both
-    call this function, so they count the same bytes.
+    window itself: a consumer with prefix caching may reuse the whole block. The result has only
+    units that start before ``end_token`` and that both ranks store. Producer and consumer both call
+    this function, so they count the same bytes.
     """
     if group.kind is GroupKind.STATE:
         return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))

@@ -1,8 +1,8 @@
 """Applies plans to block ids: returns the contiguous byte ranges to copy (*runs*) as numpy vectors.
 
 Adjacent runs are merged. No Python object is created per block: 10,000 blocks take a few numpy
-operations. For copies of the KV store, the two ends called producer and consumer are a rank's cache
-and objects in this process (``store/planning/layout.py``).
+operations. In a copy between a rank's cache and the KV store, objects in the memory of this process
+are the consumer of a store and the producer of a load (``store/planning/layout.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Moves:
     ``dst_ids``    consumer's block of each unit
     ``dst_parts``  index of each unit within that block
     ``layers``     ``(first, stop)`` range of the producer rank's layers of the group, as in
-                   ``GroupPlan.layer_of``; ``stop`` may be too large. None means all layers
+                   ``GroupPlan.layer_of``; ``stop`` may exceed their number. None means all layers
     """
 
     group: int

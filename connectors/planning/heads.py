@@ -3,10 +3,11 @@
     rank r of n holds heads [r*H//n, (r+1)*H//n)           H >= n
     rank r of n holds a replica of the one head r*H//n     H <  n
 
-TP sizes need not divide each other. Every consumer rank receives each token of each of its heads
-from exactly one producer rank. Ranks with the same heads and tokens are replicas and share the
-load: each replica serves its own subset of the consumer ranks. If there are more replicas than
-consumer ranks, a consumer rank receives different layers from different replicas.
+TP sizes need not divide each other. Every consumer rank receives each of its tokens of each of its
+heads from exactly one producer rank. Here, *replicas* are ranks with the same heads and tokens, not
+replicas of a deployment. For a layer, each replica of the producer serves its own subset of the
+consumer ranks. If there are more replicas than consumer ranks, a consumer rank receives different
+layers from different replicas.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def _replica(replicas: list[int], position: int, wanting: int, layer_index: int)
     """Return the replica that sends to consumer rank number ``position`` of ``wanting``.
 
     ``replicas`` are producer ranks with the same heads and tokens. If there are at most as many
-    replicas as consumer ranks, one replica is assigned to each consumer rank. If there are more,
-    several may be assigned to it, and ``layer_index`` selects one of these.
+    replicas as consumer ranks, one replica is assigned to each consumer rank. Otherwise several may
+    be assigned to one consumer rank, and ``layer_index`` selects one of these.
     """
     first = position * len(replicas) // wanting
     stop = max(first + 1, (position + 1) * len(replicas) // wanting)

@@ -323,8 +323,10 @@ def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPage
 def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
     """Merge the memory of all layers into regions: each byte once, each base address once.
 
+    ``spans``  memory range of each layer
+
     Layers share tensors under the hybrid allocator (Gemma-3-4B: 34 layers, 5 tensors), and tensors
-    may be slices of one storage. Overlapping spans become one region. Adjacent spans remain two
+    may be slices of one storage. Overlapping ranges become one region. Adjacent ranges remain two
     regions, because they may be two allocations.
     """
     merged: list[Region] = []

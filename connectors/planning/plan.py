@@ -4,7 +4,7 @@ The connector plans a pair of ranks in their handshake, and a rank's copies to a
 when the engine starts; never for each request. A *piece* is a byte range of a unit that is
 contiguous on both sides. For each piece and each side, a plan has the piece's address in block 0,
 the distance to the next block, and the offsets of a block's units. Applying a plan to block ids
-takes one numpy broadcast per group and side (``descriptors.py``), for every model.
+takes a few numpy operations per group and side (``descriptors.py``), for every model.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
     """Raise IncompatiblePeerError if a partly filled block of the consumer gives wrong results.
 
-    The producer may fill only a part of a consumer's block if its block size is not a multiple of
-    the consumer's. This gives wrong results in two cases. If a window starts within the block, the
-    consumer's prefix cache treats the block as complete. In a model with state groups, the rest of
-    the block may hold bytes of an old state, which attention past the end of the prompt reads: vLLM
-    does not zero blocks that a connector fills.
+    If the producer's block size is not a multiple of the consumer's, the producer may fill only a
+    part of a consumer's block. This gives wrong results in two cases. If a window starts within the
+    block, the consumer's prefix cache treats the block as complete. In a model with state groups,
+    the rest of the block may hold bytes of an old state, which attention past the end of the prompt
+    reads: vLLM does not zero blocks that a connector fills.
     """
     theirs, ours = producer.groups[index], consumer.groups[index]
     if ours.kind is GroupKind.STATE or not theirs.block_tokens % ours.block_tokens:
@@ -238,7 +238,7 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
     """Plan the copies from one producer rank to one consumer rank.
 
     The layouts must be compatible (``check_compatible``). The plan has no pieces if the ranks have
-    no common layer, head or token, or if replicas of the producer rank send all of them.
+    no common layer, head or token, or if other producer ranks with the same heads send them.
 
     Raises PlanError if the block sizes have no common unit of whole rows.
     """

@@ -62,10 +62,10 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
 
     ``plans``  one per producer rank that sends to the consumer rank
 
-    One block is enough: pieces are the same for every block, and pages of different blocks do not
-    overlap. If DCP divides tokens at the producer, a block's position determines the ranks that
-    write the block. This function therefore proves each position of one period. It proves each
-    group separately because groups may share memory.
+    One block is enough: pieces are the same for every block, and pages of blocks in use at the same
+    time do not overlap. If DCP divides tokens at the producer, a block's position determines the
+    ranks that write the block. This function therefore proves each position of one period. It
+    proves each group separately because groups may share memory.
 
     Raises CoverError if the plans miss a byte, write one twice or write another byte.
     """

@@ -57,8 +57,8 @@ class Write:
                 if the offer requests none
 
     The owner calls ``write_posted`` after the post, and ``write_done`` or ``write_failed`` at the
-    end. If nothing was posted, it calls only ``write_refused``; if the post failed, but parts of
-    the write may arrive, only ``write_failed``.
+    end. If the write cannot be posted, it calls only ``write_failed`` if parts of the write may
+    arrive, and only ``write_refused`` if none can.
     """
 
     write_id: int
@@ -73,7 +73,8 @@ class Forget:
     """The state machine has removed this peer and needs no connection to it any more.
 
     The owner releases the peer's plan and connection, unless the other state machine (``knows``) or
-    a handshake in progress needs them. A later transfer with this peer needs a new handshake.
+    a handshake in progress needs them. Before another transfer with this peer, the state machine
+    needs a new handshake.
     """
 
     peer: Peer
@@ -103,9 +104,9 @@ class Connect:
 class Due:
     """A queued request's wait has ended.
 
-    ``failure``    None if the producer is about to start the prompt: the request can allocate
-                   blocks. Else the reason why no KV will arrive; this engine then computes the
-                   prompt
+    ``failure``    None if the producer is about to compute the prompt or has computed it: vLLM can
+                   allocate the request's blocks. Else the reason why no KV will arrive; this engine
+                   then computes the prompt
     ``cancelled``  whether this rank cancels the transfer at its partners; the other ranks have not
                    queued the request, and must ``release`` it
     """
@@ -121,10 +122,10 @@ class Verify:
     """Compute the digest of received units, compare it with ``expected``, then report ``verified``.
 
     ``units``     received units, one set per group
-    ``digest``    empty digest of this transfer
+    ``digest``    empty digest of the bytes that ``peer`` writes in this transfer
     ``expected``  digest that ``peer`` sent in Fin
 
-    The transfer keeps its blocks until ``verified``.
+    The request's blocks stay allocated at least until ``verified``.
     """
 
     transfer_id: str
@@ -154,7 +155,8 @@ class Received:
     ``failure``     None if all KV has arrived and all requested digests match, else the reason
     ``quarantine``  transfer id if a producer rank may still write to the blocks, else None
 
-    No request, this one included, may use blocks in quarantine until ``Freed`` of their transfer.
+    No request, this one included, may use blocks in quarantine until every rank that has put them
+    there has returned ``Freed``.
     """
 
     request_id: str

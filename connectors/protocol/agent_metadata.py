@@ -34,14 +34,14 @@ _T = TypeVar("_T")
 class ModelIdentity:
     """Properties besides the layout that must be equal for two engines to exchange KV.
 
-    ``model``           digest of the configuration and of the weights' identity: their digest, or
-                        the commit of a Hugging Face Hub model. Not verified, with a warning, for a
-                        hub model without a known commit (name and revision) and for object storage
-                        (address)
+    ``model``           digest of the model's configuration and of a string that identifies its
+                        weights (``weights_identity``). For a hub model without a known commit, and
+                        for object storage, equal strings do not prove equal weights
     ``dtype``           dtype of the model
     ``cache_dtype``     dtype of the KV cache, never ``auto``
-    ``engine_version``  vLLM release
-    ``draft``           digest of the draft model whose KV the cache also holds; empty: none
+    ``engine_version``  version of vLLM
+    ``draft``           digest of the speculative method and its draft model, if the cache also has
+                        KV of drafts; else empty
     """
 
     model: str
@@ -161,12 +161,12 @@ def decode_agent_metadata(payload: bytes) -> AgentMetadata:
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
     """Combine the agent metadata of all n workers of an engine, by rank.
 
-    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation with one grid and
-    equal layers.
+    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with one grid and the
+    same layers of the model in each group.
     """
     rank_metadata = tuple(workers[rank] for rank in sorted(workers))
     if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):
-        raise WireError(f"agent metadata of ranks 0 to n-1 is needed, got ranks {sorted(workers)}")
+        raise WireError(f"the workers' ranks must be 0, 1, 2, ... without gaps, not {sorted(workers)}")
     if len({agent_metadata.incarnation for agent_metadata in rank_metadata}) != 1:
         raise WireError("the workers' agent metadata is of more than one incarnation")
     for rank, agent_metadata in enumerate(rank_metadata):

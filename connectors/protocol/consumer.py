@@ -5,11 +5,11 @@ the requests and their queue; ``engines.py`` has the producer engines.
 
     reception   on                         becomes     actions
     --------------------------------------------------------------------------------------------
-    (none)      queue                      queued      AwaitStart to one partner, without blocks
+    (none)      queue                      queued      Connect if needed; AwaitStart to one partner
     (none)      queue, id used before      gone        Due(failed): an id is valid once
     queued      Starting                   (none)      Due(ok): allocate the blocks, then start
-    queued      Aborted, Failed, silence,  (none)      Due(cancelled), Cancel to all partners; if
-                undelivered, worker_lost               the engine is stale, after a handshake
+    queued      Aborted, Failed, silence,  (none)      Due(cancelled), Cancel to all partners; if a
+                undelivered, worker_lost               handshake is needed, after the next one
     queued      connect_failed,            (none)      Due(failed)
                 engine_lost
     (none)      start                      CONNECTING  Connect to the producer engine
@@ -20,9 +20,9 @@ the requests and their queue; ``engines.py`` has the producer engines.
     OFFERED     Fin, expected byte count   OFFERED     Verify, if a digest was requested
     OFFERED     last Fin, all verified     gone        Received(ok)
     OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
-    OFFERED     Aborted, abort, silence,   ENDING      Cancel
-                worker_lost, wrong count
-                or digest
+    OFFERED     Aborted, Cancelled, abort, ENDING      Cancel
+                worker_lost, engine_lost,
+                silence, bad count or digest
     OFFERED     Failed                     QUARANTINE  Received(failed, quarantine), Cancel
     ENDING      no partner may write       gone        Received(failed)
     ENDING      Failed                     QUARANTINE  Received(failed, quarantine)
@@ -33,18 +33,18 @@ the requests and their queue; ``engines.py`` has the producer engines.
     QUARANTINE  connected                  QUARANTINE  Cancel
     QUARANTINE  no partner may write       gone        Freed
 
-Silence is progress_s without a message of one partner; during a handshake, at least handshake_s.
-Cancel goes to all partners that may write. Without such a partner and without a verification, a
-failed reception skips ENDING. A request of a known engine skips CONNECTING unless the engine is
-stale: its last handshake failed, or since then a message could not be sent, a worker was lost or
-removed, or a transfer went into quarantine. An id counts as used until lease_s after its reception.
+Silence is progress_s without a message of one partner; during a handshake, handshake_s if longer.
+From OFFERED on, Cancel goes to all partners that may write. If there is none and no verification
+runs, a failed reception skips ENDING. A request of a known engine skips CONNECTING unless the
+engine is stale: its last handshake failed, or since then a message could not be sent, a worker was
+lost or removed, or a transfer went into quarantine. An id counts as used while it is queued, and
+until lease_s after its reception has ended.
 
 A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives, its Offer cannot
 be sent, or the owner reports its death. Failed does not end this period: parts of a write may still
-arrive. ``Received`` without quarantine and ``Freed`` return blocks to the scheduler. Both require
-that no partner may write and that no verification runs. A deadline ends the request's wait; it
-never releases blocks that a partner may write.
-The state machine ignores messages of transfers that are gone. It removes an engine that is dead, or
+arrive. ``Received`` without quarantine and ``Freed`` return blocks to the scheduler: no partner may
+write, and no verification runs. No deadline returns blocks to which a partner may write. The state
+machine ignores messages of transfers that are gone. It removes an engine that is dead, evicted, or
 unused for forget_s / 2, with a Forget per partner.
 
     worker_lost  one producer rank is dead and cannot write any more
@@ -132,7 +132,7 @@ class Consumer:
         return self._queue.add(request_id, transfer_id, producer, now)
 
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
-        """Receive the KV of a request whose blocks are allocated.
+        """Start to receive the KV of a request whose blocks are allocated.
 
         A transfer id is valid once, but several requests may have the same parameters. A second use
         fails at once: Fin carries only the transfer id, so a late Fin of the first request would
@@ -154,7 +154,7 @@ class Consumer:
         return [Connect(producer)] if self._engines.reachable(producer.incarnation) is None else [*cancels]
 
     def abort(self, request_id: str, now: float) -> list[ConsumerAction]:
-        """Abort a request with blocks. They stay allocated until ``Received`` or ``Freed``."""
+        """Abort a request. Its blocks stay allocated until Received without quarantine or Freed."""
         reception = self._receptions.get(request_id)
         if reception is None:
             return []
@@ -172,7 +172,7 @@ class Consumer:
         return actions + self._engines.send_releases(incarnation, now)
 
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle a failed handshake: end the requests and drop the Cancels that waited for it."""
+        """Handle a failed handshake: fail the transfers and drop the Cancels that waited for it."""
         actions: list[ConsumerAction] = [*self._queue.connect_failed(incarnation, reason)]
         for reception in self._of_engine(incarnation):
             if reception.stage is ReceptionStage.CONNECTING:
@@ -220,8 +220,8 @@ class Consumer:
     def forget(self, incarnation: str) -> list[Forget]:
         """Remove an engine of which the owner evicts a worker.
 
-        If requests still depend on the engine's other ranks, only mark the engine stale. In both
-        cases the engine's next request starts with a handshake.
+        If the engine has queued requests or receptions, also in quarantine, only mark it stale. In
+        both cases the engine's next request starts with a handshake.
         """
         if self._of_engine(incarnation) or self._queue.uses(incarnation):
             self._engines.mark_stale(incarnation)
@@ -374,7 +374,7 @@ class Consumer:
     def _answered(
         self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
-        """Handle a partner's final message; end the reception after the last one.
+        """Handle a partner's final message; end the reception if it waits for nothing else.
 
         A Fin must state the expected number of bytes and, if requested, a digest to verify.
         """

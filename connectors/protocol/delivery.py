@@ -71,11 +71,12 @@ class Delivery:
     ``awaits_start``    True from AwaitStart to the offer
     ``offer``           the consumer's Offer, until the delivery is closed
     ``pending``         offered units not yet in a write, by group; None until the offer has been
-                        checked against the prefill request, and after the delivery was cancelled or
-                        given up
+                        checked against the prefill request, and after the delivery was closed,
+                        cancelled or given up
     ``early``           units that the current step completes, and the number of their layers
                         already in a write, by group
-    ``digest``          digest of the written bytes; None if the offer requests none
+    ``digest``          digest of the written bytes; None if the offer requests none, before the
+                        check of the offer, and after the delivery was closed
     ``in_flight``       bytes of each unfinished write, by write id; 0 until it has been posted
     ``written_bytes``   bytes of the finished writes
     ``ending``          final message, sent when no write is in flight, unless a write has failed or
@@ -116,8 +117,8 @@ class Delivery:
     def missing(self) -> str | None:
         """Return a description of the units left unwritten at the end of the prompt, or None.
 
-        Only a state can remain unwritten: the engine computed the prompt past the token at which
-        the consumer resumes.
+        Only a state can remain unwritten: the engine computed the prompt past ``offer.end_token``,
+        which changed the state.
         """
         assert self.offer is not None
         groups = [str(group) for group, units in enumerate(self.pending or ()) if len(units)]
@@ -187,9 +188,9 @@ class Transfer:
 class Allowance:
     """Limits on the state that consumers can create in a producer rank.
 
-    ``early``   number of transfers whose requests have not arrived, by consumer incarnation. Beyond
-                MAX_EARLY, the producer does not answer: an answer lets the consumer reuse blocks,
-                so the producer would have to keep a record of the answer
+    ``early``   number of transfers whose requests have not arrived, by consumer incarnation. At
+                MAX_EARLY, the producer ignores messages about unknown transfers: an answer lets the
+                consumer reuse blocks, so the producer would have to keep a record of the answer
     ``blocks``  number of blocks in open offers, by consumer worker; at most the size of its pool
     """
 
@@ -299,7 +300,7 @@ def take_ready(
     """Remove the pending units that are computed, and return the moves that copy them.
 
     Return None if a source block has been freed. Once a step has ended, the moves include the
-    remaining layers of the units that it has written layer by layer.
+    remaining layers of the units that ``take_layers`` returned during the step.
     """
     moves: list[Moves] = []
     if not transfer.coming_tokens:
@@ -316,11 +317,12 @@ def take_ready(
 def take_layers(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, stop: int
 ) -> list[Moves] | None:
-    """Return moves of the unwritten layers below ``stop`` of the units that this step completes.
+    """Take the layers below ``stop`` of the units that this step completes; return their moves.
 
     ``stop``  number of the group's layers on this rank that the step has computed
 
-    Return None if a source block has been freed.
+    The caller must write the moves: no later call returns these layers again. Return None if a
+    source block has been freed.
     """
     if group.index not in delivery.early:
         taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)

@@ -40,7 +40,7 @@ class Partner:
 class Suspect:
     """A producer worker that may still write to blocks in quarantine; fields as in ``Partner``.
 
-    The owner checks whether its process is dead, and then calls ``Consumer.worker_lost``.
+    The owner calls ``Consumer.worker_lost`` once the worker's process is proved dead.
     """
 
     peer: Peer
@@ -109,9 +109,10 @@ class ProducerEngines:
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """Return a Cancel for every partner, which ends the producer's lease of the transfer.
+        """End the producer's lease of a transfer: return a Cancel for every partner.
 
-        If a handshake is needed first, return none: ``send_releases`` returns them after it.
+        If a handshake is needed first, return none and record the transfer: ``send_releases``
+        returns its Cancels after the handshake.
         """
         partners = self.reachable(incarnation)
         if partners is None:
@@ -125,22 +126,22 @@ class ProducerEngines:
         self.releases.setdefault(incarnation, []).append((transfer_id, now))
 
     def send_releases(self, incarnation: str, now: float) -> list[Send]:
-        """Return the Cancels that were pending until this handshake."""
+        """Remove and return the Cancels that were pending until this handshake."""
         waiting = self.releases.pop(incarnation, [])
         return [send for transfer_id, _ in waiting for send in self.release(transfer_id, incarnation, now)]
 
     def drop_releases(self, now: float) -> None:
-        """Drop Cancels pending for lease_s: the producer's lease has ended their transfers."""
+        """Drop Cancels pending for lease_s: the producer's lease ends their transfers instead."""
         for incarnation, waiting in list(self.releases.items()):
             self.releases[incarnation] = [item for item in waiting if now - item[1] < self._limits.lease_s]
             if not self.releases[incarnation]:
                 del self.releases[incarnation]
 
     def next_number(self) -> int:
-        """Return the next message number. It ascends over all engines.
+        """Return a new message number, above all earlier ones to any engine.
 
-        Each Offer and AwaitStart gets a new number, and so do the Cancels of a transfer that has no
-        Offer.
+        Each AwaitStart gets a new number. The Offers of one reception share a new number, and so do
+        the Cancels of one ``release``.
         """
         self._last_number += 1
         return self._last_number

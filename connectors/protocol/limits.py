@@ -1,7 +1,8 @@
 """Deadlines of the transfer protocol.
 
-They bound how long producer and consumer wait for a peer, a write or an engine step. No deadline
-releases blocks of a consumer to which a producer rank may still write.
+They bound how long requests and engine steps wait for a peer, a write or a step, and how long both
+sides keep state of transfers and peers. No deadline releases blocks of a consumer to which a
+producer rank may still write.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ new (docs/decisions/0009).
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Deadlines of a transfer, all in seconds.
+    """Deadlines and intervals of transfers, all in seconds.
 
     ``handshake_s``  limit of a handshake with an engine, the fetch of its agent metadata included
     ``progress_s``   time without a message of a producer rank about a queued or offered transfer
                      after which the consumer gives the transfer up; also the time without progress
-                     of a write after which the producer sends no Alive to the write's consumer rank
+                     of a delivery's writes (``hang_s``) after which the producer sends no Alive to
+                     the consumer rank
     ``cancel_s``     interval between Cancels to producer ranks that do not answer; after the first
                      interval, the engine quarantines the request's blocks and, unless the request
                      was aborted, computes it in other blocks. Also the limit of a question to a
@@ -40,17 +42,17 @@ class TransferLimits:
                      that waits for a handshake
     ``alive_s``      interval between repeated Alive or Starting messages about a transfer
     ``step_s``       time without a finished engine step, while the transfer's prefill request is
-                     queued or computing, after which the producer sends no Alive. The default
-                     equals that of vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which vLLM ends
-                     the engine
+                     queued or computing, after which the producer sends no Alive and repeats no
+                     Starting. The default is vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+                     the time of a step after which vLLM ends the engine
     ``fence_s``      longest wait of an engine step for a write that reads host memory of a
                      preempted request, counted from the post of the write
     ``forget_s``     time without a message after which a producer removes a consumer worker without
                      an open delivery; a consumer removes an unused producer engine after half this
                      time, so consumers seldom contact a producer that has removed them
 
-    Raises ConfigurationError if a value is not a positive number, or if ``alive_s`` exceeds half of
-    ``progress_s``.
+    Raises ConfigurationError if a value is not a positive, finite number, or if ``alive_s`` exceeds
+    half of ``progress_s``.
     """
 
     handshake_s: float = 30.0
@@ -64,10 +66,11 @@ class TransferLimits:
 
     @property
     def hang_s(self) -> float:
-        """Time in seconds without progress of a write after which the write counts as hanging.
+        """Time in seconds without progress after which a delivery's writes count as hanging.
 
-        The producer then gives the delivery up, and sends its final message once the write has
-        ended. The time exceeds progress_s, so the consumer gives the transfer up first.
+        Progress is the start or the end of a write. The producer then gives the delivery up, and
+        sends its final message once the writes have ended. The time exceeds progress_s, so the
+        consumer gives the transfer up first.
         """
         return 2 * self.progress_s
 
@@ -84,12 +87,12 @@ class TransferLimits:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ConfigurationError(
                     f"transfer.{field.name} (kv_connector_extra_config: {field.name}) must be a positive number of "
-                    f"seconds, not {value!r}"
+                    f"seconds and finite, not {value!r}"
                 )
         if self.alive_s * 2 > self.progress_s:
             raise ConfigurationError(
-                f"transfer.alive_s ({self.alive_s}) must be at most half of transfer.progress_s ({self.progress_s}), "
-                "or the consumer gives up on a producer that is alive"
+                f"transfer.alive_s ({self.alive_s} s) must be at most half of transfer.progress_s "
+                f"({self.progress_s} s); otherwise, the consumer gives up on a producer that is alive"
             )
 
 

@@ -41,13 +41,13 @@ class EngineAddress:
 
 @dataclass(frozen=True, slots=True)
 class ProduceParams:
-    """Parameters of a prefill leg: this engine sends the request's KV to a consumer engine.
+    """Parameters of a prefill leg, whose KV this engine sends, or of a request with ``describe``.
 
-    ``transfer_id``  None: this engine generates one
+    ``transfer_id``  None: this engine generates one for a prefill leg
     ``describe``     whether to return this engine's address and send no KV
     ``first_token``  whether to sample the answer's first token: the engine then computes the whole
-                     prompt and sends the KV of its first tokens (``whole_blocks()``). Otherwise it
-                     computes and sends all tokens but the last
+                     prompt and sends the KV of ``whole_blocks()`` tokens. Otherwise it computes and
+                     sends the KV of all tokens but the last
     """
 
     transfer_id: str | None
@@ -97,8 +97,8 @@ TransferParams = ProduceParams | DiscardParams | LostParams | ConsumeParams
 def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     """Parse ``kv_transfer_params``; return None for a request without a transfer.
 
-    Raises WireError for an invalid or missing value or for keys that exclude each other; the
-    message names the keys.
+    Raises WireError for an invalid or missing value or for keys that exclude each other. A flag
+    accepts any value: only its truth counts.
     """
     if not params:
         return None

@@ -21,10 +21,10 @@ serves.
                                                  HELD: then Sent
 
 In LIVE and HELD, the producer sends Alive for open deliveries with an AwaitStart or an Offer. Alive
-stops when the engine finishes no step (``stepped``) for step_s, or a write makes no progress for
-progress_s, so neither makes a consumer wait forever.
+stops in LIVE if the engine finishes no step (``stepped``) for step_s, and in both stages if a write
+fails or makes no progress for progress_s. So none of these makes a consumer wait forever.
 
-During a step (``begin`` to ``progress``), it can write computed layers (``layers_computed``).
+The producer can write layers during a step: ``begin``, ``layers_computed``, then ``progress``.
 
     delivery  on                        becomes  actions
     -----------------------------------------------------------------------------------------
@@ -44,8 +44,8 @@ During a step (``begin`` to ``progress``), it can write computed layers (``layer
                                                  has ended (docs/decisions/0009)
 
 The producer never writes for a closed delivery: Fin, Aborted and Cancelled allow the consumer to
-use or free its blocks. Failed does not. After a failed write, the producer answers this worker's
-messages of the transfer with Failed until ``engine_lost``, even if transfer or worker are removed.
+use or free its blocks. Failed does not. After a failed write, the producer answers messages of the
+consumer worker about this transfer with Failed until ``engine_lost``, even if both are removed.
 
 The producer keeps the ids of ended transfers for lease_s. It answers offers with such an id with
 Aborted, or not at all while a write for that consumer rank is in flight. After lease_s, it keeps
@@ -54,7 +54,7 @@ answers offers up to that number with Aborted: if a cancelled offer that arrives
 new, the producer would write into blocks of another request.
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until forget_s without a message
-and without an open delivery. When it has no open delivery, the producer returns Forget.
+and without an open delivery. When a removed worker has none, the producer returns Forget for it.
 ``Allowance`` limits the state that a consumer can create in this rank.
 """
 
@@ -111,11 +111,11 @@ class Producer(Production):
     def expect(
         self, request_id: str, transfer_id: str, prompt_tokens: int, prompt_digest: str, now: float
     ) -> list[ProducerAction]:
-        """Add a prefill request whose KV this engine sends."""
+        """Add a prefill request. Send no KV if its transfer is live, held, ended or discarded."""
         transfer = self._transfers.get(transfer_id)
         if transfer_id in self._gone or (transfer is not None and transfer.stage is not Stage.EARLY):
-            # The id is in use, ended or discarded: compute the request, send nothing, free its
-            # blocks when it finishes.
+            # The id is in use, ended or discarded: this rank sends nothing, and vLLM can free the
+            # blocks when the request finishes.
             transfer = Transfer(transfer_id, Stage.LIVE, now, expected_ranks=frozenset())
         elif transfer is None:
             transfer = self._transfers[transfer_id] = Transfer(transfer_id, Stage.LIVE, now)
@@ -129,7 +129,7 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def starting(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Handle the scheduler's decision to compute the first chunk of this prompt now or next."""
+        """Handle a prompt that starts in this step, or that may start in the next."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -185,8 +185,8 @@ class Producer(Production):
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
         """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
-        No new write reads the old blocks. A delivery with part of a step's layers is aborted. Other
-        writes (``writes_in_flight``) may go on until ``fenced``, which aborts unsafe deliveries.
+        No new write reads the old blocks. A delivery with part of a step's layers is aborted. The
+        others go on until ``fenced``, which aborts those that may have read overwritten blocks.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -240,7 +240,7 @@ class Producer(Production):
         """Abort a transfer whose KV no engine will fetch.
 
         Its prefill request may have arrived, or may arrive within lease_s. vLLM still computes it;
-        Sent follows when the request has finished and no write is in flight.
+        if ``finished`` holds its blocks, ``Sent`` follows when no write is in flight.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:

@@ -27,12 +27,12 @@ class Production:
         self._groups = tuple(groups)
         self._limits = limits
         self._late_orders = late_orders
-        # Until this time in seconds, the blocks of every live request had its KV.
+        # Latest time, in seconds, at which the blocks of every live request are known to be intact.
         self._intact_at = float("-inf")
         # Transfers with a complete delivery whose Fin must wait for ``orders_applied``, by id.
         self._unconfirmed: dict[str, Transfer] = {}
         self._consumers: dict[Peer, ConsumerPeer] = {}
-        # Ordered by the time of the last message, oldest first. Has lost peers until their Forget.
+        # Ordered by the time of the last message, oldest first; with lost peers until their Forget.
         self._heard_at: dict[Peer, float] = {}
         self._lost: dict[Peer, None] = {}
         self._transfers: dict[str, Transfer] = {}
@@ -40,8 +40,8 @@ class Production:
         self._writes: dict[int, tuple[Transfer, Delivery]] = {}
         # Ordered by end time: all expire after lease_s.
         self._gone: dict[str, Gone] = {}
-        # Reasons of failed writes, by transfer id. Bounded by the consumer's pool: the consumer
-        # quarantines at least one block per entry.
+        # Reasons of failed writes, by consumer worker and transfer id. The consumer's pool bounds
+        # their number: the consumer quarantines at least one block for each.
         self._failed: dict[Peer, dict[str, str]] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
@@ -55,7 +55,7 @@ class Production:
     def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
         """Return the transfer and delivery that a message may change, or a reason for an Aborted.
 
-        With an empty reason, no answer is sent.
+        May create both, and record the message's number. With an empty reason, no answer is sent.
         """
         if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
             return ""
@@ -108,9 +108,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """Return a list of this transfer's delivery to ``peer`` if that has unfinished writes.
-
-        Return an empty list otherwise.
+        """Return [the transfer's delivery to ``peer``] if it has unfinished writes, else [].
 
         The transfer may have ended. The delivery's final message follows when its writes end.
         """
@@ -239,7 +237,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """End a transfer whose lease has expired; with writes in flight, only when they have ended.
+        """End a transfer after lease_s; with writes in flight, only when they have ended.
 
         HELD: an offer did not arrive. EARLY: the prefill request did not arrive.
         """

@@ -26,7 +26,8 @@ class Order:
     """The KV that one request needs on this rank.
 
     ``producer``       engine that computes the prompt
-    ``end_token``      token at which the request resumes; the transfer fills the tokens before it
+    ``end_token``      first token that this engine computes itself; the transfer supplies the KV of
+                       the tokens before it
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``)
     ``groups``         blocks to fill, one set per group
     """
@@ -55,7 +56,10 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Requests without blocks, by transfer id. Each ends with ``Due`` or is removed first."""
+    """Requests without blocks, by transfer id.
+
+    The wait of a request ends with ``Due``, unless the request is removed first.
+    """
 
     def __init__(self, engines: ProducerEngines, limits: TransferLimits) -> None:
         self._engines = engines
@@ -82,21 +86,21 @@ class RequestQueue:
         self.requests.pop(transfer_id, None)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
-        """Return an AwaitStart for each request that waited for this handshake."""
+        """Ask a partner for each request that waited for this handshake: return the AwaitStarts."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
     def connect_failed(self, incarnation: str, reason: str) -> list[Due]:
-        """End the requests that waited for this handshake, without Cancel."""
+        """End the waits of requests that waited for this handshake, without Cancel."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
 
     def engine_lost(self, incarnation: str, reason: str) -> list[Due]:
-        """End all requests of a dead engine, without Cancel."""
+        """End the waits of all requests for a dead engine, without Cancel."""
         return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """End the requests whose AwaitStart was sent to this dead worker."""
+        """End the waits for which this dead worker was asked; cancel their transfers."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in self._of_engine(peer.incarnation):
             if queued.asked == peer:
@@ -124,12 +128,15 @@ class RequestQueue:
         return []
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """End the requests without a message from ``asked``, or a handshake, for too long."""
+        """End the waits without a message from ``asked``, or a handshake, for too long.
+
+        Cancel their transfers.
+        """
         actions: list[ConsumerAction] = []
         for transfer_id, queued in list(self.requests.items()):
             silence_s = self._limits.silence_s(connecting=queued.asked is None)
             if now - queued.heard_at >= silence_s:
-                reason = f"no message about the queued transfer arrived for {silence_s:g} s"
+                reason = f"the prefill engine sent no message about the queued transfer for {silence_s:g} s"
                 actions += self._fail(transfer_id, reason, now)
         return actions
 
@@ -141,7 +148,7 @@ class RequestQueue:
         return [item for item in self.requests.items() if item[1].producer.incarnation == incarnation]
 
     def _ask(self, transfer_id: str, queued: QueuedRequest, partners: Sequence[Partner], now: float) -> Send:
-        """Return an AwaitStart to one rank: a prompt starts on all producer ranks at once."""
+        """Ask one rank: a prompt starts on all producer ranks at once. Return its AwaitStart."""
         queued.asked, queued.heard_at = partners[0].peer, now
         return Send(queued.asked, AwaitStart(transfer_id, self._engines.next_number()))
 
@@ -173,7 +180,7 @@ class Reception:
     Blocks are safe when no partner may write to them and no verification reads them.
 
     ``since``         time of ``start``, in seconds
-    ``number``        message number of its Offer; 0 before the Offer
+    ``number``        message number of its Offers; 0 before them
     ``writing``       partners that may still write
     ``heard_at``      time of each partner's last Alive or Starting, else of the Offer, in seconds
     ``verifying``     partners whose bytes are being compared with a digest
@@ -196,10 +203,10 @@ class Reception:
     check_at: float = float("-inf")
 
     def silent_since(self, now: float) -> float:
-        """Return the time of the last message of the partner that has been silent the longest.
+        """Return ``heard_at`` of the partner that has been silent the longest, in seconds.
 
-        Only partners that may write count; without any, return ``now``. Return the time of
-        ``start`` before the Offer.
+        Only partners that may write count; without any, return ``now``. Before the Offer, return
+        the time of ``start``.
         """
         if self.stage is ReceptionStage.CONNECTING:
             return self.since

@@ -1,11 +1,11 @@
 """Messages of a transfer and their versioned frames.
 
 Frame: ``b"TDM"``, one version byte, header length (uint32, little endian), JSON header, body, and a
-tag: the keyed BLAKE2b of everything before it, 32 bytes. The body of Hello is agent metadata; that
-of Offer is, for each group, a vector of positions and one of block ids (int64, little endian), with
-the lengths in the header; other messages have none. The key derives from the peers' secret
-(``handshake/keys.py``). Without a secret the tag is a checksum. ``decode`` raises WireError for any
-other input, and checks the tag before it parses the header.
+tag: the keyed BLAKE2b of everything before it, 32 bytes. A Hello's body is agent metadata. An
+Offer's body has, for each group, a vector of positions and a vector of block ids (int64, little
+endian); the header has their lengths. Other messages have no body. The key derives from the peers'
+secret (``handshake/keys.py``). Without a secret the tag is a checksum. ``decode`` raises WireError
+for any other input, and checks the tag before it parses the header.
 
     consumer -> producer   Hello, AwaitStart, Offer, Cancel
     producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
@@ -69,7 +69,7 @@ class Welcome:
 class Refused:
     """The producer worker refuses this consumer worker.
 
-    ``reason``  why the two engines do not match
+    ``reason``  why the two engines cannot exchange KV
     """
 
     reason: str
@@ -104,7 +104,8 @@ class Starting:
 class Offer:
     """A consumer worker's blocks to fill. Valid once per transfer and consumer worker.
 
-    ``end_token``      token at which the consumer resumes: the producer sends the tokens before it
+    ``end_token``      first token that the consumer computes itself: the producer sends the KV of
+                       the tokens before it
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``), compared by the producer
     ``groups``         blocks to fill, one set per group
     ``digest``         whether Fin must have a digest of the written bytes
@@ -200,7 +201,8 @@ class Envelope:
 def encode(envelope: Envelope, key: bytes = b"") -> bytes:
     """Return the frame of a message. Cuts a reason after _MAX_REASON_CHARACTERS.
 
-    ``key``  key of the tag, at most 64 bytes; if empty, the tag is a checksum without protection
+    ``key``  key of the tag, at most 64 bytes; if empty, the tag is a checksum that anyone can
+             compute
     """
     message = envelope.message
     header: dict[str, Any] = {
@@ -243,8 +245,8 @@ def _tag(content: bytes | memoryview, key: bytes) -> bytes:
 def decode(frame: bytes, key: bytes = b"") -> Envelope:
     """Parse a frame. The caller must check sender and receiver.
 
-    Raises WireError if it is malformed, truncated, too large, of another version, or if its tag
-    does not match ``key``.
+    Raises WireError if the frame is malformed, truncated, too large, of another version, or if its
+    tag does not match ``key``.
     """
     least = _PREFIX.size + _TAG_BYTES
     if not least <= len(frame) <= MAX_FRAME_BYTES:

@@ -70,8 +70,8 @@ def test_an_engine_metadata_holds_all_ranks_in_order() -> None:
 @pytest.mark.parametrize(
     ("rank_metadata", "says"),
     [
-        ({}, "ranks 0 to n-1 is needed, got ranks \\[\\]"),
-        ({1: agent_metadata(1, 2)}, "ranks 0 to n-1 is needed, got ranks \\[1\\]"),
+        ({}, "ranks must be 0, 1, 2, ... without gaps, not \\[\\]"),
+        ({1: agent_metadata(1, 2)}, "ranks must be 0, 1, 2, ... without gaps, not \\[1\\]"),
         ({0: agent_metadata(0, 2), 1: agent_metadata(1, 2, incarnation="engine-b")}, "one incarnation"),
         ({0: agent_metadata(0, 2)}, "agent metadata 0 of 1 describes rank 0 of 2"),
         ({0: agent_metadata(1, 2), 1: agent_metadata(0, 2)}, "agent metadata 0 of 2 describes rank 1 of 2"),

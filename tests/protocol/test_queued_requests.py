@@ -71,7 +71,7 @@ def test_silence_ends_the_wait_and_alive_puts_that_off() -> None:
     consumer = queued()
     assert consumer.message(P0, Alive("t"), 5.0) == []
     assert consumer.tick(5.0 + LIMITS.progress_s - 0.1) == []
-    reason = f"no message about the queued transfer arrived for {LIMITS.progress_s:g} s"
+    reason = f"the prefill engine sent no message about the queued transfer for {LIMITS.progress_s:g} s"
     assert consumer.tick(5.0 + LIMITS.progress_s) == in_vain(reason)
     assert empty(consumer)
 
