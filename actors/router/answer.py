@@ -181,12 +181,18 @@ class Answer:
 
         Raises the errors of `Dispatcher.first_token`.
         """
+        comments = b""
         async with aclosing(self._attempts.first_token(self._attempt)) as items:
             async for item in items:
                 if isinstance(item, StreamChunk):
                     self._replay_log.extend(item.groups)
                     self._first_group = item.groups[0]
-                if events := stream.feed(_bytes_of(item)):
+                events = comments + stream.feed(_bytes_of(item))
+                if stream.sent == 0:
+                    comments = events  # comments do not start the response: its status may change
+                    continue
+                comments = b""
+                if events:
                     self._has_tokens = True
                     self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
                     yield events
@@ -238,6 +244,7 @@ class Answer:
             if stream.sent == 0:
                 self._first = self._attempt
                 self.start, self.local_reason = start, self._attempt.local_reason
+                self.first_byte_s = self._attempts.timing.age_s
             elif not start.streams:
                 raise CannotResumeError(
                     f"the engine that should continue the stream answered HTTP {start.status}; send the request again"

@@ -65,6 +65,9 @@ def test_the_gpu_configuration_fits_its_gpus() -> None:
         ({"port": 80}, {"http_port": 90}, None, "127.0.0.1:90"),
         ({"port": 80}, {"http_port": 90, "http_host": "10.0.0.1"}, 91, "10.0.0.1:91"),
         ({"port": 80}, {"http_port": 90, "http_host": "0.0.0.0"}, None, "127.0.0.1:90"),
+        ({}, {"http_host": "::1"}, None, "[::1]:8100"),
+        ({}, {"http_host": "::"}, None, "[::1]:8100"),
+        ({"host": "::1", "port": 80}, {"http_port": None}, None, "[::1]:80"),
     ],
 )
 def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port: int | None, address: str) -> None:
@@ -72,6 +75,22 @@ def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port
     application = {"name": "t", "import_path": "app.main:build", "args": {"router": router}}
     config = {"http_options": http_options, "applications": [application]}
     assert address_of(*load(write(tmp_path, config), port)) == address
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xfe", "^is not YAML: "),
+        (b"a: [", "^is not YAML: "),
+        (b"", "^must be a mapping with `applications`, as in configs/local.yaml"),
+        (b"- a", "^must be a mapping with `applications`, as in configs/local.yaml"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(data)
+    with pytest.raises(SettingsError, match=message):
+        load(path, None)
 
 
 @pytest.mark.parametrize(
