@@ -1,4 +1,4 @@
-"""Registry of the running engines, and the order in which a request tries them.
+"""Registry of the running engines, and the order in which a router prefers them for a slot.
 
 An engine is a replica, or one data-parallel rank of a replica with several (docs/decisions/0047).
 
@@ -21,9 +21,10 @@ class EngineReplica:
     """A running replica or one data-parallel rank of it, from the replica's metadata in Serve.
 
     ``address``   address of its RPC server
-    ``slots``     number of sequences that it computes or queues at once
+    ``slots``     number of ongoing sequences at which it refuses further calls
     ``queue``     number of requests that may wait in one router for engines of its role
-    ``metadata``  all metadata of the replica or rank, as `replica_metadata` returns it
+    ``metadata``  all metadata of the replica or rank: from `replica_metadata`, and `producer`
+                  of a prefill engine
     ``replica``   id of the replica; the ranks of a replica end together
     ``rank``      data-parallel rank in the replica
     """
@@ -44,7 +45,7 @@ def engine_names(replica: str, ranks: int) -> list[str]:
 def ranked_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a replica's metadata for Serve from its ranks' metadata; `publish` splits it again.
 
-    The first rank's metadata; for several ranks also all of it in `ranks`.
+    It is the first rank's metadata. For several ranks, its entry `ranks` has the metadata of each.
     """
     return dict(ranks[0]) | ({"ranks": list(ranks)} if len(ranks) > 1 else {})
 

@@ -58,7 +58,7 @@ class EngineCall:
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
         self.sent_at = time.monotonic()
-        """Time just before the call is sent; see `Items.sent_at` in `router/dispatch/leg.py`."""
+        """Monotonic time just before `send`; see `Items.sent_at` in `router/dispatch/leg.py`."""
         self._slot = slot
         self._slots = slots
         self._items: deque[Item] = deque()
@@ -162,10 +162,10 @@ class EnginePool:
     ) -> Slot:
         """Take slots for `sequences` on an engine outside `avoid`.
 
-        Prefers the first engine of `prefer` with a free slot, else the least busy one. Waits
-        without a deadline. Release the slots with `give_back`. Raises OverloadedError if
-        `max_queued_requests` requests already wait. `part` marks a later prompt of a list, which
-        does not count as waiting.
+        Chooses the engine as `SlotPool.take` does, and waits without a deadline. Release the slots
+        with `give_back`. `part` marks a later prompt of a list, which does not count as waiting.
+        Raises OverloadedError if `max_queued_requests` requests already wait, but not for a `part`
+        or while no engine runs.
         """
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
@@ -189,8 +189,8 @@ class EnginePool:
     def dispatch(self, slot: Slot, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
         """Send a call to the engine of `slot`.
 
-        Only a prefill leg has a transfer id. After its answer the engine counts it as ongoing until
-        the call is cancelled, for at most `hold_s`.
+        Only a prefill leg has a transfer id. After an answer with KV, the engine counts the leg as
+        ongoing until the call is cancelled, for at most `hold_s` seconds.
         """
         request = RpcRequest(call, self._router, self._slots.waiting, transfer_id, hold_s, slot.maybe_full)
         running = EngineCall(slot, self._slots)

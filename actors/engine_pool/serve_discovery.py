@@ -13,7 +13,7 @@ from actors.engine_pool import discovery
 class DiscoveryRouter(FIFOMixin, RequestRouter):
     """Serve's request router of the engine deployments; publishes their replicas.
 
-    The router's requests do not pass through it.
+    Tandem's routers send requests to the engines directly, not through it.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

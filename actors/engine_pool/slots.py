@@ -1,4 +1,6 @@
-"""Slots of one router on the engines of one role, granted first come, first served.
+"""Slots of one router on the engines of one role, granted in order of arrival.
+
+A request that may not use the engines with free slots does not block later requests.
 
 A slot is permission to run one sequence. A call with several sequences needs one free slot and may
 exceed the engine's number of slots; otherwise all calls with one sequence would overtake it. The
@@ -28,9 +30,10 @@ Doubles after each refused probe, up to MOST_REFUSED_S.
 MOST_REFUSED_S = 1.0
 
 LOOK_AGAIN_S = 0.05
-"""Interval in seconds between attempts to grant slots to waiting requests.
+"""Interval in seconds of the periodic attempts to grant slots to waiting requests.
 
-Such an attempt finds new engines, and full engines after their back-off.
+Such an attempt finds new engines, and full engines after their back-off. Each slot given back
+causes an attempt at once.
 """
 
 REMEMBERED_S = 5.0
@@ -52,16 +55,16 @@ class SlotWaiter:
 class FullReplica:
     """A replica believed full. One request at a time may probe it, with back-off.
 
-    Another request may probe it at once when a call of this router ends there.
+    When an accepted call of this router ends there, another request may probe it at once.
 
     ``ask_at``  time on the event loop's clock from which a request may probe it
-    ``wait_s``  current back-off
+    ``wait_s``  current back-off in seconds
     """
 
     ask_at: float
     wait_s: float = REFUSED_S
     asked: bool = False
-    """True while a request probes the replica."""
+    """True while a request probes the replica, unless another call has ended there meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,8 @@ class SlotPool:
     def ongoing(self) -> dict[str, int]:
         """Return the known number of ongoing sequences of each replica that accepts calls.
 
-        It is the number of this router's sequences, and of those of other routers if the replica
-        reported them within REMEMBERED_S.
+        It is the number of this router's sequences, plus the number of other routers' sequences if
+        the replica reported it within REMEMBERED_S.
         """
         now = _now()
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
@@ -152,10 +155,11 @@ class SlotPool:
     ) -> str:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
-        Prefers the first free replica of `prefer`, else the least busy one. Waits without a
-        deadline. Raises OverloadedError if as many requests wait as the replicas allow
-        (`EngineReplica.queue`). `part` marks a later prompt of a list, which does not count as
-        waiting: a list counts as one request.
+        Prefers the first free replica of `prefer`, else the least busy free one. If none is free,
+        takes a replica that is believed full and may be probed, in the same order. Waits without a
+        deadline. `part` marks a later prompt of a list, which does not count as waiting: a list
+        counts as one request. Raises OverloadedError if as many requests wait as the replicas allow
+        (`EngineReplica.queue`), but not for a `part` or without replicas.
         """
         waiting = SlotWaiter(avoid, prefer, sequences, part)
         if not self._waiting and self._grant(waiting, self._usable()):
@@ -167,7 +171,7 @@ class SlotPool:
             counted = 0 if part else sum(not one.part for one in self._waiting)
             if not waiting.slot.done() and most is not None and counted > most:
                 raise OverloadedError(
-                    f"{counted - 1} requests are waiting for an engine, which is the limit; retry later"
+                    f"{counted - 1} requests are waiting for an engine, so the queue is full; retry later"
                 )
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look_again(), name="looks-for-slots")
@@ -183,7 +187,11 @@ class SlotPool:
                 self._looking = None
 
     def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
-        """Release the slots of a call; `served` is whether the engine accepted the call."""
+        """Release the slots of a call, and grant free slots to waiting requests.
+
+        ``served``  whether the engine accepted the call; if it is believed full, a request may then
+                    probe it at once
+        """
         self._taken[name] -= sequences
         if not self._taken[name]:
             del self._taken[name]
@@ -193,7 +201,10 @@ class SlotPool:
         self._serve_waiting()
 
     def record_accepted(self, name: str, ongoing: int) -> None:
-        """Record that a replica accepted a call and has `ongoing` sequences of all routers."""
+        """Record that a replica accepted a call and has `ongoing` sequences of all routers.
+
+        It is then no longer believed full.
+        """
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)
         self._serve_waiting()

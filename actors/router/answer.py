@@ -1,4 +1,4 @@
-"""Answer to a client request. If the engine of a stream fails, another engine continues it."""
+"""Answer to a client request. If the engine of a stream fails, another may continue it."""
 
 import logging
 from collections import deque
@@ -105,11 +105,11 @@ class Answer:
             await self._first.prefill.account(at_most_s)
 
     async def body(self) -> AsyncGenerator[bytes, None]:
-        """Yield whole events of a stream, or the complete body of another answer.
+        """Yield whole events of a stream, or the complete body of an answer that is not streamed.
 
         `start` and `local_reason` are final after the first item. If the engine fails before its
         first event, the answer of another engine, with its own status, replaces the stream. After
-        the first event another engine continues the stream.
+        the first event another engine continues the stream, if it can be resumed.
 
         Raises DeadlineError at the request's deadline, or `idle_timeout_s` after the last token;
         CannotResumeError, UnavailableError or OverloadedError if the engine fails and no engine can
@@ -200,7 +200,10 @@ class Answer:
                     return
 
     def _check_first(self, item: StreamChunk) -> None:
-        """Raise HandoverError if decode's first token differs from the one that prefill sampled."""
+        """Compare decode's first token with the one that prefill sampled, once, and count it.
+
+        Raises HandoverError if they differ.
+        """
         expected, self._first_group = self._first_group, None
         if expected is not None and item.groups[:1] != (expected,):
             self._metrics.first_tokens.labels("replayed").inc()

@@ -17,7 +17,7 @@ from actors.router.raw_json import as_written
 class ClientRequest:
     """A validated request.
 
-    ``raw``         body as received
+    ``raw``         body as received; for a prompt of a list, the body that `split` wrote
     ``body``        parsed body; of a form, only the fields that the router needs
     ``session``     session id or None; requests of one session prefer the same decode replica
     ``explain``     whether the client asked for the routing decision and the latency breakdown
@@ -45,8 +45,8 @@ class ClientRequest:
     async def prepare(self) -> None:
         """Compute `prompt` and `fields` in a thread if the body is large."""
         if len(self.raw) > OFF_LOOP_BYTES:
-            # Not through the properties: until Python 3.12 a cached_property holds one lock for all
-            # instances while it computes (https://github.com/python/cpython/issues/87634).
+            # Not through the properties: before Python 3.12 a cached_property holds one lock for
+            # all instances while it computes (https://github.com/python/cpython/issues/87634).
             prompt, fields = await asyncio.to_thread(lambda: (read_prompt(self.body), as_written(self.raw, self.body)))
             vars(self).update(prompt=prompt, fields=fields)
 
@@ -75,7 +75,7 @@ class ClientRequest:
 
     @property
     def request_id(self) -> str:
-        """X-Request-Id of the legs: the client's or a generated one; "" if the body has an id."""
+        """X-Request-Id of the legs: the client's, else "" if the body has an id, else generated."""
         return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 

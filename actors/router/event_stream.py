@@ -1,7 +1,7 @@
-"""Splits an answer into server-sent events and removes duplicates of a resumed stream. Pure.
+"""Splits an answer into server-sent events and removes duplicates of a resumed stream.
 
 When another engine restarts the stream, `EventStream` drops the events already sent and sets
-`created` of later events to its value in the first stream.
+`created` of later events to its value in the first stream. Does no I/O.
 """
 
 import re

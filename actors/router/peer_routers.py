@@ -15,10 +15,13 @@ from actors.router.single_flight import SingleFlight
 from actors.telemetry.recent_requests import newest_of
 
 STATUS_AGE_S = 1.0
-"""Maximum age of a status in seconds. Limits the load on engines if many status pages are open."""
+"""Time in seconds for which a router reuses a status after it has collected the parts.
+
+Limits the load on engines if many status pages are open.
+"""
 
 RECENT_SHOWN = 60
-"""Number of recent requests in a status."""
+"""Maximum number of recent requests in a status."""
 
 RouterMetricsText = tuple[str, str]
 """Replica id and Prometheus exposition of one router replica."""
@@ -69,7 +72,7 @@ class RouterReplica(Router):
         return sorted(others.items())
 
     async def status(self) -> dict[str, Any]:
-        """Return the status of the whole service, at most `STATUS_AGE_S` old.
+        """Return the status of the whole service, collected at most STATUS_AGE_S seconds ago.
 
         Omits engines and routers that do not answer within `metrics_timeout_s`.
         """

@@ -1,9 +1,9 @@
-"""Derives the bodies of both legs from a client's request, and reasons for one engine. Pure.
+"""Derives the bodies of both legs from a client's request, or why one engine must serve it. Pure.
 
-The decode leg is the client's request. The prefill leg has the same prompt, asks for one token, and
-omits fields that concern only the output. If prefill samples the first token, its leg is the
-client's request, too, and both legs have the same `seed`. Both legs carry transfer parameters with
-the same single-use transfer id.
+Both legs carry transfer parameters with the same single-use transfer id. The rest of the decode leg
+is the client's request. The prefill leg has the same prompt, asks for one token, and omits fields
+that concern only the output. If prefill samples the first token, its leg is the client's request,
+too, and the router adds the same `seed` to both legs if they need one (`needs_seed`).
 """
 
 from collections.abc import Mapping
@@ -119,11 +119,11 @@ def why_not_resumable(endpoint: Endpoint, body: Body) -> str | None:
 
 
 def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
-    """Return the reason why decode must sample the first token, or None if prefill can do it.
+    """Return the reason in the request why decode must sample the first token, or None.
 
     If prefill samples it, decode samples the first token again, and the router drops decode's
-    events of it, as in a resumed stream. If decode samples a different token, the router resumes
-    the stream with prefill's token.
+    events of it, as in a resumed stream. If decode samples a different token, the router tries to
+    resume the stream with prefill's token.
     """
     if body.get("stream") is not True:  # vLLM converts other values
         return "not streamed"
@@ -133,7 +133,7 @@ def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
 
 
 def is_one_token(endpoint: Endpoint, body: Body) -> bool:
-    """Return whether the answer has at most one token, so that prefill alone can generate it.
+    """Return whether a prompt's answer has at most one token, so that prefill can generate it.
 
     False for `/v1/responses`, because only decode engines store responses.
     """

@@ -128,7 +128,8 @@ class Router:
 
         Without the setting `models`, the only model gets every request: its engines check the name.
         Otherwise raises NoModelNamedError for an empty name, UnknownModelError for an unknown one,
-        or UnavailableError if the engines of a model that may have the adapter do not answer.
+        or UnavailableError if the engines of a model that may have the adapter do not answer. A
+        name that is not a string goes to the first model.
         """
         if not self._by_name:
             return self.models[0]
@@ -159,12 +160,13 @@ class Router:
 
     @asynccontextmanager
     async def ask_decode(self, call: Call) -> AsyncGenerator[tuple[ResponseStart, AsyncIterator[bytes]], None]:
-        """Send `call` to each model with a decode replica in turn, until one does not answer 404.
+        """Send `call` to the models in turn, until one does not answer 404.
 
-        Yields the start and the body of that answer, or of the last 404. If the engines of a model
-        failed and no other model answered, raises their error: UnavailableError, OverloadedError
-        or DeadlineError. Raises EngineError for an internal error of an engine. Leaving the context
-        cancels the call.
+        Yields the start and the body of this answer, or of the last 404. Skips models without a
+        decode replica, unless no model has one. If at least one model fails, and each other model
+        fails or answers 404, raises the last failure: UnavailableError, OverloadedError or
+        DeadlineError. Raises EngineError at once for an internal error of an engine. Leaving the
+        context cancels the call.
         """
         # Waiting for a model without engines would delay the calls to the others.
         left = [model for model in self.models if model.ready] or self.models[:1]
@@ -195,8 +197,9 @@ class Router:
     def ready(self) -> bool:
         """True if a decode replica runs, and each model has had one since this router's start.
 
-        The second condition keeps traffic away from a cluster in which a model has not started yet.
-        Later, a model without engines does not make the router unready for the other models.
+        Each access records the models that have one now. The second condition keeps traffic away
+        from a cluster in which a model has not started yet. Later, a model without engines does not
+        make the router unready for the other models.
         """
         running = {model for model in self.models if model.ready}
         self._were_ready |= running

@@ -14,7 +14,10 @@ from configs.settings.router import RoutingSettings
 logger = logging.getLogger(__name__)
 
 LEARN_DELAY_S = 0.01
-"""Delay before measured costs update the policy, so that the update delays no first token."""
+"""Delay in seconds before measured costs update the policy.
+
+Otherwise the update would delay the first token of the request from which the costs come.
+"""
 
 
 class Deferred:
@@ -34,7 +37,7 @@ class Deferred:
             try:
                 do()
             except Exception:
-                logger.exception("cannot apply measured costs")
+                logger.exception("cannot update the routing policy with a measured cost")
 
 
 Ongoing = Callable[[], Mapping[str, int] | None]

@@ -4,7 +4,10 @@ import socket
 from dataclasses import dataclass
 
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""TCP options that detect a lost host after 30 s on an idle connection."""
+"""TCP options that detect a lost host on an idle connection after 30 s.
+
+With TCP_USER_TIMEOUT, after this timeout instead.
+"""
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,11 @@ class RpcAddress:
 
 
 def enable_keepalive(connection: socket.socket, unread_s: float | None = None) -> None:
-    """Enable TCP keepalive; with `unread_s`, also set TCP_USER_TIMEOUT to it.
+    """Enable TCP keepalive; with `unread_s`, also set TCP_USER_TIMEOUT to these seconds.
 
-    With it the kernel closes a connection whose peer acknowledges no sent data for `unread_s`.
-    Accepted connections inherit these options from their listener. Skips options that the platform
-    lacks.
+    The kernel then closes a connection whose peer, for `unread_s`, acknowledges no data and no
+    keepalive probe, or has no room for more data (`man 7 tcp`). Accepted connections inherit these
+    options from their listener. Skips options that the platform lacks.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = KEEPALIVE | ({"TCP_USER_TIMEOUT": int(unread_s * 1e3)} if unread_s else {})

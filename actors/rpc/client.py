@@ -76,7 +76,10 @@ class Channel(asyncio.Protocol):
 
     @property
     def streams(self) -> int:
-        """Number of calls and methods without an end from the engine, cancelled ones included."""
+        """Number of calls and methods without an end from the engine.
+
+        Includes those that the router has cancelled after it had sent them.
+        """
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:

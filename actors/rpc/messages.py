@@ -88,7 +88,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Cancels a stream: the engine aborts its call, and the router discards later items.
+    """Cancels a stream: the engine aborts its call or method, and the router discards the rest.
 
     May cross the end of the stream.
     """
@@ -134,7 +134,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RpcProtocolError(ValueError):
-    """Bytes or messages that violate the protocol."""
+    """An invalid frame or message, a wrong key, an unsupported version, or the engine's Refused."""
 
 
 def encode(messages: Iterable[Message]) -> bytes:
@@ -144,7 +144,10 @@ def encode(messages: Iterable[Message]) -> bytes:
 
 
 class FrameReader:
-    """Decodes frames from a stream of bytes; `most_bytes` limits one frame, None: no limit."""
+    """Decodes frames from a stream of bytes.
+
+    ``most_bytes``  maximum size of one frame in bytes, without its header; None: no limit
+    """
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes = most_bytes

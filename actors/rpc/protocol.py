@@ -5,8 +5,9 @@ answers an Open with items and an End. It answers an Ask with a Reply, or with a
 failure. Credit limits the sent but not yet consumed bytes of each stream to `WINDOW_BYTES`, so that
 a paused stream blocks no other stream.
 
-The router offers its newest protocol version; the engine chooses the newest version that both
-support. Each release supports `OLDEST_VERSION` to `NEWEST_VERSION`.
+The router offers its newest protocol version; the engine chooses the newest of its own versions up
+to that one. A side that does not support the other's version closes the connection. Each release
+supports `OLDEST_VERSION` to `NEWEST_VERSION`.
 """
 
 import hmac
@@ -98,7 +99,10 @@ ROUTER_TABLE: Table = {
 
 
 def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLDEST_VERSION) -> int | None:
-    """Return the newest version that both sides support, or None; the router offers `offered`.
+    """Return the newest version up to `offered` that this side supports; None if there is none.
+
+    `offered` is the router's newest version. The router also checks the engine's choice with this
+    function: it may be older than all versions that the router supports.
 
     >>> common_version(3, newest=2, oldest=1), common_version(1, newest=2, oldest=1)
     (2, 1)
@@ -149,7 +153,7 @@ class _Endpoint:
         return len(self._states)
 
     def take(self) -> bytes:
-        """Return one frame with the queued messages; empty if there are none."""
+        """Remove the queued messages and return them as one frame; empty if there are none."""
         if not self._outgoing:
             return b""
         messages, self._outgoing = self._outgoing, []
@@ -191,9 +195,11 @@ class EngineProtocol(_Endpoint):
         self._credit: dict[int, int] = {}
 
     def receive(self, data: bytes) -> Iterator[Open | Ask | Cancel | Credit]:
-        """Yield the router's stream messages.
+        """Process `data`: authenticate the router, or update its streams. Yield stream messages.
 
-        Raises RpcProtocolError; call `refuse` then, and close the connection.
+        Omits messages that arrive after the end of their stream. Raises RpcProtocolError for a
+        wrong key, an unsupported version or an invalid message; call `refuse` then, and close the
+        connection.
         """
         for message in self._frames.feed(data):
             if isinstance(message, Hello) and self.version is None:
@@ -214,7 +220,7 @@ class EngineProtocol(_Endpoint):
         """Queue an item; return False, without queueing it, if the stream has too little credit.
 
         ``item``  an item from `pieces`
-        ``size``  its credit, from `item_bytes`
+        ``size``  credit that the item consumes, from `item_bytes`
         """
         credit = self._credit[stream] - size
         if credit < 0:
@@ -304,9 +310,10 @@ class RouterProtocol(_Endpoint):
             self._outgoing.append(Credit(stream, size))
 
     def receive(self, data: bytes) -> Iterator[StreamItem | Reply | End]:
-        """Yield the engine's stream messages.
+        """Process `data`: accept the Welcome, or update the streams. Yield stream messages.
 
-        Raises RpcProtocolError, also for the engine's Refused; close the connection then.
+        Omits messages of cancelled streams. Raises RpcProtocolError for an unsupported version, an
+        invalid message or the engine's Refused; close the connection then.
         """
         for message in self._frames.feed(data):
             if isinstance(message, StreamItem | Reply | End) and self.version is not None:
@@ -329,7 +336,10 @@ class RouterProtocol(_Endpoint):
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def take(self) -> bytes:
-        """Return one frame with the queued messages; before the Welcome, only the Hello."""
+        """Return the Hello at the first call, then nothing until the Welcome has arrived.
+
+        After it, remove the queued messages and return them as one frame.
+        """
         if self._hello is not None:
             hello, self._hello = self._hello, None
             return encode([hello])

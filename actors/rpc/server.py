@@ -26,10 +26,10 @@ from actors.rpc.server_connection import ServedStream, ServerConnection
 logger = logging.getLogger(__name__)
 
 UNREAD_S = 120.0
-"""Timeout in seconds for a router that acknowledges no data; the kernel then closes the connection.
+"""Timeout in seconds for a router that acknowledges or reads no data (`enable_keepalive`).
 
-The end of the connection cancels the router's calls. A slow client does not cause this timeout: the
-router always reads its connections, and credit limits what an engine sends.
+The kernel then closes the connection, which cancels the router's calls. A slow client does not
+cause this timeout: the router always reads its connections, and credit limits what an engine sends.
 """
 
 HANDSHAKE_S = 10.0
@@ -38,7 +38,7 @@ HANDSHAKE_S = 10.0
 SLOT_WAIT_S = 0.1
 """Time in seconds for which a call waits for a slot before the engine refuses it.
 
-A router frees a slot at the end of a call, shortly before the engine does.
+When a router cancels a call, it frees the slot shortly before the engine does.
 """
 
 CUT_OFF_S = 1.0
@@ -110,7 +110,8 @@ class RpcServer:
     def queued(self) -> int:
         """Return the number of requests that wait in routers for engines of this role.
 
-        Adds up `RpcRequest.queued` of the routers that have sent a call within REMEMBERED_S.
+        Adds up the last `RpcRequest.queued` of each router that has sent a call within
+        REMEMBERED_S, and forgets the reports of the others.
         """
         oldest = time.monotonic() - REMEMBERED_S
         self._queued = {router: told for router, told in self._queued.items() if told[1] > oldest}
@@ -126,7 +127,7 @@ class RpcServer:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Stop listening, cancel the running calls and close all connections."""
+        """Stop listening, cancel the running calls and methods, and close all connections."""
         self._leaving = True
         if self._server is not None:
             self._server.close()
@@ -135,7 +136,8 @@ class RpcServer:
     async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Return the encoded result of one of `methods`.
 
-        Raises ValueError for an unknown method or a result that msgpack cannot encode.
+        Raises the method's errors, and ValueError for an unknown method or a result that msgpack
+        cannot encode.
         """
         if method not in self._methods:
             raise ValueError(f"this engine has no method {method!r} for routers")

@@ -122,7 +122,7 @@ class ServerConnection(asyncio.Protocol):
             self._cancel(number)
 
     def pause_writing(self) -> None:
-        """Stop sending: the router reads too slowly. Asyncio's hook."""
+        """Stop sending items: the router reads too slowly. Asyncio's hook."""
         self._can_write = False
 
     def resume_writing(self) -> None:
@@ -149,10 +149,10 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     async def close(self, within_s: float) -> None:
-        """Cancel the running calls and methods, send an End for each, and close the connection.
+        """Cancel the running calls and methods, send their Ends, and close the connection.
 
         ``within_s``  timeout in seconds for the end of the calls, and again for the router to read
-                      the Ends
+                      the Ends; a call that has not ended in time gets none
         """
         tasks = {stream.task for stream in self._streams.values() if stream.task is not None}
         for number in list(self._streams):
@@ -190,7 +190,8 @@ class ServerConnection(asyncio.Protocol):
         """
         del self._streams[number]
         failure = None
-        if task.cancelled():  # by the closing server; after a router's Cancel nobody reads the End
+        # Only the closing server's reason is read: after its Cancel, a router ignores the reason.
+        if task.cancelled():
             failure = RpcFailure("engine_down", "the engine is stopping")
         elif (error := task.exception()) is not None:
             logger.error("answering stream %d of a router failed", number, exc_info=error)

@@ -23,8 +23,8 @@ class Attempt:
     """One attempt at a request: both legs, or one engine alone.
 
     Leaving the context closes the attempt unless an answer has started; after that, call `close`.
-    The planner counts the attempt from the routing decision, before the attempt has slots, so that
-    concurrent decisions take each other into account.
+    If the routing decision names replicas, the planner counts the attempt from then on, before the
+    attempt has slots, so that concurrent decisions take each other into account.
     """
 
     start: ResponseStart
@@ -38,7 +38,7 @@ class Attempt:
         self.began_at = self.slots_at = time.monotonic()
         """Monotonic times at which the attempt began and at which it had slots for its legs."""
         self.prompt_tokens: int | None = None
-        """Number of tokens of the prompt, from the prefill engine's answer; None without it."""
+        """Number of tokens of the prompt, if the prefill engine's answer has it; else None."""
         self.opening: asyncio.Task[Response] | None = None
         """Task that waits for decode's first token, or for its whole answer if that is no stream.
 
@@ -97,7 +97,8 @@ class Attempt:
     def opened(self, response: Response) -> Self:
         """Keep the calls open after the start of decode's answer, which may be an error.
 
-        Reports the time of the first token for streams only: it is unknown for other answers.
+        Unless it is an error, marks prefill's KV as delivered and reports to the planner. Reports
+        the time of the first token for streams only: it is unknown for other answers.
         """
         self.start, self.items = response
         self._is_open = True
@@ -121,7 +122,7 @@ class Attempt:
     def opened_on_prefill(self, slot: Slot, response: Response) -> Self:
         """Keep the call open after the start of an answer from prefill alone.
 
-        When the attempt ends, the planner drops the prompt from decode's prefixes.
+        When the attempt ends, the planner no longer assumes the prompt in decode's prefix cache.
         """
         self.sampled_by = "prefill"
         self.start, self.items = response

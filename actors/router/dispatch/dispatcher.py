@@ -54,10 +54,11 @@ SEED_BITS = 31
 class Dispatcher:
     """Makes the attempts of one request; each split attempt has a new transfer id.
 
-    Excludes a replica after it has failed the request. Retries a failed prefill leg on another
-    replica, then asks decode to compute the prompt. Retries a failed decode leg on another replica.
-    Each leg has `limits.attempts` attempts. A failed decode leg resets the count of prefill, a new
-    event for the client that of decode.
+    Excludes a replica after it has failed the request, a suspect decode replica only while another
+    one is available. Retries a failed leg on another replica. Each leg has `limits.attempts`
+    attempts, besides refused ones. After the last one of prefill, or at once if prefill rejects the
+    request, decode computes the prompt. A failed or refused decode leg resets the number of
+    prefill's attempts. A new event for the client resets the number of decode's attempts.
     """
 
     def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
@@ -96,7 +97,7 @@ class Dispatcher:
         of an engine.
         """
         self._refused_at.clear()
-        async with deadline(self.timing.left_s, "the request"):
+        async with deadline(self.timing.left_s, "waiting for an engine's answer"):
             while True:
                 try:
                     return await self._open_once(replay_log)
@@ -109,9 +110,9 @@ class Dispatcher:
         """Yield the items of prefill's first token until decode takes over.
 
         Afterwards `attempt.items` are decode's items. Raises HandoverError if decode refuses the
-        request or the prefill leg breaks, UnavailableError if the decode engine dies or is silent,
-        DeadlineError if it does not answer within `idle_timeout_s`, CannotResumeError if its answer
-        is no stream, EngineError for an internal error of the engine.
+        request or is silent, or the prefill leg breaks; UnavailableError if the decode engine dies;
+        DeadlineError if decode does not answer within `idle_timeout_s`; CannotResumeError if its
+        answer is no stream; EngineError for an internal error of the engine.
         """
         assert attempt.prefill is not None
         items = attempt.prefill.items
@@ -136,9 +137,11 @@ class Dispatcher:
         except RefusedError as error:
             raise HandoverError(f"decode refused a request after its first token: {error}") from error
         if broken is not None:
-            raise HandoverError(f"the prefill leg broke after its first token, with the outcome `{broken}`")
+            raise HandoverError(f"the handover broke after prefill's first token, with the outcome `{broken}`")
         if not attempt.start.streams:
-            raise CannotResumeError(f"decode answered HTTP {attempt.start.status} after prefill's first token")
+            raise CannotResumeError(
+                f"decode answered HTTP {attempt.start.status} after prefill's first token; send the request again"
+            )
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         """Return the request's timestamps up to the answer of `attempt`."""
@@ -178,7 +181,10 @@ class Dispatcher:
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
-        """Exclude a prefill replica, with all its ranks, that failed as the only engine."""
+        """Exclude a prefill replica, with all its ranks, that failed as the only engine.
+
+        Also reports it to the routing policy.
+        """
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
         self._fleet.feedback.failed(replica, isinstance(error, SilentError))
 
@@ -209,7 +215,7 @@ class Dispatcher:
         return await self._serve_alone(replay_log, decision)
 
     def _refused_for_s(self, role: RoleName) -> float:
-        """Return the seconds since the first refusal by an engine of `role`; 0 at the first one."""
+        """Record a refusal by an engine of `role`; return the seconds since the first one."""
         return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
 
     def _decide(self) -> Decision:
@@ -220,7 +226,11 @@ class Dispatcher:
         return self._failed_decode | self._suspect_decode | self._without_response
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
-        """Serve a one-token request on prefill alone; return None if prefill does not answer it."""
+        """Serve a one-token request on prefill alone.
+
+        Returns None if this fails: a later attempt with decode then answers, also with the error of
+        an invalid request.
+        """
         async with self._begin(decision) as attempt:
             slot: Slot | None = None
             try:
@@ -238,7 +248,7 @@ class Dispatcher:
             except TandemError as error:
                 replica = "none" if slot is None else slot.replica_id
                 logger.warning(
-                    "prefill replica %s did not serve a one-token request; trying decode: %s", replica, error
+                    "prefill replica %s did not serve a one-token request; trying it with decode: %s", replica, error
                 )
                 if slot is not None and isinstance(error, UnavailableError):
                     self.prefill_failed(slot.replica_id, error)
@@ -253,8 +263,8 @@ class Dispatcher:
     async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
         """Dispatch both legs. Return (attempt, None) when an answer has started.
 
-        Returns (None, outcome) if the prefill leg breaks before that, and (None, None) if the legs
-        were not sent. Raises the errors of the decode leg.
+        Returns (None, outcome) if `_until_decode_opens` returns an outcome, and (None, None) if the
+        legs were not sent. Raises the errors of `_choose_decode` and of the decode leg.
         """
         async with self._begin(decision) as attempt:
             legs = attempt.legs
@@ -316,8 +326,10 @@ class Dispatcher:
     async def _until_decode_opens(self, attempt: Attempt) -> str | None:
         """Wait until decode's answer starts. Return None, or the outcome of a broken leg.
 
-        After decode's first token the prefill leg no longer matters. Raises the errors of the
-        decode leg, among them SilentError if decode then sends nothing for `silence_timeout_s`.
+        After a broken leg, excludes the replica that failed, and reports failures to the routing
+        policy. After decode's first token the prefill leg no longer matters. Raises the errors of
+        the decode leg, among them SilentError if decode sends nothing for `silence_timeout_s` after
+        this token.
         """
         prefill, opening, sampled, pair = attempt.prefill, attempt.opening, attempt.decode.sampled, attempt.pair
         assert prefill is not None
@@ -353,7 +365,8 @@ class Dispatcher:
         """Send the unchanged request to one decode replica.
 
         If the replica lacks the stored response of `previous_response_id`, try the next replica.
-        If no replica has it but one has failed, raise the error of that one: it may have it.
+        If no replica has the response but one has failed, raise the last failure: the failed
+        replica may have the response. If none has failed, return the last HTTP 404.
         """
         while self._response_is_elsewhere(attempt := await self._serve_once(replay_log, decision)):
             await attempt.close()
@@ -365,7 +378,10 @@ class Dispatcher:
         return attempt
 
     def _response_is_elsewhere(self, attempt: Attempt) -> bool:
-        """Return whether another replica may have the stored response after this HTTP 404."""
+        """Return whether another replica may have the stored response that this one lacks.
+
+        False unless this replica answered 404 to a `previous_response_id`; then excludes it.
+        """
         if attempt.start.status != HTTPStatus.NOT_FOUND or not self.request.body.get("previous_response_id"):
             return False
         assert attempt.pair.decode is not None
@@ -402,7 +418,7 @@ class Dispatcher:
         return attempt
 
     async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
-        """Return True when a future is done, False if decode sends nothing for `silence_timeout_s`.
+        """Return True when one of `waited_for` is done, False after `silence_timeout_s` of silence.
 
         Heartbeats count as items.
         """
@@ -417,10 +433,10 @@ class Dispatcher:
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
     ) -> tuple[Slot, Slot | None]:
-        """Take slots on a decode and a prefill replica; None if prefill has none in time.
+        """Take slots on a decode replica, then a slot on a prefill replica.
 
-        Takes the prefill slot last: a request waiting for decode must not hold one. Raises the
-        errors of `_choose_decode`.
+        The prefill slot is None if no prefill replica has one in time. It is taken last: a request
+        waiting for decode must not hold one. Raises the errors of `_choose_decode`.
         """
         decode = await self._choose_decode(stack, decision)
         try:

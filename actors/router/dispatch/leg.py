@@ -14,7 +14,7 @@ from actors.telemetry.latency_breakdown import LegTimestamps
 from connectors.errors import TandemError
 
 ACCEPT_S = 5.0
-"""Timeout of `Leg.accepted`; an engine normally replies within milliseconds."""
+"""Timeout of `Leg.accepted` in seconds; an engine normally replies within milliseconds."""
 
 
 @asynccontextmanager
@@ -35,8 +35,8 @@ class Items(Protocol):
     """Items of a running call (`EngineCall` in `engine_pool/engines.py`)."""
 
     sent_at: float
-    """Monotonic time before the call was sent; a time after the send could be later than the
-    engine's first timestamp."""
+    """Monotonic time just before the call is passed to its connection. A time after the send would
+    make the leg appear shorter than it is."""
 
     @property
     def waits(self) -> bool:
@@ -71,12 +71,12 @@ class Leg:
         await self.taken(silence_s)
         item = await self.next(silence_s)
         if not isinstance(item, ResponseStart):
-            raise UnavailableError(f"the {self.role} engine ended a request without a response")
+            raise UnavailableError(f"the {self.role} engine ended a request without a response; try again")
         self._answered(item.timings)
         return item
 
     async def taken(self, silence_s: float | None = None) -> None:
-        """Wait until the engine accepts the call.
+        """Wait until the engine accepts the call, or ends it without an answer.
 
         Raises RefusedError if the engine refuses the call, and the errors of `next`.
         """
@@ -91,8 +91,8 @@ class Leg:
         """Return the response with the first bytes of a stream, or with the whole body.
 
         Some streams start with events before the first token. With `to_first_token`, wait for the
-        first chunk with a token, which proves that the engine has the KV of the prompt. Raises the
-        errors of `start`.
+        first chunk with a token, which proves that the engine has the KV of the prompt, or for the
+        end of the answer. Raises the errors of `start`.
         """
         return await self.rest(await self.start(silence_s), silence_s, to_first_token)
 
@@ -157,9 +157,9 @@ class Leg:
                 raise
             if until is not None and bound.when() == until:
                 raise DeadlineError(
-                    f"the {self.role} engine sent nothing for this request before its deadline"
+                    f"the {self.role} engine sent nothing for this request before its deadline; try again"
                 ) from None
-            raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s") from None
+            raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s; try again") from None
 
     async def accepted(self) -> bool:
         """Return whether the engine has accepted the call; wait at most ACCEPT_S for its reply.

@@ -20,8 +20,8 @@ BROKEN = frozenset({"refused", "rejected", "failed", "late"})
 """Outcomes after which the leg delivers no KV, or not all of it.
 
 `refused`: the engine has no free slot or is stopping. `rejected`: the engine answered with a 4xx
-status, or without the first token. `failed`: the engine died, was silent or answered with a 5xx
-status. `late`: no answer within `prefill_timeout_s`.
+status, or without the first token. `failed`: the engine died, was silent, answered with a 5xx
+status or had an internal error. `late`: no answer within `prefill_timeout_s`.
 """
 
 Discard = Callable[[], Awaitable[None]]

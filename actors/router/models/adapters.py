@@ -16,14 +16,17 @@ NAMES_S = 2.0
 """Timeout in seconds of the call that reads the adapters of an engine."""
 
 NAMES_AGE_S = 5.0
-"""Maximum age in seconds of the known names of adapters."""
+"""Age in seconds of the known names of adapters at which a lookup reads them again."""
 
 Replies = Mapping[tuple[RoleName, str], Any]
 """Result by role and replica: None for success, an OpenAI error body, or an exception."""
 
 
 class AdapterError(TandemError):
-    """Engines refused a change of adapters. `body` is the response in OpenAI's format."""
+    """Engines answered a change of adapters with an error.
+
+    ``body``  response for the client in OpenAI's format
+    """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         super().__init__(str(body["error"]["message"]))
@@ -124,12 +127,13 @@ def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> fr
 
 
 async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) -> None:
-    """Load an adapter on all engines of `model`. If some of them fail, unload it on the others.
+    """Load an adapter on all engines of `model`. If some fail, ask all engines to revert the load.
 
     ``is_3d``  `is_3d_lora_weight` of the client's request, for vLLM
 
-    Raises AdapterError with the engine's error if one refuses, UnavailableError if one does not
-    answer or no decode engine runs. A replica that starts meanwhile loads the adapters of its
+    Raises UnavailableError if an engine does not answer or no decode engine runs, AdapterError if
+    all engines answer, and some with an error. The adapter stays on an engine that has loaded it
+    and does not execute the revert. A replica that starts meanwhile loads the adapters of its
     peers.
     """
     version = time.time_ns()
@@ -144,25 +148,25 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
         return
     if len(failed) < len(replies) or any(isinstance(reply, Exception) for reply in failed.values()):
         await _tell(model, "revert_adapter", name, version)
-    raise _error(failed, len(replies), "it is loaded on none")
+    raise _error(failed, len(replies), "it is loaded on none of the others")
 
 
 async def unload(model: ModelRouter, name: str) -> None:
     """Unload an adapter on all engines of `model`; running requests keep it.
 
-    Raises AdapterError if no engine has it, UnavailableError if an engine does not answer or no
-    decode engine runs. An engine that does not answer applies its peers' change later
-    (`EngineAdapters.merge`).
+    Raises AdapterError if all engines answer with an error, for example because none has it,
+    UnavailableError if an engine does not answer or no decode engine runs. An engine that does not
+    answer applies its peers' change later (`EngineAdapters.merge`).
     """
     replies = await _tell(model, "unload_adapter", name, time.time_ns())
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}
     if len(failed) == len(replies) or any(isinstance(reply, Exception) for reply in failed.values()):
-        others = "the other engines have unloaded it" if len(failed) < len(replies) else "none has unloaded it"
+        others = "the other engines have unloaded it" if len(failed) < len(replies) else "none has confirmed the unload"
         raise _error(failed, len(replies), others)
 
 
 async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:
-    """Call `method` of all engines. Raises UnavailableError if no decode engine runs."""
+    """Call `method` of all engines; then raise UnavailableError if none is for decode."""
     replies = await model.tell_engines(method, CHANGE_S, *arguments)
     if not any(role == "decode" for role, _ in replies):
         raise UnavailableError("no decode engine of this model runs; retry later")
@@ -175,7 +179,8 @@ def _error(failed: Replies, engines: int, state: str) -> TandemError:
     ``engines``  number of engines that were asked
     ``state``    state of the adapter after the failure, for the message
 
-    If all engines refuse the change with the same error, returns this error.
+    If all engines answer with the same error, returns it. Otherwise the message lists the errors,
+    and the type is UnavailableError if an engine has not answered, else AdapterError.
     """
     refusals = [reply for reply in failed.values() if not isinstance(reply, Exception)]
     said = {reply["error"]["message"] for reply in refusals}

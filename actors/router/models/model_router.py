@@ -25,7 +25,7 @@ from configs.settings.router import RouterLimits
 from connectors.errors import TandemError
 
 DISCARD_S = 5.0
-"""Timeout of a `discard` call to a prefill replica."""
+"""Timeout in seconds of a `discard` call to a prefill replica."""
 
 AnyAnswer = Answer | ListAnswer
 
@@ -119,8 +119,8 @@ class ModelRouter:
 
         Raises BusyError if no replica has a free slot within `replica_timeout_s`, OverloadedError
         if the queue is full, EngineError for an internal error of an engine, UnavailableError if no
-        replica runs. If a replica has failed and no other one has answered, raises the last
-        failure: UnavailableError or DeadlineError.
+        replica runs. If a replica has failed and each other one has failed or answered 404, raises
+        the last failure: UnavailableError or DeadlineError.
         """
         what, loop = f"{call.method} {call.path}", asyncio.get_running_loop()
         asked: set[str] = set()

@@ -29,10 +29,10 @@ class RefusedPromptError(Exception):
 class ListAnswer:
     """Answer with the interface of `Answer`. Await `open`, then read `body`; always `close`.
 
-    An error of one prompt is the error of the whole request, as in vLLM, and cancels the rest. At
-    most `at_once` prompts run. The status of a stream depends on its first `at_once` prompts, or on
-    those that have started when READY_PIECES are unread. The error of a later prompt ends the
-    stream: as its last event, or as an exception of `body`.
+    An error of one prompt is the error of the whole request, as in vLLM; `close` cancels the rest.
+    At most `at_once` prompts run at a time. The status of a stream depends on its first `at_once`
+    prompts, or on those that have started when READY_PIECES are unread. The error of a later prompt
+    ends the stream: as its last event, or as an exception of `body`.
     """
 
     start: ResponseStart
@@ -54,8 +54,8 @@ class ListAnswer:
         self._pieces: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue(READY_PIECES)
         self._tasks: list[asyncio.Task[None]] = []
         self._lead = 0
-        """Index of the prompt whose route and times the list reports: the first of those started,
-        or one refused."""
+        """Index of the prompt whose times and replicas the list reports: the lowest one with an
+        error status among those for which `open` waits, else the lowest one with an answer."""
 
     @property
     def route(self) -> str:
@@ -64,13 +64,13 @@ class ListAnswer:
 
     @property
     def local_reason(self) -> str | None:
-        """Reason of the first prompt's route if `route` is `local`, else None."""
+        """Routing reason of the answered prompt of lowest index; None if `route` is `remote`."""
         reasons = [answer.local_reason for _, answer in sorted(self._answers.items())]
         return None if None in reasons else reasons[0]
 
     @property
     def sampled_by(self) -> RoleName | None:
-        """As in `Answer`, of the prompt whose route and times the list reports."""
+        """As in `Answer`, of the prompt whose times and replicas the list reports."""
         return self._answers[self._lead].sampled_by
 
     @property
@@ -87,12 +87,12 @@ class ListAnswer:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of all prompts answered so far; None if that of one is unknown."""
+        """Number of tokens of all prompts answered so far; None if a prompt's number is unknown."""
         return _sum([answer.prompt_tokens for answer in self._answers.values()])
 
     @property
     def completion_tokens(self) -> int | None:
-        """Number of tokens of all streams so far; None if that of a stream is unknown."""
+        """Number of tokens of all streams so far; None if a stream's number is unknown."""
         return _sum([answer.completion_tokens for answer in self._answers.values()])
 
     @property
@@ -108,11 +108,12 @@ class ListAnswer:
         await self._answers[self._lead].account(at_most_s)
 
     async def open(self) -> None:
-        """Start the prompts; return when the first ones have answers, or an engine refuses one.
+        """Start the prompts; return when the first ones have answers, or one has an error status.
 
-        Also returns when the queue of pieces is full. The prompts that have started would otherwise
-        hold their slots until the others have slots. Raises the error of a prompt, among the first
-        ones, that gets no answer.
+        The first ones are `at_once` prompts of a stream, else all prompts. Also returns when the
+        queue of pieces is full. The prompts that have started would otherwise hold their slots
+        until the others have slots. Raises the error of a prompt, among the
+        first ones, that gets no answer.
         """
         self._tasks = [
             asyncio.create_task(self._run(index, request), name=f"prompt-{index}-{self._parent_id}")
@@ -131,10 +132,10 @@ class ListAnswer:
         self.start = self._answers[self._lead].start
 
     async def body(self) -> AsyncGenerator[bytes, None]:
-        """Yield whole events of a stream, or the complete body of another answer.
+        """Yield whole events of a stream, or the complete body of an answer that is not streamed.
 
-        Raises the error of a prompt whose stream breaks, or of one that gets no answer after
-        `open` has returned.
+        After `open` has returned, raises the error of a prompt whose stream breaks, or that gets no
+        answer.
         """
         answer_id = f"cmpl-{self._parent_id}"
         if self.start.status >= HTTPStatus.BAD_REQUEST:

@@ -1,4 +1,4 @@
-"""Merges the answers to several prompts into vLLM's answer to a list of prompts. Pure.
+"""Merges the answers to several prompts into vLLM's answer to a list of prompts. Does no I/O.
 
 The format is that of `completion_stream_generator` and `request_output_to_completion_response` in
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py
