@@ -304,7 +304,10 @@ class KVStore:
         return list(fetch.offsets.values())
 
     def end_fetch(self, request_id: str) -> None:
-        """Forget a fetch, if there is one, and free its slots; a running read's when it ends."""
+        """Forget a fetch, if there is one, and free its slots.
+
+        The slot of a running read is freed once the read has ended.
+        """
         fetch = self._fetches.pop(request_id, None)
         if fetch is None:
             return

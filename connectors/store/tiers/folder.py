@@ -454,7 +454,7 @@ def check_folder(path: Path) -> None:
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"store: this process may not write to {path} or search it; grant both, or configure another path"
+            f"store: this process may not write to {path} or search it; permit both, or configure another path"
         )
     # The marker is created before all other files: if another process has created some of the
     # listed ones in the meantime, it exists now.

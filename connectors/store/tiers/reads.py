@@ -31,7 +31,7 @@ class TierReads:
     def read(self, name: ObjectName, payload: memoryview, progress: Progress) -> ObjectHeader:
         """Read and verify an object on the caller's thread, as ``FolderTier.read``.
 
-        Reports to ``progress`` and to the tier's. Raises StoreError if the object is missing,
+        Updates ``progress`` and the tier's progress. Raises StoreError if the object is missing,
         unreadable or corrupt.
         """
         # Keep the tier's progress, which counted while this read was queued. 0 would mean queued.
