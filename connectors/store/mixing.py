@@ -1,9 +1,9 @@
 """Decides how long a decode request may wait for its stored prefix before its transfer starts.
 
-A *load* reads stored KV of the prompt from files; the transfer then sends only the rest from the
-prefill engine. Waiting pays only if the load takes less time than the transfer of the same bytes.
-A request waits at most as long as that transfer would take, so waiting at most doubles the time for
-these bytes. Sans-I/O: the caller measures.
+A *load* reads stored KV of the prompt from files; the prefill engine then transfers only KV that
+was not loaded. Waiting pays only if the load takes less time than the transfer of the same bytes.
+Once transfers have been measured, the wait is limited to their estimated time for the same bytes,
+so it about doubles the time for these bytes at worst. Sans-I/O: the caller measures.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import math
 from collections import deque
 
 SAMPLES = 16
-"""Number of latest loads, and of latest transfers, that the estimates use."""
+"""Maximum number of latest loads, and of latest transfers, that the estimates use."""
 
 
 class MixCosts:
     """Measured rates of loads and transfers.
 
     The time of a transfer includes prefill's computation, so the fastest transfer estimates the
-    link's rate. The time of a load includes no computation, so the estimate is the mean rate.
+    link's rate. The time of a load does not include it, so the mean rate estimates loads.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,14 @@ class MixCosts:
         self._transfers: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
-        """Record the bytes and duration of an ended load; 0 bytes if it read nothing in time."""
+        """Record the usable bytes and the duration of an ended load.
+
+        0 bytes if the request can use none of what the load read.
+        """
         self._loads.append((size_bytes, seconds))
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
-        """Record the bytes and duration of a finished transfer; ignore one of no bytes."""
+        """Record the bytes and duration of a finished transfer; ignore it if either is 0."""
         if size_bytes > 0 and seconds > 0:
             self._transfers.append((size_bytes, seconds))
 
@@ -53,9 +56,10 @@ class MixCosts:
     def patience_s(self, size_bytes: int) -> float:
         """Return the longest time to wait for a load of ``size_bytes``, in seconds.
 
-        The result is 0 if a transfer of the same bytes would take no longer than the load. Each
-        such result discards the oldest recorded load, so a tier that recovers is used again.
-        Infinite before the first transfer, unless all recorded loads have read nothing.
+        The result is the estimated time of a transfer of the same bytes, or 0 if the load would
+        take at least as long. Each 0 discards the oldest recorded load, so a tier that recovers is
+        used again. Before the first transfer the result is infinite, or 0 if loads are recorded and
+        all of them have 0 bytes.
         """
         transfer_s = self.transfer_s(size_bytes)
         if self.load_s(size_bytes) < transfer_s:

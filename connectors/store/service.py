@@ -1,12 +1,14 @@
 """Moves KV between files and staging memory, on the scheduler side of one engine.
 
-An *object* is the KV of one KV cache group for one chunk of tokens, in one file. A *tier* is a
-folder of objects, on disk or in host memory. *Staging* is memory that the engine's scheduler and
-workers share; workers copy KV between staging and blocks. A *slot* of staging holds one object.
+An *object* is what the store keeps of one KV cache group for one span of tokens
+(``planning/spans.py``), in one file. A *tier* is a folder of objects, on disk or in host memory.
+*Staging* is memory that the engine's scheduler and workers share; workers copy KV between staging
+and blocks. A *slot* of staging holds one object.
 
     fetch  ``begin_fetch`` starts to look up the objects that a request could load. Repeated calls
-           of ``poll`` start their reads into slots and return the result; ``stop_fetch`` ends the
-           fetch early. ``hand_over`` passes the slots to the caller; ``end_fetch`` frees them
+           of ``poll`` start the reads of found objects into slots, and return the result once the
+           fetch has ended; ``stop_fetch`` ends it early. ``hand_over`` passes the slots to the
+           caller; ``end_fetch`` frees them
     store  ``reserve`` takes a slot for an object, which the ranks fill. ``commit`` then queues its
            writes to all tiers; ``drop`` frees the slot instead
 
@@ -47,10 +49,11 @@ class StoreLimits:
     """Deadlines and bounds of the store.
 
     ``lookup_s``       time after which an unanswered lookup is a miss, and after which a fetch ends
-                       if the tiers deliver no bytes to it, in seconds
+                       if none of its reads progresses (``tiers/reads.py``), in seconds
     ``load_s``         time from the start of a fetch after which unverified objects are not loaded,
                        in seconds
-    ``store_s``        time from ``commit`` for which an object may wait for its write, in seconds
+    ``store_s``        time for which a write of an object to a tier may wait for a thread, a lock
+                       or evictions, in seconds; then the store drops the write
     ``queue_objects``  maximum number of objects queued for writing, per tier; a tier with a full
                        queue gets no further objects
     ``read_threads``   threads per tier that read objects
@@ -67,15 +70,15 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Result of a fetch: the request can resume at ``end_token``.
+    """Result of a fetch: the request can resume at ``end_token`` (``planning/prefix.py``).
 
     ``start_token``  number of tokens in the engine's own cache when the fetch began
     ``end_token``    number of tokens with KV after the load; ``start_token`` without a load
     ``offsets``      offset in staging of each verified object that the load needs
     ``present``      objects that a tier has, as far as lookups were answered in time; without those
                      that no tier could read
-    ``tier``         label of the slowest tier from which an object was verified; of the fastest
-                     tier if there was none
+    ``tier``         label of the slowest tier from which an object was verified; without a verified
+                     object, label of the fastest tier
     ``read_bytes``   payload bytes of the objects in ``offsets``
     ``seconds``      duration of the fetch
     ``ended_at``     end of the fetch, in ``time.monotonic()`` seconds
@@ -111,11 +114,11 @@ class _Fetch:
     ``lookups``     (tier number, objects, call) of each unanswered lookup
     ``unanswered``  numbers of the tiers whose lookup has no answer, by object
     ``tiers``       numbers of the tiers that have the object and did not fail to read it, by object
-    ``readings``    reads in progress
-    ``offsets``     offsets in staging of the verified objects
-    ``read_at``     time from which the fetch waits for bytes of a tier. At first the start of the
-                    reads, less the duration of the lookups; then the time of the last verified
-                    object, or of the last read that was started again on another tier
+    ``readings``    queued and running reads
+    ``offsets``     offsets in staging of the verified objects that the request needs
+    ``read_at``     time from which the fetch waits for bytes of a tier, set by the latest of these
+                    events: the start of the fetch; a start of reads while there were none, less
+                    ``looked_s``; a verified object; a read started again on another tier
     ``looked_s``    duration of the slowest lookup that has ended, at most ``lookup_s``, in seconds
     ``slowest``     number of the slowest tier from which an object was verified
     ``ended_at``    end of the fetch
@@ -224,6 +227,7 @@ class KVStore:
         ``names``                names of the request's ``possible_objects``; an object without a
                                  name counts as missing
         ``limit_token``          largest token at which the request may resume
+                                 (``planning/prefix.py``)
         ``full_attention_only``  whether a transfer supplies windows and states
         """
         self.end_fetch(request_id)
@@ -282,7 +286,8 @@ class KVStore:
         """Return the time for which a fetch has waited for bytes of the tiers, in seconds.
 
         Before the first bytes this is the time that its lookups and reads have taken. Bytes of any
-        read of a tier count for the queued reads of this tier.
+        read of a tier count for the queued reads of this tier. A read that starts again on another
+        tier sets the time back to 0.
         """
         return self._idle_s(self._fetches[request_id], time.monotonic())
 
@@ -293,13 +298,16 @@ class KVStore:
     def hand_over(self, request_id: str) -> list[int]:
         """Forget a fetch that has a result, and return the offsets of its slots.
 
-        The caller frees the slots (``Staging.give_back``) when all ranks have copied the objects.
+        The caller frees the slots (``Staging.give_back``) when all ranks have ended the load.
         """
         fetch = self._fetches.pop(request_id)
         return list(fetch.offsets.values())
 
     def end_fetch(self, request_id: str) -> None:
-        """Forget a fetch, if there is one, and free its slots; those of running reads later."""
+        """Forget a fetch, if there is one, and free its slots.
+
+        The slot of a running read is freed once the read has ended.
+        """
         fetch = self._fetches.pop(request_id, None)
         if fetch is None:
             return
@@ -326,7 +334,10 @@ class KVStore:
             self._settle(fetch)
 
     def _next_reads(self, fetch: _Fetch) -> list[ObjectRef]:
-        """Return the objects to read now, of the longest prefix that fits into staging."""
+        """Return the objects to read now, of the longest prefix that fits into staging.
+
+        First frees unneeded slots, then lowers ``end_token`` if there is too little room.
+        """
         self._free_unneeded(fetch)
         if fetch.machine.fit(self._slots, self.staging.size_bytes - self.staging.used_bytes):
             self.counts["no_room_to_load"] += 1
@@ -432,7 +443,7 @@ class KVStore:
     def _promote(self, name: ObjectName, reading: _Reading) -> None:
         """Queue writes of a verified object to all tiers faster than the one it was read from.
 
-        Writes none if stores may not use more of staging (``_may_store``).
+        Skips a tier if stores may not use more of staging (``_may_store``).
         """
         assert reading.call.result is not None
         cost_ns = reading.call.result.cost_ns
@@ -464,8 +475,8 @@ class KVStore:
     def reserve(self, ref: ObjectRef) -> int | None:
         """Reserve a slot of staging for an object to store; return its offset.
 
-        Return None, and count a dropped store, if staging has no room, if stores would use more
-        than half of it (``_may_store``), or if no tier accepts writes.
+        Return None, and count a dropped store, if staging has no room, if stores may not use more
+        of it (``_may_store``), or if no tier accepts writes.
         """
         self._sweep()
         size, offset = self._sizes[ref.group], None
@@ -502,9 +513,9 @@ class KVStore:
         self.staging.give_back(offset)
 
     def _may_store(self, size: int) -> bool:
-        """Return whether a store of ``size`` payload bytes leaves half of staging to loads.
+        """Return whether stores may use staging for one more object of ``size`` payload bytes.
 
-        A store is always allowed while there is no other.
+        True if stores then use at most half of staging, or if there is no other store.
         """
         stores = self._reserved | {each.offset for each in self._lingering if each.written is not None}
         return not stores or 2 * (self.staging.bytes_of(stores) + slot_bytes(size)) <= self.staging.size_bytes
@@ -529,8 +540,8 @@ class KVStore:
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
         """Return what this process has stored and what it has removed since the last call.
 
-        Each entry is (tier label, object). A removed object was evicted, or corrupt in a lookup or
-        read; at most the last _KEPT_CHANGES of each tier are returned. Both lists are empty without
+        Each entry is (tier label, object). A removed object was evicted or corrupt; at most the
+        last _KEPT_CHANGES removals of each tier are returned. Both lists are empty without
         ``record_changes``.
         """
         self._sweep()

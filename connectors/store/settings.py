@@ -17,20 +17,20 @@ GIB = 1 << 30
 class StoreSettings:
     """Settings of the KV store.
 
-    ``path``          folder on a local disk; engines with the same folder share its objects; empty:
-                      no disk tier
-    ``disk_gib``      maximum size of all files in ``path``, of all engines, in GiB
-    ``memory_gib``    maximum size of all files in ``memory_path``, of all engines, in GiB; 0: no
-                      memory tier
-    ``memory_path``   folder on a tmpfs; engines with the same folder share its objects
+    ``path``          folder on a local disk; engines of one model with the same folder share its
+                      objects; empty: no disk tier
+    ``disk_gib``      maximum total size of the files in ``path``, of all engines, in GiB
+    ``memory_gib``    maximum total size of the files in ``memory_path``, of all engines, in GiB; 0:
+                      no memory tier
+    ``memory_path``   folder on a tmpfs; engines of one model with the same folder share its objects
     ``chunk_tokens``  tokens per chunk; ``planning/spans.py`` derives each group's objects from it
     ``staging_mib``   size of this engine's shared memory between files and KV blocks, in MiB
     ``lookup_s``      time after which an unanswered lookup is a miss, and after which a fetch ends
-                      if the tiers deliver no bytes to it, in seconds
+                      if none of its reads progresses (``tiers/reads.py``), in seconds
     ``load_s``        time from the start of a fetch after which unverified objects are not loaded,
                       in seconds
-    ``store_s``       time for which an object may wait for its write after all ranks have copied it
-                      into staging, in seconds; then the store drops it
+    ``store_s``       time for which a write of an object to a tier may wait for a thread, a lock or
+                      evictions, in seconds; then the store drops the write
     """
 
     path: str = ""
@@ -73,7 +73,10 @@ def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
         if wanted is float and type(value) is int:
             value = float(value)
         if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be {wanted.__name__}, not {value!r}")
+            raise ConfigurationError(
+                f"kv_connector_extra_config: store.{key} must be of type {wanted.__name__} (numbers: finite), "
+                f"not {value!r}"
+            )
         values[key] = value
         if wanted is not str and values[key] <= 0 and (key, value) != ("memory_gib", 0.0):
             raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be positive, not {value!r}")

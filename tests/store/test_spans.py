@@ -42,8 +42,8 @@ def test_five_packed_groups_are_stored_whole_where_the_chunk_cuts_their_blocks()
     assert [each.span_tokens for each in plan.groups] == [256, 64, 64, 64, 64]
     assert [each.whole for each in plan.groups] == [True, False, False, False, False]
     assert plan.warnings == (
-        "store: chunk_tokens 64 is not a multiple of the 256 tokens that KV cache group 0 packs together: its objects "
-        "have 256 tokens, and shorter prefixes are not stored",
+        "store: chunk_tokens 64 should be a multiple of the 256 tokens that KV cache group 0 packs together: its "
+        "objects have 256 tokens, and shorter prefixes are not stored",
     )
     assert plan.spans == (64, 256)
     assert plan.first_tokens == 256
@@ -61,7 +61,7 @@ def test_mamba_beside_attention_of_1056_tokens() -> None:
     """
     plan = plan_store(MAMBA, 256, 8192)
     assert plan.warnings == (
-        "store: chunk_tokens 256 is not a multiple of the 1056 tokens that KV cache group 0 packs together: its "
+        "store: chunk_tokens 256 should be a multiple of the 1056 tokens that KV cache group 0 packs together: its "
         "objects have 1056 tokens, and shorter prefixes are not stored",
     )
     assert [(each.span_tokens, each.kept_tokens) for each in plan.groups] == [(1056, 1056), (256, 0)]
@@ -182,7 +182,7 @@ FULL = (group(0, 16),)
         (FULL, 2.5, 100, "store: chunk_tokens must be a positive number of tokens, not 2.5"),
         (FULL, True, 100, "store: chunk_tokens must be a positive number of tokens, not True"),
         (FULL, 256, 0, "store: max_model_len must be a positive number of tokens, not 0"),
-        ((), 256, 4096, "store: the model has no KV cache groups, so there is nothing to store"),
+        ((), 256, 4096, "store: the model has no KV cache groups, so there is nothing to store; remove store"),
         (
             (chunked(0, 16, 256),),
             512,

@@ -1,6 +1,7 @@
 """Names of stored objects, by model (namespace), tokens (prefix) and KV cache group.
 
-    namespace  weights and configuration, dtypes, vLLM release, ``chunk_tokens``, layout of objects
+    namespace  weights and configuration, dtypes, vLLM release, ``chunk_tokens``, format and
+               layout of objects
     prefix     namespace, all token ids from the first one, the adapter, the salt, and multimodal
                inputs at their offsets
     key        namespace, prefix up to the object's end, group
@@ -35,9 +36,10 @@ _MARK = np.array([-1], "<i8").tobytes()
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """Properties besides the layout of objects that must be equal for two engines to share objects.
+    """Properties of model and engine that must be equal for two engines to share objects.
 
-    ``weights``         digest of weights and configuration; paths may differ between hosts
+    ``weights``         digest of the weights' identity (``weights_identity`` in
+                        ``vllm_hma/model/identity.py``) and of the configuration
     ``dtype``           dtype of the model
     ``cache_dtype``     dtype of the KV cache
     ``engine_version``  vLLM release
@@ -96,8 +98,8 @@ class PrefixChain:
     """Digests of one request's prefixes at the ends of objects, extended as tokens become known.
 
     A digest covers all tokens from the first one, and is the same for any division into ``extend``
-    calls. The chain keeps the digest at each multiple of ``spans`` (``StorePlan.spans``). A feature
-    is part of all digests of prefixes that end after its offset.
+    calls. The chain keeps the digest at each multiple of each of ``spans`` (``StorePlan.spans``). A
+    feature is part of all digests of prefixes that end after its offset.
 
     ``space``    namespace of the objects
     ``adapter``  identity of the LoRA adapter's content; empty without an adapter

@@ -7,7 +7,8 @@ A fetch brings the objects of the longest usable prefix from the tiers into stag
     reading  ``fit`` limits the reads to the free memory; the caller reads ``next_reads`` into
              staging; ``read`` and ``failed`` record the results; ``give_up`` ends the fetch
              early, for example at its deadline
-    settled  all objects that a resume at ``end_token`` needs are verified, in staging
+    settled  all objects that a resume (``prefix.py``) at ``end_token`` needs are verified and in
+             staging
 
 If an object cannot be read, the fetch continues with the longest prefix that does not need this
 object. Sans-I/O: files, memory and deadlines are the caller's.
@@ -34,8 +35,8 @@ class Fetch:
     ``start_token``  number of tokens in the engine's own cache
     ``limit_token``  largest token at which the request may resume
     ``candidates``   objects that a resume could need, sorted by end, then group
-    ``end_token``    token at which the request can resume with the objects that are present and
-                     fit into memory; ``start_token`` during the lookup
+    ``end_token``    largest token at which the request can resume with the objects that are
+                     present, as lowered by ``fit``; ``start_token`` during the lookup
     """
 
     def __init__(self, plan: StorePlan, start_token: int, limit_token: int) -> None:
@@ -111,7 +112,7 @@ class Fetch:
         return reads
 
     def read(self, ref: ObjectRef) -> bool:
-        """Record a verified object; return False if it was not being read (any more)."""
+        """Record a verified object; do nothing and return False unless it is being read."""
         if ref not in self._reading or self._given_up:
             return False
         self._reading.discard(ref)

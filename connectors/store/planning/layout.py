@@ -2,7 +2,8 @@
 
 The virtual engine has TP 1 and a dense layout with one block per object. ``plan_pair(rank, store)``
 plans a rank's copies into objects, and ``plan_pair(store, rank)`` its copies from objects, for the
-TP size, block size and strides of that rank. ``plan_rank`` and ``prove_store`` prove both.
+TP size, block size and strides of that rank. ``prove_store`` proves the copies into objects,
+``plan_rank`` the copies from objects.
 
 An object may have any address in a process. The virtual engine therefore begins at address 0 with
 blocks one byte apart: *the block id of an object is the address of its first byte.*
@@ -42,7 +43,7 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
     """Return the layout of the virtual engine, derived from the layout of one rank.
 
     All ranks of engines that share objects must give the same result: ``prove_store`` compares the
-    ranks of one engine, and the namespace contains the result (``keys/names.py``).
+    ranks of one engine, and different results give different namespaces (``keys/names.py``).
     """
     groups = tuple(
         _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))

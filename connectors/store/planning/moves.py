@@ -38,7 +38,8 @@ def store_moves(
 ) -> list[Moves]:
     """Return the moves that copy a request's blocks into the objects in ``addresses``.
 
-    Raises PlanError if the table lacks a block, for example one that has left its window.
+    Raises PlanError if a group's table lacks a block of an object, for example because the block
+    has left the window.
     """
     moves = []
     for number, spans in enumerate(stored_groups(plan)):

@@ -1,7 +1,8 @@
 """Computes the objects that a step completes or a request needs, and the usable stored prefix.
 
 Here, a request *resumes at token t* if the engine computes it from token t on, and takes the
-earlier KV that it needs from the engine's own cache and from objects.
+earlier KV that it needs from the engine's own cache and from objects. Beside a transfer this holds
+for full attention only (``StorePlan.full_attention``); the transfer supplies windows and states.
 
 An object is identified by its group and its end token. It keeps the tokens ``[end_token -
 kept_tokens, end_token)``, or the state after ``end_token`` tokens.
@@ -55,7 +56,7 @@ def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[Ob
     """Return the objects that a request must load to resume at ``end_token``.
 
     They are sorted by end, then group. Tokens ``[0, start_token)`` are in the engine's own cache.
-    Loads fill whole blocks, so a window needs all objects of the block in which it begins.
+    A load begins at the start of a block, so it also needs objects of this block's first tokens.
     """
     refs = [
         ObjectRef(end, group.index)

@@ -2,8 +2,8 @@
 
 chunk  ``chunk_tokens`` tokens of a request; chunks begin at multiples of ``chunk_tokens``
 row    one token, or several that a kernel packs together (``connectors/planning/layout.py``)
-span   tokens of one group per object: ``chunk_tokens`` if the rows of all its layers can be cut at
-       chunk ends; else the fewest tokens that cover a chunk and end between rows, with a warning
+span   tokens of one group per object: ``chunk_tokens`` for a state, or if chunks end between rows
+       in all layers; else the fewest tokens that cover a chunk and are whole rows, with a warning
 
 Spans depend on rows and not on the allocator's block size, so engines of different block sizes have
 the same objects.
@@ -74,7 +74,7 @@ class StorePlan:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Distinct spans of the groups that have objects, ascending; objects end at multiples."""
+        """Distinct spans of the groups that have objects, ascending. Objects end at multiples."""
         return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
 
     @cached_property
@@ -90,22 +90,26 @@ class StorePlan:
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """True if a group keeps states or parts of spans, so requests resume only at chunk ends."""
+        """True if requests resume only at chunk ends.
+
+        A group then keeps states, or fewer tokens than its span.
+        """
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 
 def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -> StorePlan:
     """Plan how an engine's ``groups`` are stored.
 
-    Raises ConfigurationError if there are no groups, or if ``chunk_tokens`` does not fit them,
-    their block sizes or ``max_model_len``.
+    Raises ConfigurationError if there are no groups, if ``chunk_tokens`` or ``max_model_len`` is no
+    positive integer, or if ``chunk_tokens`` does not fit the groups, their block sizes or
+    ``max_model_len``.
     """
     if type(chunk_tokens) is not int or chunk_tokens <= 0:
         raise ConfigurationError(f"store: chunk_tokens must be a positive number of tokens, not {chunk_tokens!r}")
     if type(max_model_len) is not int or max_model_len <= 0:
         raise ConfigurationError(f"store: max_model_len must be a positive number of tokens, not {max_model_len!r}")
     if not groups:
-        raise ConfigurationError("store: the model has no KV cache groups, so there is nothing to store")
+        raise ConfigurationError("store: the model has no KV cache groups, so there is nothing to store; remove store")
     spans = tuple(_spans(group, chunk_tokens) for group in groups)
     if not any(each.stored for each in spans):
         raise ConfigurationError(
@@ -167,7 +171,7 @@ def _fits(block_tokens: int, kept: int, chunk_tokens: int) -> bool:
 
 def _warning(spans: GroupSpans, chunk_tokens: int) -> str:
     return (
-        f"store: chunk_tokens {chunk_tokens} is not a multiple of the {granule_tokens(spans.group)} tokens that KV "
+        f"store: chunk_tokens {chunk_tokens} should be a multiple of the {granule_tokens(spans.group)} tokens that KV "
         f"cache group {spans.index} packs together: its objects have {spans.span_tokens} tokens, and shorter "
         "prefixes are not stored"
     )

@@ -44,7 +44,7 @@ class EvictionOrder(Generic[K]):
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def add(self, key: K, size_bytes: int, cost: float) -> None:
-        """Add an object as just used, or update its size and cost.
+        """Add an object, or update its size and cost; both count as a use.
 
         ``cost``  cost to recompute the whole object; costs of all objects have the same unit
         """

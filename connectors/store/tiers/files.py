@@ -14,8 +14,8 @@ from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES
 
 PIECE_BYTES = 256 << 10
-"""Payload bytes per read call. A read reports progress after each call, so that the store can tell
-a slow disk from a hanging one (``reads.py``)."""
+"""Maximum payload bytes per read call. A read reports progress after each call, so that the store
+can tell a slow disk from a hanging one (``reads.py``)."""
 
 
 class Files:
@@ -101,12 +101,12 @@ def _opened(path: Path, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_
         fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CorruptObjectError("it is a symbolic link") from error
+            raise CorruptObjectError("the file is a symbolic link") from error
         raise
     try:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
-            raise CorruptObjectError("it is not a regular file")
+            raise CorruptObjectError("the file is not a regular file")
         yield fd, state
     finally:
         os.close(fd)

@@ -79,13 +79,15 @@ class FolderTier:
         self, path: Path, budget_bytes: int, durable: bool = True, files: Files | None = None, label: str = "disk"
     ) -> None:
         if budget_bytes <= 0:
-            raise ConfigurationError(f"store: the budget of {path} must be positive, not {budget_bytes} bytes")
+            raise ConfigurationError(
+                f"store: the budget of {path} must be positive, not {budget_bytes} bytes; raise disk_gib or memory_gib"
+            )
         self.path = path
         self.label = label
         self.budget_bytes = budget_bytes
         self.counts = TierCounts()
-        # Objects that this process has evicted, or found corrupt in a lookup or read. None: not
-        # recorded. The owner of this tier may set a deque.
+        # Objects that this process has evicted or found corrupt. None: not recorded. The owner of
+        # this tier may set a deque.
         self.removed: deque[ObjectName] | None = None
         self._durable = durable
         self.files = files or Files()
@@ -149,7 +151,7 @@ class FolderTier:
         return None
 
     def find_all(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Return for each object whether it exists with a valid header."""
+        """Return for each object whether ``find`` returns a header. Removes corrupt files."""
         return [self.find(name) is not None for name in names]
 
     def read(
@@ -157,9 +159,10 @@ class FolderTier:
     ) -> ObjectHeader:
         """Read an object into ``payload`` and verify its header and digest.
 
-        Calls ``piece_read`` after each read call. Raises StoreError if the file is missing or
-        unreadable; ``payload`` is then undefined. Removes a corrupt object, or one whose payload
-        has another size than ``payload``, and raises CorruptObjectError.
+        Calls ``piece_read`` after each read call. A successful read is a use in the eviction order.
+        Raises StoreError if the file is missing or unreadable. Removes a corrupt object, or one
+        whose payload has another size than ``payload``, and raises CorruptObjectError. After an
+        error, the content of ``payload`` is undefined.
         """
         path = self._path(name)
         try:
@@ -168,7 +171,9 @@ class FolderTier:
             check_name(header, name)
             check_payload(header, payload[:read])
             if payload.nbytes != header.payload_bytes:
-                raise CorruptObjectError(f"it has {header.payload_bytes} bytes, expected {payload.nbytes}")
+                raise CorruptObjectError(
+                    f"the file's payload has {header.payload_bytes} bytes, expected {payload.nbytes} bytes"
+                )
         except CorruptObjectError:
             self._drop_corrupt(path)
             raise
@@ -253,7 +258,7 @@ class FolderTier:
         raise StoreError(f"{part}: {failure.strerror}") from failure
 
     def _create(self, part: Path, size_bytes: int) -> int:
-        """Create a file. If the file system is full, evict as many bytes and try once more.
+        """Create a file. If the file system is full, evict at least its size and try once more.
 
         Raises OSError. Requires the ledger's lock.
         """
@@ -274,7 +279,7 @@ class FolderTier:
     def _give_up(self, part: Path, size_bytes: int) -> None:
         """Remove an unfinished file and return its bytes to the budget.
 
-        If the ledger's lock is not free in time, the next use of the ledger counts all files.
+        If the ledger cannot be locked within _GIVE_UP_S, its next use counts all files.
         """
         try:
             with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
@@ -389,7 +394,8 @@ class FolderTier:
         """Return the stat result and recompute cost, in nanoseconds, of an object of any model.
 
         The cost is 0 if the file cannot be read or has the format of another release. Raises
-        CorruptObjectError if the header fails a check, and OSError if the file is missing.
+        CorruptObjectError if it is not a regular file or its header fails a check, and OSError if
+        it is missing or has no readable state.
         """
         try:
             head, state = self.files.head(path)
@@ -406,7 +412,7 @@ class FolderTier:
                 return state, 0.0
             raise
         if (header.name.space.hex(), header.name.key.hex()) != (space, path.name):
-            raise CorruptObjectError("it contains another object: a file was moved or copied here")
+            raise CorruptObjectError("the file contains another object: it was moved or copied here")
         return state, header.cost_ns
 
 
@@ -447,7 +453,9 @@ def check_folder(path: Path) -> None:
             "(chmod o-w)"
         )
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"store: this process has no write permission for {path}; configure another path")
+        raise ConfigurationError(
+            f"store: this process may not write to {path} or search it; permit both, or configure another path"
+        )
     # The marker is created before all other files: if another process has created some of the
     # listed ones in the meantime, it exists now.
     others = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}

@@ -38,7 +38,7 @@ class LaneCall(Generic[T]):
     """One call on a lane. A call that is ``over`` accesses no memory or file.
 
     ``function``  the blocking call
-    ``deadline``  latest start, in ``time.monotonic()`` seconds; a call that runs longer hangs
+    ``deadline``  latest start, in ``time.monotonic()`` seconds; a call that runs past it hangs
     ``started``   whether a thread has called ``function``
     ``result``    result of ``function``, once ``state`` is ENDED
     ``seconds``   duration of the call without its time in the queue; 0 until it has ended
@@ -134,7 +134,7 @@ class Lane:
             except StoreError as error:
                 logger.debug("%s: %s", self.name, error)
             except Exception:
-                logger.exception("%s: a call failed unexpectedly", self.name)
+                logger.exception("Tandem: KV store, %s: a call failed unexpectedly; please report it", self.name)
             call.seconds = time.monotonic() - started_at
             with self._condition:
                 del self._calls[number]

@@ -1,11 +1,11 @@
 """Counts the bytes below one folder for all processes that store there, to keep a shared budget.
 
 The ledger is a small file next to the objects. A process that holds the lock marks the ledger dirty
-before it changes files, and clean before it releases the lock, unless an operation failed. A
-process that finds it dirty, damaged or missing counts the files again, so a process may be killed
-at any point. Each process also counts them at its first use. The lock is ``flock`` on the folder
-and not on the ledger file, so it does not vanish with this file. The kernel releases the lock of a
-dead process.
+before it changes files, and clean before it releases the lock, unless an operation failed or a file
+has changed without the lock. A process that finds it dirty, damaged or missing counts the files
+again, so a process may be killed at any point. Each process also counts them at its first use. The
+lock is ``flock`` on the folder and not on the ledger file, so it does not vanish with this file.
+The kernel releases the lock of a dead process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def allocated(size_bytes: int) -> int:
 class Ledger:
     """Byte count of a folder.
 
-    In ``with ledger.locked(deadline)``, no other thread or process stores or evicts objects.
+    In ``with ledger.locked(deadline)``, no other thread or process adds, renames or evicts files.
 
     ``count``  returns the bytes of all files. Called under the lock at the first use, after
                ``distrust``, by ``recount``, and if the ledger file is dirty, damaged or missing
@@ -110,7 +110,11 @@ class Ledger:
         self._distrusted = True
 
     def close(self) -> None:
-        """Make ``locked`` fail from now on, and close the folder. Waits at most _CLOSE_S."""
+        """Make ``locked`` fail from now on, and close the folder's descriptor.
+
+        Waits at most _CLOSE_S for a thread that holds the lock; if it still does, the descriptor
+        stays open.
+        """
         self._closed = True
         if not self._thread_lock.acquire(timeout=_CLOSE_S):
             # A thread hangs with the lock: the kernel closes the descriptor with the process.

@@ -33,7 +33,7 @@ class ObjectName:
 
     ``space``  namespace
     ``key``    key within the namespace
-    ``group``  KV cache group, for people who inspect files; not checked by lookups
+    ``group``  KV cache group, for people who inspect files; lookups and reads do not check it
     """
 
     space: bytes
@@ -77,17 +77,20 @@ def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
 def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
     """Parse ``data``, the first ``HEADER_BYTES`` of a file that has ``file_bytes``.
 
-    Raises CorruptObjectError if it is no header, has changed, or states another file size.
+    Raises CorruptObjectError if ``data`` is no header of format ``FORMAT``, has changed since it
+    was written, or states another file size.
     """
     if len(data) < HEADER_BYTES:
-        raise CorruptObjectError(f"its header has only {len(data)} of {HEADER_BYTES} bytes")
+        raise CorruptObjectError(f"the file has only {len(data)} of the {HEADER_BYTES} bytes of a header")
     magic, version, header_bytes, group, space, key, payload_bytes, cost_ns, digest = _FIELDS.unpack_from(data)
     if magic != MAGIC or version != FORMAT or header_bytes != HEADER_BYTES:
-        raise CorruptObjectError(f"it begins with {data[:12]!r} and is not an object of format {FORMAT}")
+        raise CorruptObjectError(f"the file begins with {data[:12]!r} and is not an object of format {FORMAT}")
     if xxhash.xxh3_128_digest(data[: _FIELDS.size]) != data[_FIELDS.size : HEADER_BYTES]:
-        raise CorruptObjectError("its header has changed since it was written")
+        raise CorruptObjectError("the file's header has changed since it was written")
     if file_bytes != HEADER_BYTES + payload_bytes:
-        raise CorruptObjectError(f"it has {file_bytes} bytes, but its header states {HEADER_BYTES + payload_bytes}")
+        raise CorruptObjectError(
+            f"the file has {file_bytes} bytes, but its header states {HEADER_BYTES + payload_bytes}"
+        )
     return ObjectHeader(ObjectName(space, key, group), payload_bytes, cost_ns, digest)
 
 
@@ -99,14 +102,14 @@ def is_other_format(data: bytes) -> bool:
 def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
     """Raise CorruptObjectError if a file contains an object other than ``wanted``."""
     if (header.name.space, header.name.key) != (wanted.space, wanted.key):
-        raise CorruptObjectError("it contains another object: a file was moved or copied here")
+        raise CorruptObjectError("the file contains another object: it was moved or copied here")
 
 
 def check_payload(header: ObjectHeader, payload: memoryview) -> None:
     """Raise CorruptObjectError unless this is the payload that was stored."""
     if payload.nbytes != header.payload_bytes:
         raise CorruptObjectError(
-            f"its header states {header.payload_bytes} bytes of payload, but {payload.nbytes} were read"
+            f"the file's header states {header.payload_bytes} bytes of payload, but {payload.nbytes} were read"
         )
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:
-        raise CorruptObjectError("its payload has changed since it was written")
+        raise CorruptObjectError("the file's payload has changed since it was written")

@@ -26,16 +26,17 @@ _PREFIX = "tandem-staging-"
 
 
 def slot_bytes(size_bytes: int) -> int:
-    """Return the bytes of a slot for an object of ``size_bytes``: whole pages, at least one."""
+    """Return the bytes of a slot for ``size_bytes``: whole memory pages, at least one."""
     return max(1, -(-size_bytes // _ALIGN)) * _ALIGN
 
 
 class Staging:
     """A range of shared memory, divided into slots.
 
-    Thread-safe. Workers attach to the file at ``path`` (``AttachedStaging``). Raises
-    ConfigurationError if ``size_bytes`` is less than a page or does not fit into ``folder``, and
-    OSError if the file cannot be created.
+    Thread-safe. Workers attach to the file at ``path`` (``AttachedStaging``). The constructor
+    removes the staging files of engines that have ended. It raises ConfigurationError if
+    ``size_bytes`` is less than a memory page or does not fit into ``folder``, and OSError if the
+    file cannot be created.
     """
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
@@ -48,7 +49,7 @@ class Staging:
         name = uuid.uuid4().hex
         unlocked, self.path = folder / f"tandem-new-{name}", folder / f"{_PREFIX}{name}"
         self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Lock it: engines that start later remove staging files without a lock.
+        # Lock it: engines that start later remove staging files that no process has locked.
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(self.path)
         try:
@@ -124,7 +125,7 @@ class Staging:
 
 
 class AttachedStaging:
-    """A worker's mapping of its engine's staging memory; ``address`` is that of its first byte.
+    """A worker's mapping of its engine's staging memory, at ``address`` in this process.
 
     Raises StoreError if the memory cannot be mapped.
     """

@@ -67,10 +67,11 @@ class StoreEvents:
             del self._described[next(iter(self._described))]
 
     def take(self, stored: Changes, removed: Changes) -> list[KVCacheEvent]:
-        """Return the events of these changes.
+        """Return the events of these changes, removals last.
 
-        Skips stored objects that are not recorded by ``describe``, for example those that other
-        engines had stored and this one copied to a faster tier.
+        An object that was removed and stored again since the last call is therefore last reported
+        as removed. Skips stored objects that are not recorded by ``describe``, for example those
+        that other engines had stored and this one copied to a faster tier.
         """
         events: list[KVCacheEvent] = []
         for label, name in stored:

@@ -28,7 +28,8 @@ class Load:
 
     ``load_id``          number of this load, unique in the engine
     ``tables``           block table of each group
-    ``start_token``      number of tokens in the engine's own cache, which the load does not write
+    ``start_token``      number of tokens in the engine's own cache; the load does not write to
+                         blocks that have only such tokens
     ``end_token``        number of tokens with KV after the load
     ``offsets``          offset in staging of each object
     ``beside_transfer``  whether only full attention is loaded: a transfer fills the rest
@@ -75,9 +76,10 @@ class StoreReport(KVConnectorWorkerMetadata):
     ``loaded``    number of ranks that have ended a load, with or without success, by load id
     ``filled``    number of ranks that have filled a slot of staging, by offset
     ``failed``    number of ranks that have failed to fill a slot, by offset
-    ``broken``    whether a load without a transfer failed on a rank. KV computed since may be
-                  invalid, also that of requests that share blocks with the request of the load
-    ``adapters``  identities of the LoRA adapters that have been loaded or replaced since the last
+    ``broken``    whether a load without a transfer failed on a rank. The KV that the engine has
+                  computed since then may be invalid, for any request that shares blocks with the
+                  load
+    ``adapters``  identity of each LoRA adapter whose identity is new or has changed since the last
                   report
     """
 

@@ -1,10 +1,12 @@
 """Scheduler side of the KV store: decides which objects to load and to store, and names them.
 
     load   the first call of ``matched_tokens``, or of ``prefix_ready`` for a request with a
-           transfer, starts a fetch: objects are read into staging memory and verified. vLLM repeats
-           the call each step until the fetch has ended. Then workers copy the objects into blocks
-    store  objects that a step completes get slots of staging, which the ranks fill after the step.
-           Once all ranks have filled a slot, its object is written to the tiers
+           transfer, may start a fetch: objects are read into staging memory and verified. vLLM
+           repeats the call each step until the fetch has ended. Then workers copy the objects into
+           blocks
+    store  objects that a step completes, or whose tokens a transfer has supplied, get slots of
+           staging, which the ranks fill after the step. Once all ranks have filled a slot, its
+           object is written to the tiers
 
 Names of objects depend on all tokens up to their end: those of the prompt, then of the answer.
 """
@@ -59,14 +61,14 @@ class _Known:
 
     ``chain``            digests of its prefixes
     ``fetched``          result of its fetch, until its load is ordered or the fetch is discarded
-    ``present``          objects that a tier had at its last fetch; its steps do not store them
-    ``tier``             label of the slowest tier that its last load has read
+    ``present``          objects that a tier had at the request's last fetch; not stored again
+    ``tier``             ``Fetched.tier`` of the last fetch whose load was ordered; empty before
     ``beside_transfer``  whether its fetch is for a prompt that also has a transfer, and therefore
                          of full attention only
     ``patience_s``       time that the transfer may wait for the fetch, in seconds
     ``ready_at``         time since which only the fetch delays the transfer; None before
-    ``asked``            start of the transfer, and the estimated bytes of its full attention; None
-                         without a transfer in progress
+    ``asked``            start of the last transfer, and the estimated bytes of its full attention;
+                         None before it, and after it has succeeded
     ``received``         range ``[start, end)`` of tokens whose full attention a transfer supplies
                          and that are not stored yet
     ``filling``          objects whose slots ranks are filling, by offset
@@ -188,10 +190,11 @@ class StoreScheduler:
         self._requests[request.request_id] = _Known(request, chain)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
-        """Return the number of tokens beyond ``local_tokens`` that the store can load now.
+        """Start or continue a fetch; return the number of tokens to load after ``local_tokens``.
 
-        None while the fetch runs, before all ranks have mapped staging, and if the engine's own
-        cache has lost tokens, so that the next call must start another fetch.
+        0 if the store has nothing to load. None while the fetch runs, until all ranks have mapped
+        staging, and if the engine's own cache has lost tokens during the fetch, so that the next
+        call must start another fetch.
         """
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache or self._detached:
@@ -206,9 +209,9 @@ class StoreScheduler:
             if not self.store.has_fetch(request.request_id) and not self._begin_fetch(known, local_tokens):
                 return 0
             fetched = self.store.poll(request.request_id)
-            # If a load within a step fails, vLLM ends an engine with several KV cache groups. So no
-            # load is ordered before all ranks have reported, with the first step, that they have
-            # mapped staging.
+            # If a load without a transfer fails, vLLM ends an engine with several KV cache groups.
+            # So no such load is ordered before all ranks have reported, with the first step, that
+            # they have mapped staging.
             if fetched is None or self._attached < self._ranks:
                 return None
             if local_tokens < fetched.start_token:
@@ -231,12 +234,14 @@ class StoreScheduler:
         self._end_fetch(known)
 
     def prefix_ready(self, request: Request, local_tokens: int, end_token: int, queued: bool) -> bool:
-        """Return whether a request's transfer up to ``end_token`` may start.
+        """Start or continue a fetch beside a request's transfer up to ``end_token``.
 
-        The first call starts a fetch of full attention beyond ``local_tokens``, unless waiting for
-        it would save no time. The fetch ends when all its objects are read, after ``load_s``, when
-        the tiers have delivered no bytes for ``lookup_s``, or when the transfer has waited as long
-        as it would take for the same bytes.
+        Return whether the transfer may start.
+
+        The first call starts a fetch of full attention beyond ``local_tokens``, unless no object
+        can exist there, or the transfer can start now and would be as fast. The fetch ends when all
+        needed objects are verified, after ``load_s``, when none of its reads has progressed for
+        ``lookup_s``, or when a transfer that could start has waited for ``MixCosts.patience_s``.
 
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
@@ -296,7 +301,7 @@ class StoreScheduler:
                 self.costs.transferred(size_bytes, time.monotonic() - asked_at)
 
     def source(self, request_id: str) -> CacheHitSource:
-        """Return the medium of the slowest tier that the request's last load has read.
+        """Return the medium of the slowest tier from which the request's last load was read.
 
         DISK for a request without a load.
         """
@@ -319,7 +324,10 @@ class StoreScheduler:
     # Steps.
 
     def orders(self, output: SchedulerOutput) -> StoreOrders:
-        """Return the loads to copy before this step, and the objects to store after it."""
+        """Return a step's orders: pending loads before it, and objects to store after it.
+
+        Loads are returned once. Each object to store gets a slot of staging.
+        """
         orders = StoreOrders(str(self.store.staging.path), self._loads)
         self._loads = []
         for request_id, computed in _scheduled(output):
@@ -364,14 +372,18 @@ class StoreScheduler:
     def reset(self) -> None:
         """Discard all fetches and keys: the engine's weights may have been changed in memory.
 
-        The namespace is derived from the weight files. Until it restarts, this engine therefore
-        uses a random namespace. The store loads and stores no further KV of current requests.
+        The namespace identifies the weights that the engine read when it started. Until it
+        restarts, this engine therefore uses a random namespace. The store loads and stores no
+        further KV of current requests; only loads that are already ordered still run.
         """
         self._give_up(list(self._requests.values()))
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
     def stats(self) -> TandemStats:
-        """Return counts and fetches since the last call, and pending loads if they have changed."""
+        """Return counts and fetches since the last call.
+
+        Also the number of fetches in progress, if it has changed.
+        """
         stats, self._unreported = self._unreported, TandemStats()
         if self._store is None:
             return stats
@@ -465,10 +477,11 @@ class StoreScheduler:
         self.store.end_fetch(known.request.request_id)
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
-        """Return the order to store objects after a step that computes ``[before, after)``.
+        """Reserve slots for objects to store after a step that computes ``[before, after)``.
 
-        These are objects that the step completes and objects of received tokens, without objects
-        that a tier had. None if there are none, or none gets a slot of staging.
+        These are objects that the step completes and objects of received tokens, without those that
+        a tier had and those whose blocks are no longer allocated. Return the order to fill the
+        slots; None if no object gets one.
         """
         refs = self._received(known, before)
         if not self._answers:
@@ -494,7 +507,7 @@ class StoreScheduler:
         return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
 
     def _received(self, known: _Known, computed: int) -> list[ObjectRef]:
-        """Return objects of received tokens to store in this step, which begins at ``computed``.
+        """Take the next objects of received tokens, to store in a step that begins at ``computed``.
 
         At most one chunk, to keep the step short, and only full attention: a transfer sends windows
         and states only for the prompt's end.
@@ -562,8 +575,8 @@ def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
 def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
     """Raise ConfigurationError if staging or all tiers are too small for the objects of one chunk.
 
-    A step completes the objects of all groups together. Stores use at most half of staging, except
-    for a single object (``KVStore.reserve``).
+    A step may complete the objects of all groups together. Stores use at most half of staging,
+    except for a single object (``KVStore.reserve``).
 
     ``sizes``  payload bytes of one object, for each group that has objects
     """

@@ -82,8 +82,9 @@ class StoreWorker:
         """Copy objects into blocks; return the ids of requests whose load beside a transfer failed.
 
         The caller makes the transfer fill all their blocks. If a load without a transfer failed,
-        vLLM computes the request's prompt (``not_loaded``). The scheduler has already counted its
-        tokens as computed, so this step, and others already scheduled, are ``spoiled``.
+        vLLM computes the request's prompt (``not_loaded``), or ends an engine with several KV cache
+        groups. The scheduler has already counted the request's tokens as computed, so this step,
+        and others already scheduled, are ``spoiled``.
         """
         broken: set[str] = set()
         self._attach_once(orders)
@@ -98,14 +99,18 @@ class StoreWorker:
                 moves = load_moves(self._plan, plan, tables, start, end, addresses, full_only)
                 copy_runs(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
-                remedy = "the transfer sends all KV" if load.beside_transfer else "this engine computes its prompt"
+                remedy = (
+                    "the transfer sends all KV"
+                    if load.beside_transfer
+                    else "vLLM computes its prompt, or ends if there are several KV cache groups"
+                )
                 logger.error(
                     "Tandem: the load of stored KV for request %s failed, so %s: %s", load.request_id, remedy, error
                 )
                 if load.beside_transfer:
                     broken.add(load.request_id)
                 else:
-                    # vLLM finds the request by these blocks and computes its prompt.
+                    # vLLM finds the request by these blocks (``not_loaded``).
                     self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
                     self._report.broken = True
                     self._spoiled_steps = self._batches
@@ -138,15 +143,17 @@ class StoreWorker:
     def not_loaded(self) -> set[int]:
         """Return the block ids of requests whose load has failed since the last call.
 
-        vLLM computes the prompts of these requests. Loads beside transfers are not included.
+        vLLM computes the prompts of these requests; it ends an engine with several KV cache groups
+        (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``). Loads beside transfers are
+        not included.
         """
         found, self._not_loaded = self._not_loaded, set()
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of copies, and the adapters loaded, since the last call.
+        """Return the results of copies, and changed identities of adapters, since the last call.
 
-        None without any.
+        None if there are neither.
         """
         report, self._report = self._report, StoreReport()
         loaded = self._adapters.identities
@@ -163,7 +170,8 @@ class StoreWorker:
             self._attach(orders)
         except StoreError as error:
             logger.error(
-                "Tandem: this rank cannot map staging memory, so the engine neither loads nor stores KV: %s", error
+                "Tandem: this rank cannot map staging memory, so this engine's KV store is off until a restart: %s",
+                error,
             )
             self._report.detached = 1
         else:
