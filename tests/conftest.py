@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[None, None]:
+async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Advance the clock of this test's event loop only when every task waits, to the next timer.
 
-    A pause of the machine then takes no time on that clock: all tasks run as far as they can before
-    a timeout expires. `time.monotonic` is the same clock. Not for tests that use sockets, threads or
+    A pause of the machine takes no time on that clock: all tasks run as far as they can before a
+    timeout expires. `time.monotonic` is the same clock. Not for tests that use sockets, threads or
     other processes.
     """
     loop: Any = asyncio.get_running_loop()
@@ -35,4 +34,3 @@ async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[None, 
 
     monkeypatch.setattr(loop._selector, "select", advance)  # noqa: SLF001
     monkeypatch.setattr(time, "monotonic", monotonic)
-    yield
