@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -23,7 +24,9 @@ LIMITS = RouterLimits(routing=RoutingSettings(policy="round_robin"))
 
 def request(stream: bool = True, **more: Any) -> ClientRequest:
     body = {"prompt": "a prompt", "stream": stream, **more}
-    return ClientRequest("/v1/completions", (), json.dumps(body).encode(), body)
+    # The default factories are the real clock, also in `virtual_time`.
+    now = time.monotonic()
+    return ClientRequest("/v1/completions", (), json.dumps(body).encode(), body, arrived_at=now, read_at=now)
 
 
 def event(created: int, usage: dict[str, int] | None = None, **choice: Any) -> bytes:

@@ -33,16 +33,16 @@ class Replicas:
         return self._sent()
 
 
-async def ask_from_router(sent: Callable[[], DeploymentBroadcastResponse]) -> list[Any]:
-    return await ask_all("decode", cast(DeploymentHandle, Replicas(sent)), "ping", BOUND_S)
+async def ask_from_router(sent: Callable[[], DeploymentBroadcastResponse], bound_s: float = BOUND_S) -> list[Any]:
+    return await ask_all("decode", cast(DeploymentHandle, Replicas(sent)), "ping", bound_s)
 
 
-async def ask_from_engine(sent: Callable[[], DeploymentBroadcastResponse]) -> list[Any]:
-    role = PeerReplicas("decode", BOUND_S - CALL_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
+async def ask_from_engine(sent: Callable[[], DeploymentBroadcastResponse], bound_s: float = BOUND_S) -> list[Any]:
+    role = PeerReplicas("decode", bound_s - CALL_MARGIN_S, cast(DeploymentHandle, Replicas(sent)))
     return await role.ask("ping")
 
 
-Ask = Callable[[Callable[[], DeploymentBroadcastResponse]], Any]
+Ask = Callable[..., Any]
 both = pytest.mark.parametrize("ask", [ask_from_router, ask_from_engine])
 
 
@@ -60,6 +60,7 @@ def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
+@pytest.mark.usefixtures("virtual_time")
 @both
 async def test_one_that_is_late_costs_only_its_own_reply(ask: Ask) -> None:
     """The others' results are kept, and the wait has a deadline."""
@@ -72,9 +73,11 @@ async def test_one_that_is_late_costs_only_its_own_reply(ask: Ask) -> None:
 async def test_replies_are_found_through_serves_own_loop(ask: Ask) -> None:
     """Coroutines sent to the loop are awaited there."""
     with another_loop() as loop:
-        assert await ask(lambda: broadcast(Reply("p"), Reply("q", 60), loop=loop)) == ["p"]
+        assert await ask(lambda: broadcast(Reply("p"), loop=loop), 60) == ["p"]
+        assert await ask(lambda: broadcast(Reply("q", 60), loop=loop)) == []
 
 
+@pytest.mark.usefixtures("virtual_time")
 @both
 @pytest.mark.parametrize("failure", [RuntimeError("anything"), asyncio.CancelledError()], ids=repr)
 async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseException) -> None:
@@ -82,6 +85,7 @@ async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseEx
     assert await ask(lambda: broadcast(Reply(failure), Reply("q"))) == ["q"]
 
 
+@pytest.mark.usefixtures("virtual_time")
 @both
 @pytest.mark.parametrize(
     "problem",
@@ -98,6 +102,7 @@ async def test_nobody_can_be_asked(ask: Ask, problem: Exception) -> None:
     assert await ask(sent) == []
 
 
+@pytest.mark.usefixtures("virtual_time")
 @both
 async def test_serve_that_does_not_learn_who_runs(ask: Ask) -> None:
     """The caller does not wait for Serve."""
@@ -109,6 +114,7 @@ async def test_serve_that_does_not_learn_who_runs(ask: Ask) -> None:
     assert await asyncio.wait_for(ask(lambda: DeploymentBroadcastResponse(never(), None)), 10 * BOUND_S) == []
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_whoever_asks_can_be_cancelled() -> None:
     """No part of the call is left."""
     asking = asyncio.create_task(ask_from_router(lambda: broadcast(Reply("p", 60), Reply("q", 60))))

@@ -68,7 +68,7 @@ class EnginePair:
         await self.prefill.close()
         await self.decode.close()
 
-    async def idle(self, within_s: float = 10.0) -> bool:
+    async def idle(self, within_s: float = 60.0) -> bool:
         """Return whether all blocks of both pools are freed within a limited time."""
         give_up_at = asyncio.get_running_loop().time() + within_s
         while asyncio.get_running_loop().time() < give_up_at:
@@ -126,7 +126,7 @@ def _serve_decode(engine: VllmEngine, fault: Fault, sampled: asyncio.Event | Non
         async with aclosing(_answer(engine, call, fault)) as items:
             async for item in items:
                 if sampled is not None and isinstance(item, StreamChunk):
-                    await asyncio.wait_for(sampled.wait(), 10)
+                    await asyncio.wait_for(sampled.wait(), 60)
                     await asyncio.sleep(0.002)  # until the router has read it
                 yield item
 

@@ -79,7 +79,7 @@ async def stream(pair: EnginePair, kind: Kind, first_token: str, *faults: Fault)
 
 
 async def at_rest_of(*handles: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(handle.taken or handle.running for handle in handles):  # noqa: ASYNC110 - they have no event
             await asyncio.sleep(0.001)
 

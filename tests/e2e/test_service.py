@@ -31,7 +31,10 @@ pytestmark = pytest.mark.engine(first=True)
 
 MODEL = "tandem-demo"
 TURN = [{"role": "user", "content": "hello"}]
-IDLE_TIMEOUT_S = 20.0
+IDLE_TIMEOUT_S = 60.0
+SOON_S = 30.0
+"""Far below the timeouts of a request, and far above a pause of the machine."""
+
 ATTEMPTS = 4
 FACTS_FAR = 120
 """Facts of a long prompt: about 840 tokens, four chunks of prefill, several sliding windows."""
@@ -370,7 +373,7 @@ def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, st
     assert reply.status_code == status, reply.text
     assert message in reply.json()["error"]["message"]
     assert reply.json()["error"]["code"] == status
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
 
 
 def test_an_endpoint_of_other_models_gets_vllms_404(http):
@@ -564,8 +567,11 @@ def test_a_stranger_gets_no_metadata(service):
     # A separate process runs the side channel (docs/decisions, first contacts).
     processes = [process for engine in engines for process in (engine, *engine.children())]
     listening = [one.laddr for process in processes for one in process.net_connections("tcp") if one.status == "LISTEN"]
-    said = [answers_to_a_stranger(address.port) for address in listening if address.ip == "127.0.0.1"]
-    refusals = [text for text in said if text.startswith(b"TDE")]
+    for _ in range(ATTEMPTS):  # after a pause of the machine, a port seems silent
+        said = [answers_to_a_stranger(address.port) for address in listening if address.ip == "127.0.0.1"]
+        refusals = [text for text in said if text.startswith(b"TDE")]
+        if len(refusals) == len(engines):
+            break
     assert len(refusals) == len(engines) == 2
     assert all(b"this engine has a secret, the peer none" in text for text in refusals)
     assert not any(b"transport_metadata" in text for text in said)

@@ -39,11 +39,11 @@ def pair_of(
     """Start decode, then prefill: the process exports the metrics of the engine that started
     last.
     """
-    settings = {"path": str(store), "disk_gib": 1.0, "chunk_tokens": CHUNK, "staging_mib": 64, "lookup_s": 5.0}
+    settings = {"path": str(store), "disk_gib": 1.0, "chunk_tokens": CHUNK, "staging_mib": 64, "lookup_s": 30.0}
     arguments: dict[str, Any] = {
         "block_size": block_size,
         "max_num_batched_tokens": CHUNK,
-        "transfer": {"store": settings | {"load_s": 10.0}},
+        "transfer": {"store": settings | {"load_s": 60.0}},
     }
 
     async def start(tp_size: int, role: str) -> AsyncLLM:
@@ -71,7 +71,7 @@ async def turn(pair: Pair, prompt: list[int]) -> tuple[Answer, int]:
 
 def stored(path: Path, objects: int) -> None:
     """Wait until the store has this number of objects."""
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 60.0
     while len(list((path / "objects").glob("*/*"))) < objects:
         assert time.monotonic() < end, "the objects were not written"
         time.sleep(0.05)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from connectors.errors import ConfigurationError, StoreError
+from connectors.store import service
 from connectors.store.planning.prefix import ObjectRef, possible_objects
 from connectors.store.service import Fetched, KVStore, StoreLimits
+from connectors.store.tiers import lanes, reads
 from connectors.store.tiers.files import PIECE_BYTES
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane
@@ -25,7 +27,7 @@ from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles,
 from tests.store.test_fetch import ALL, NEEDED_384
 
 NAMES = {ref: ObjectName(SPACES[0], bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big")) for ref in ALL}
-LIMITS = StoreLimits(lookup_s=5.0, load_s=5.0, store_s=5.0, queue_objects=4, read_threads=1, write_threads=1)
+LIMITS = StoreLimits(lookup_s=60.0, load_s=60.0, store_s=60.0, queue_objects=4, read_threads=1, write_threads=1)
 
 
 class Host:
@@ -54,7 +56,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
         store.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -105,7 +107,7 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     assert not any(totals["store_problems"].values())
 
 
-@pytest.mark.parametrize(("delay_s", "lookup_s", "tier"), [(0.2, 60.0, "memory"), (60.0, 6.0, "disk")])
+@pytest.mark.parametrize(("delay_s", "lookup_s", "tier"), [(0.2, 60.0, "memory"), (60.0, 10.0, "disk")])
 def test_the_fastest_tier_is_read_within_the_deadline_of_lookups(
     host: Host, monkeypatch: pytest.MonkeyPatch, delay_s: float, lookup_s: float, tier: str
 ) -> None:
@@ -172,7 +174,7 @@ def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host
     save(first, *ALL)
     files = FaultyFiles()
     # Longer than a busy machine keeps a thread of the suite from running.
-    store = host.start(StoreLimits(lookup_s=6.0, read_threads=1), files)
+    store = host.start(StoreLimits(lookup_s=10.0, load_s=60.0, read_threads=1), files)
     files.hang("head", "read")
     assert fetch(store).end_token == 384, "all of it is in memory"
     store.end_fetch("request")
@@ -192,7 +194,7 @@ def test_a_disk_that_hangs_in_a_read_costs_the_lookup_deadline(host: Host) -> No
         path.unlink()
     files = FaultyFiles()
     # Longer than a busy machine keeps a thread of the suite from running: the lookup must answer.
-    store = host.start(StoreLimits(lookup_s=6.0, load_s=3600.0, read_threads=1), files)
+    store = host.start(StoreLimits(lookup_s=10.0, load_s=3600.0, read_threads=1), files)
     files.hang("read")
     assert fetch(store).end_token == 0
     assert store.counts["late"] == 1
@@ -203,21 +205,36 @@ def test_a_disk_that_hangs_in_a_read_costs_the_lookup_deadline(host: Host) -> No
 
 
 class SlowFiles(FaultyFiles):
-    """Returns each object in four pieces, with a pause before each."""
+    """Returns each object in four pieces, with a pause before each on the clock of the store.
+
+    That clock stands still otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
 
     def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
         for _ in range(4):
-            time.sleep(0.2)
+            self.now += 0.2
+            time.sleep(0.02)  # the store looks at its clock
             piece_read()
         return super().read(path, payload, piece_read)
 
 
-def test_a_disk_that_is_slow_but_does_not_hang_is_waited_for(host: Host) -> None:
+def test_a_disk_that_is_slow_but_does_not_hang_is_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each object takes longer than ``lookup_s``, and no piece of it does."""
+    files = SlowFiles()
     save(host.start(), *refs_of_group(0)[:1])
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
-    store = host.start(StoreLimits(lookup_s=0.7, load_s=3600.0, read_threads=1), SlowFiles())
+    monkeypatch.setattr(service, "time", files)
+    monkeypatch.setattr(lanes, "time", files)
+    monkeypatch.setattr(reads, "time", files)
+    store = host.start(StoreLimits(lookup_s=0.7, load_s=3600.0, read_threads=1), files)
     store.begin_fetch("request", NAMES, 0, 500, full_attention_only=True)
     until(lambda: store.poll("request") is not None)
     fetched = store.poll("request")
@@ -249,7 +266,7 @@ def test_a_store_whose_disk_hangs_in_a_write_is_closed(host: Host) -> None:
     until(lambda: files.waiting == 1)
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(60)
     ended = not closing.is_alive()
     files.heal()
     assert ended
@@ -260,7 +277,7 @@ def test_a_read_that_comes_late_keeps_its_memory_until_then(host: Host) -> None:
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
     files = FaultyFiles()
-    store = host.start(StoreLimits(lookup_s=5.0, load_s=0.1, read_threads=1), files)
+    store = host.start(StoreLimits(lookup_s=60.0, load_s=0.1, read_threads=1), files)
     files.hang("read")
     assert fetch(store).end_token == 0
     store.end_fetch("request")
@@ -278,7 +295,7 @@ def test_a_fetch_that_is_stopped_returns_what_it_has_verified(host: Host) -> Non
         if path.name != NAMES[ObjectRef(128, 0)].key.hex():
             path.unlink()
     files = FaultyFiles()
-    store = host.start(StoreLimits(lookup_s=5.0, load_s=60.0, read_threads=1), files)
+    store = host.start(StoreLimits(lookup_s=60.0, load_s=60.0, read_threads=1), files)
     files.hang("read")
     store.begin_fetch("request", NAMES, 0, 500, full_attention_only=True)
     until(lambda: store.poll("request") is None and store.tiers[0].counts.loaded_bytes > 0)
@@ -370,7 +387,7 @@ def test_a_hanging_disk_leaves_staging_to_loads_from_memory(host: Host) -> None:
     """Queued writes end at their deadline, although no thread is free to take them."""
     save_eight(host.start())
     files = FaultyFiles()
-    limits = StoreLimits(lookup_s=5.0, load_s=60.0, store_s=1.0, write_threads=1)
+    limits = StoreLimits(lookup_s=60.0, load_s=60.0, store_s=1.0, write_threads=1)
     store = host.start(limits, files, staging=12 * 12288)
     until(store.idle)
     files.hang("write")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from connectors.transport.memory import Fabric
-from tests.vllm_contract.workers import Worker
+from tests.vllm_contract.workers import SHORT, Worker
 
 
 @pytest.fixture
@@ -24,3 +25,9 @@ def worker() -> Iterator[Callable[..., Worker]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def impatient(worker: Callable[..., Worker]) -> Callable[..., Worker]:
+    """Create workers with short deadlines, for tests in which one expires."""
+    return partial(worker, limits=SHORT)

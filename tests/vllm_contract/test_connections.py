@@ -104,7 +104,7 @@ def test_an_offer_that_reaches_nobody_holds_no_blocks(worker: Callable[..., Work
     producer, consumer = met(worker)
     consumer.transport.fabric.cut("p/0")
     consumer.step(receives=[receive(producer.address, "lost", "lost")])
-    assert results(consumer, within_s=0.9) == (set(), {"lost"}, {"lost"})
+    assert results(consumer, within_s=LIMITS.progress_s / 2) == (set(), {"lost"}, {"lost"})
     assert consumer.runtime.counts()["quarantined"] == 0
     consumer.transport.fabric.mend("p/0")
     deliver(producer, consumer, "found")
@@ -126,10 +126,10 @@ def test_a_hook_never_raises(worker: Callable[..., Worker]) -> None:
 
 @pytest.mark.parametrize("part", ["notifications", "poll"])
 def test_deadlines_are_kept_whatever_fails_in_every_round(
-    worker: Callable[..., Worker], part: str, monkeypatch: pytest.MonkeyPatch
+    impatient: Callable[..., Worker], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the transport can neither receive nor poll, its request is computed after progress_s."""
-    producer, consumer = met(worker)
+    producer, consumer = met(impatient)
 
     def failing(*_: object) -> NoReturn:
         raise RuntimeError("anything")
@@ -139,7 +139,7 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(
     else:
         consumer.transport.notifications = failing  # type: ignore[method-assign]
     consumer.step(receives=[receive(producer.address, "unheard", "unheard")])
-    assert results(consumer, within_s=4 * LIMITS.progress_s) == (set(), {"unheard"}, {"unheard"})
+    assert results(consumer, within_s=60.0) == (set(), {"unheard"}, {"unheard"})
 
 
 def test_what_fails_in_every_round_is_logged_now_and_then(

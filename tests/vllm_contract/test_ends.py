@@ -95,11 +95,11 @@ def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -
     assert results(consumer) == (set(), {"r"}, {"r"})
 
 
-def test_a_write_that_hangs_is_no_sign_of_life(worker: Callable[..., Worker]) -> None:
+def test_a_write_that_hangs_is_no_sign_of_life(impatient: Callable[..., Worker]) -> None:
     """The consumer gives up after progress_s of a hanging write, and keeps its blocks until the
     producer answers.
     """
-    producer, consumer = both_ends(worker)
+    producer, consumer = both_ends(impatient)
     assert results(consumer) == (set(), {"r"}, {"r"})
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
     assert (consumer.runtime.counts()["quarantined"], consumer.runtime.report()) == (1, None)
@@ -120,12 +120,12 @@ def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Call
     assert results(consumer) == (set(), {"r"}, {"r"})
 
 
-def test_a_host_that_is_gone(worker: Callable[..., Worker]) -> None:
+def test_a_host_that_is_gone(impatient: Callable[..., Worker]) -> None:
     """Without any answer, blocks stay in quarantine until a supervisor reports the engine as lost.
 
     A report of another host has no effect.
     """
-    _, consumer = both_ends(worker)
+    _, consumer = both_ends(impatient)
     assert results(consumer) == (set(), {"r"}, {"r"})
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
     consumer.step(lost=["another host."])

@@ -87,11 +87,11 @@ def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Wor
     until(lambda: not any(producer.runtime.counts()[stage] for stage in ("early", "live", "held", "writes")))
 
 
-def test_a_supervisor_ends_the_quarantine_of_a_failed_write(worker: Callable[..., Worker]) -> None:
+def test_a_supervisor_ends_the_quarantine_of_a_failed_write(impatient: Callable[..., Worker]) -> None:
     """The producer answers no Cancel, however often it is sent; only the producer's end frees
     the blocks.
     """
-    producer, consumer = failed(worker, FailsThenLands)
+    producer, consumer = failed(impatient, FailsThenLands)
     cancels: list[int] = []
     sends = consumer.transport.notify
 

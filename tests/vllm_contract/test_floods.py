@@ -145,7 +145,7 @@ def test_an_engine_without_a_secret_says_so(
         port = scheduler.snapshot().side_channel_port
         assert port is not None
         identity = derive_keys(config.get("secret", "")).identity
-        assert fetch_metadata("127.0.0.1", port, "p", 5.0, identity).incarnation == "p"
+        assert fetch_metadata("127.0.0.1", port, "p", 60.0, identity).incarnation == "p"
         if identity:
             with pytest.raises(PeerSecretError):
                 fetch_metadata("127.0.0.1", port, "p", 5.0)

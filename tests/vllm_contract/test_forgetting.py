@@ -53,11 +53,11 @@ def test_a_worker_that_is_known_in_another_role_keeps_its_connection(worker: Cal
     assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (0, {"c/0"})
 
 
-def test_a_forgotten_worker_is_answered_in_the_end(worker: Callable[..., Worker]) -> None:
+def test_a_forgotten_worker_is_answered_in_the_end(impatient: Callable[..., Worker]) -> None:
     """Its offer is ignored; its unanswered Cancel starts a handshake, and its blocks are
     released.
     """
-    producer, consumer = delivered(worker)
+    producer, consumer = delivered(impatient)
     lose(producer, Peer("c", 0))
     consumer.step(receives=[receive(producer.address, "r2", "t2")])
     assert results(consumer) == (set(), {"r2"}, {"r2"})

@@ -97,14 +97,14 @@ def test_a_finished_handshake_keeps_no_state(worker: Callable[..., Worker]) -> N
 
 
 def test_no_peer_is_evicted_during_its_handshake(
-    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the only entry belongs to a peer in a handshake, the new peer is refused and the first
     succeeds.
     """
     monkeypatch.setattr(PeerTable.__init__, "__defaults__", (1,))
-    producer = worker("p", transport_class=Paused)
-    consumer, newcomer = worker("c"), worker("d")
+    producer = impatient("p", transport_class=Paused)
+    consumer, newcomer = impatient("c"), impatient("d")
     paused(producer).pause(before=False)
     consumer.step(receives=[receive(producer.address)])
     until(paused(producer).waits.is_set)

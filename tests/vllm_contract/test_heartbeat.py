@@ -7,34 +7,52 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
 
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.reports import Kept, WorkerReport
-from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
+from connectors.vllm_hma.worker_side import runtime
+from tests.vllm_contract.workers import DIGEST, SHORT, Worker, receive, results, until
 
-STEP = dataclasses.replace(LIMITS, step_s=1.0)
+STEP = dataclasses.replace(SHORT, step_s=1.0)
 
 
 def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Worker]) -> None:
     """Its progress thread still answers: the request is computed by decode, and its blocks are
     freed at once.
     """
-    producer, consumer = worker("p", limits=STEP), worker("c")
+    producer, consumer = worker("p", limits=STEP), worker("c", limits=SHORT)
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1,),), 4)])
-    assert results(consumer, within_s=STEP.step_s + 6 * LIMITS.progress_s) == (set(), {"r"}, {"r"})
+    assert results(consumer, within_s=60.0) == (set(), {"r"}, {"r"})
     assert Kept("r", "t") not in (consumer.runtime.report() or WorkerReport()).quarantine.begun
 
 
-def test_an_engine_that_steps_keeps_its_consumers(worker: Callable[..., Worker]) -> None:
+def test_an_engine_that_steps_keeps_its_consumers(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long the request waits, other requests' steps keep the heartbeat."""
-    producer, consumer = worker("p", limits=STEP), worker("c")
+    now, alive = [time.monotonic()], [0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(runtime, "time", clock)
+    producer, consumer = worker("p", limits=STEP), worker("c", limits=SHORT)
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    for _ in range(30):
+    until(lambda: producer.runtime.counts()["live"] == consumer.runtime.counts()["offered"] == 1)
+    notify = producer.transport.notify
+
+    def counted(peer: str, payload: bytes) -> None:
+        notify(peer, payload)
+        alive[0] += b'"alive"' in payload
+
+    producer.transport.notify = counted  # type: ignore[method-assign]
+    for turn in range(30):  # six seconds on the clock of both workers
         producer.step()
+        now[0] += STEP.alive_s
+        until(lambda turn=turn: alive[0] > turn)  # type: ignore[misc]
         assert consumer.runtime.results() == (set(), set(), set())
-        time.sleep(0.1)
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
     assert results(consumer) == (set(), {"r"}, set())

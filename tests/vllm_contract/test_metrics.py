@@ -86,12 +86,12 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
 
 
 def test_blocks_in_quarantine_show_until_they_are_free(
-    metrics: TandemPromMetrics, worker: Callable[..., Worker]
+    metrics: TandemPromMetrics, impatient: Callable[..., Worker]
 ) -> None:
     """A producer that does not answer its Cancel keeps the consumer's blocks allocated; its
     answer frees them.
     """
-    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
+    producer, consumer = impatient("p", transport_class=HeldWrites), impatient("c")
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])

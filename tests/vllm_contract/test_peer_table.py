@@ -78,13 +78,13 @@ def deliver(producer: Worker, consumer: Worker, name: str) -> tuple[set[str], se
 
 
 def test_a_worker_that_was_forgotten_is_met_again(
-    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode computes its next request; the one after it starts a new handshake."""
     monkeypatch.setattr(PeerTable.__init__, "__defaults__", (2,))
-    producer = worker("p")
+    producer = impatient("p")
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
-    first, *others = (worker(f"c{number}") for number in range(4))
+    first, *others = (impatient(f"c{number}") for number in range(4))
     assert deliver(producer, first, "first") == (set(), {"first"}, set())
     for number, consumer in enumerate(others):
         assert deliver(producer, consumer, f"other-{number}") == (set(), {f"other-{number}"}, set())

@@ -223,7 +223,7 @@ def test_engines_answer_for_processes_of_their_host() -> None:
             (replace(me, host="x" * 300), Liveness.UNKNOWN),
             (replace(me, pid=2**62), Liveness.UNKNOWN),
         ):
-            assert ask_liveness("127.0.0.1", server.port, asked, 5.0) is found
+            assert ask_liveness("127.0.0.1", server.port, asked, 60.0) is found
     finally:
         server.close()
 
@@ -295,11 +295,11 @@ def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
 
 
 def test_an_engine_core_that_is_dead_frees_nothing(
-    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its port refuses, its worker lives: the quarantine lasts until the worker acknowledges."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    producer, consumer = stuck(worker)
+    producer, consumer = stuck(impatient)
     producer.server.close()
     looks: list[ProcessIdentity] = []
 
@@ -316,10 +316,12 @@ def test_an_engine_core_that_is_dead_frees_nothing(
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)
 
 
-def test_a_worker_that_is_dead_frees_the_blocks(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_dead_frees_the_blocks(
+    impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No report is needed: its process is gone."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
-    _, consumer = stuck(worker)
+    _, consumer = stuck(impatient)
     assert consumer.runtime.counts()["quarantined"] == 1
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)

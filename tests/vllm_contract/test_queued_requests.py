@@ -257,11 +257,11 @@ def test_workers_cancelled_in_the_queue(worker: Callable[..., Worker]) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_workers_whose_producer_dies(worker: Callable[..., Worker], when: str) -> None:
+def test_workers_whose_producer_dies(impatient: Callable[..., Worker], when: str) -> None:
     """Before or after first contact: the request is computed here, and no block was ever
     offered.
     """
-    producer, consumer = worker("p"), worker("c")
+    producer, consumer = impatient("p"), impatient("c")
     address = producer.address
     if when == "before":
         producer.close()

@@ -124,11 +124,12 @@ def test_a_digest_that_breaks_at_the_end(worker: Callable[..., Worker], monkeypa
     until(both_sent)
 
 
-def test_one_action_does_not_cost_the_next(pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_action_does_not_cost_the_next(impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A message whose sending raises is lost, which deadlines cover; the actions after it are
     carried out.
     """
-    producer, consumer = pair
+    producer, consumer = impatient("p"), impatient("c")
+    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     send = MessageSender.send
     broken: list[bool] = []
 

@@ -26,7 +26,11 @@ from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64
 IDENTITY = ModelIdentity("model", "float32", "auto", "0.32.0")
-LIMITS = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0.3, lease_s=2.0)
+LIMITS = TransferLimits(handshake_s=60.0, progress_s=60.0, alive_s=0.2, cancel_s=60.0, lease_s=60.0)
+"""Deadlines far above a pause of the machine, for tests in which none expires."""
+
+SHORT = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0.3, lease_s=2.0)
+"""For tests in which a deadline expires."""
 DIGEST = prompt_digest([1, 2, 3])
 
 
@@ -92,7 +96,7 @@ def receive(producer: EngineAddress, request: str = "r", transfer: str = "t") ->
     return Receive(request, transfer, producer, DIGEST, ((3, 5),), 0, 6)
 
 
-def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:
+def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait for another thread's work, at most ``within_s``."""
     give_up_at = time.monotonic() + within_s
     while not condition():
@@ -100,7 +104,7 @@ def until(condition: Callable[[], bool], within_s: float = 8.0) -> None:
         time.sleep(0.005)
 
 
-def results(worker: Worker, within_s: float = 8.0) -> tuple[set[str], set[str], set[str]]:
+def results(worker: Worker, within_s: float = 60.0) -> tuple[set[str], set[str], set[str]]:
     """Step until the worker reports a result."""
     reported: list[tuple[set[str], set[str], set[str]]] = []
 

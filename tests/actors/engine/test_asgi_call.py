@@ -13,6 +13,8 @@ from starlette.routing import Route
 from actors.engine.asgi_call import call_asgi
 from actors.request import Call, ResponseStart
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 class Application:
     """Echoes, streams `chunks` pieces with a pause, or waits forever; records how each request

@@ -16,6 +16,7 @@ from actors.errors import DeadlineError, OverloadedError
 from actors.request import Accepted, ResponseStart
 from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
+from actors.rpc import client, server_connection
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from configs.settings.deployment import RoleSettings
@@ -26,7 +27,16 @@ from tests.actors.fleet import METADATA
 SLOTS = 4
 QUEUE = RoleSettings().max_queued_requests
 SHORT = LIMITS.model_copy(update={"replica_timeout_s": 3.0, "request_timeout_s": 3.0})
+PATIENT = LIMITS.model_copy(update={"prefill_wait_s": 60.0, "replica_timeout_s": 60.0})
+"""Longer than a pause of the machine."""
 PROMPT_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of the machine ends no connection attempt and no authentication."""
+    monkeypatch.setattr(client, "CONNECT_S", 60.0)
+    monkeypatch.setattr(server_connection, "HELLO_S", 60.0)
 
 
 class Handle:
@@ -80,7 +90,7 @@ class Service:
             stack.push_async_callback(server.close)
             discovery.publish(role, said)
 
-    def router(self, stack: AsyncExitStack, limits: RouterLimits = SHORT) -> Router:
+    def router(self, stack: AsyncExitStack, limits: RouterLimits) -> Router:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]
         prefill, decode = map(EnginePool, handles)
         router = Router(limits, ModelEngines(prefill, decode))
@@ -100,7 +110,7 @@ async def test_a_full_engine_costs_no_prompts() -> None:
     async with AsyncExitStack() as stack:
         service = Service()
         await service.open(stack)
-        first, second = service.router(stack, LIMITS), service.router(stack)
+        first, second = service.router(stack, PATIENT), service.router(stack, SHORT)
         running = [asyncio.create_task(ask(first)) for _ in range(SLOTS)]
         await service.full.wait()
         before = service.prompts
@@ -112,6 +122,7 @@ async def test_a_full_engine_costs_no_prompts() -> None:
         assert service.prompts - before <= SLOTS, "the first of each: neither router knew the load"
 
         before = service.prompts
+        second.limits = PATIENT
         waiting = [asyncio.create_task(ask(second)) for _ in range(2 * SLOTS)]
         await asyncio.sleep(0.5)
         assert service.prompts == before
@@ -138,9 +149,12 @@ async def test_the_wait_for_a_busy_engine_is_part_of_the_time_to_the_first_token
     async with AsyncExitStack() as stack:
         service = Service()
         await service.open(stack)
-        router = service.router(stack, LIMITS.model_copy(update={"replica_timeout_s": 0.2}))
-        asking = [asyncio.create_task(ask(router)) for _ in range(2 * SLOTS)]
+        router = service.router(stack, PATIENT)
+        first = [asyncio.create_task(ask(router)) for _ in range(SLOTS)]
+        await service.full.wait()
+        router.limits = PATIENT.model_copy(update={"replica_timeout_s": 0.2})
+        asking = [asyncio.create_task(ask(router)) for _ in range(SLOTS)]
         await asyncio.sleep(1.0)
-        assert [one for one in asking if one.done()] == []
+        assert [one for one in first + asking if one.done()] == []
         service.answers.set()
-        assert await asyncio.gather(*asking) == [b"{}"] * 2 * SLOTS
+        assert await asyncio.gather(*first, *asking) == [b"{}"] * 2 * SLOTS

@@ -15,6 +15,8 @@ from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
 from tests.actors.behaviours import EVENTS, fleet, request, well
 from tests.actors.fleet import at_rest
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 def token(number: int) -> StreamChunk:
     return StreamChunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),))

@@ -30,6 +30,8 @@ from tests.actors.behaviours import (
 )
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 FAR = 1000
 """More waits than any of these requests has."""
 

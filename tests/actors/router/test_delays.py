@@ -20,8 +20,10 @@ from configs.settings.router import RouterLimits
 from tests.actors.behaviours import EVENTS, JSON, event, request
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 DELAY_S = 0.25
-"""Far above all other durations here."""
+"""Far above all other durations in `virtual_time`."""
 
 
 class Engines:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk
-from actors.router.client_request import ClientRequest
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
@@ -36,6 +36,8 @@ from tests.actors.behaviours import (
     well,
 )
 from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
@@ -333,7 +335,7 @@ async def test_a_stream_that_begins_before_its_kv_is_there():
     p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])
     router = router_of(LIMITS, p, d)
     wanted = request()
-    wanted = ClientRequest("/v1/responses", wanted.headers, wanted.raw, {**wanted.body, "input": "x"})
+    wanted = replace(wanted, endpoint="/v1/responses", body={**wanted.body, "input": "x"})
     answer, body = await ask(router, wanted)
     await at_rest(p, d)
     assert (answer.route, body.count(b"event: "), ended_early) == ("remote", 3, False)

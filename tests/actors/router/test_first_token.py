@@ -17,6 +17,8 @@ from actors.router.router import Router
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
 from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 FIRST = event(1, index=0, role="assistant", text="") + event(1, index=0, text="<0>", finish_reason=None)
 LAST = event(1, index=0, text="<0>", finish_reason="length") + b"data: [DONE]\n\n"
 

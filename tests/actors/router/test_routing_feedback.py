@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,6 +18,8 @@ from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
 from configs.settings.router import RouterLimits, RoutingSettings
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 def limits(**routing: Any) -> RouterLimits:
@@ -60,7 +63,10 @@ class Engines:
     async def ask(self, prompt: Any, session: str | None = None, **more: Any) -> Any:
         """Send one request to its end; return the decision and the replicas."""
         body = {"prompt": prompt, "stream": True, "max_tokens": 3, **more}
-        wanted = ClientRequest("/v1/completions", (), json.dumps(body).encode(), body, session, explain=True)
+        now = time.monotonic()
+        wanted = ClientRequest(
+            "/v1/completions", (), json.dumps(body).encode(), body, session, True, arrived_at=now, read_at=now
+        )
         before = self.calls()
         async with self.router.answer(wanted) as answer:
             whole = b"".join([some async for some in answer.body()])
@@ -234,7 +240,7 @@ async def test_requests_that_come_at_the_same_time_know_of_each_other():
         while True:
             if sum(engines.calls().values()) == sum(before.values()) + 16:
                 break
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     gate.set()
     await asyncio.gather(*asking)
     assert [engines.calls()[name] - before[name] for name in "pqrs"] == [2, 2, 2, 2]

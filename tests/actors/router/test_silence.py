@@ -32,6 +32,8 @@ from tests.actors.behaviours import (
 )
 from tests.actors.fleet import Handle, at_rest
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 def frozen(after: int) -> Any:
     """Return a decode engine that stops sending after some tokens, as a stopped process does."""

@@ -8,6 +8,8 @@ import pytest
 
 from actors.router.single_flight import SingleFlight
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 AGE_S = 0.2
 
 

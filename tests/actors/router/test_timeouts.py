@@ -14,6 +14,8 @@ from testing.sse import said
 from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, answers, ask, engine, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 SHORT = {"first_token_timeout_s": 0.3, "idle_timeout_s": 0.3, "request_timeout_s": 0.3}
 
 

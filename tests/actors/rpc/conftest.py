@@ -13,14 +13,24 @@ import uvloop
 from actors.engine_pool import engines as module
 from actors.engine_pool.discovery import EngineReplica
 from actors.engine_pool.engines import EnginePool
+from actors.rpc import client, server, server_connection
 from actors.rpc.server import RpcServer, replica_metadata
-from tests.actors.rpc.world import Served, World
+from tests.actors.rpc.world import WAIT_S, Served, World
 
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
 def event_loop_policy(request: pytest.FixtureRequest) -> Any:
     """Actors run on uvloop, whose transports accept other misuse."""
     return request.param()
+
+
+@pytest.fixture(autouse=True)
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of the machine ends no connection attempt, authentication or last answer."""
+    monkeypatch.setattr(client, "CONNECT_S", WAIT_S)
+    monkeypatch.setattr(server_connection, "HELLO_S", WAIT_S)
+    monkeypatch.setattr(server, "HANDSHAKE_S", WAIT_S)
+    monkeypatch.setattr(server, "CUT_OFF_S", WAIT_S)
 
 
 @pytest.fixture
@@ -39,13 +49,13 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World, None]:
     async def sleep() -> None:
         await asyncio.sleep(60)
 
-    server = RpcServer(served, slots=2, methods={"broken": broken, "double": double, "ping": ping, "sleep": sleep})
-    address = await server.open("127.0.0.1", 0)
+    listening = RpcServer(served, slots=2, methods={"broken": broken, "double": double, "ping": ping, "sleep": sleep})
+    address = await listening.open("127.0.0.1", 0)
     known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9), "e")}
     monkeypatch.setattr(module, "replicas_of", lambda _: known)
     handle: Any = SimpleNamespace(deployment_id="engines")
     handle.options = lambda: handle
     engines = EnginePool(handle)
-    yield World(served, server, address, engines)
+    yield World(served, listening, address, engines)
     await engines.close()
-    await server.close()
+    await listening.close()

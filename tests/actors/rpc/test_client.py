@@ -19,7 +19,7 @@ from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import LENGTH, End, Refused, Reply, StreamItem, Welcome, encode
 from actors.rpc.protocol import WINDOW_BYTES
-from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, World, items, joined, read
+from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, WAIT_S, World, items, joined, read, settled, until
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
     """A message arrives although the engine sends nothing else for long."""
     async with AsyncExitStack() as stack:
         call = await world.call("is silent", stack)
-        assert await asyncio.wait_for(anext(call), 5) == Accepted("e", 1)
+        assert await asyncio.wait_for(anext(call), WAIT_S) == Accepted("e", 1)
         call.cancel()
     await world.at_rest()
 
@@ -54,7 +54,7 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
     """They are not lost, stay in order, and precede an end."""
     monkeypatch.setattr(server_connection, "LINGER_S", 60)
     async with AsyncExitStack() as stack:
-        assert joined(await asyncio.wait_for(items(await world.call("ends", stack)), 5)) == joined(ITEMS)
+        assert joined(await asyncio.wait_for(items(await world.call("ends", stack)), WAIT_S)) == joined(ITEMS)
         silent = await world.call("is silent", stack)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(silent), 0.1)
@@ -62,7 +62,7 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
         await world.at_rest()
         monkeypatch.setattr(SlotPool, "maybe_full", lambda *_: True)
         maybe_full = await world.call("is silent", stack)
-        assert await asyncio.wait_for(anext(maybe_full), 5) == Accepted("e", 1), "its router waits for that"
+        assert await asyncio.wait_for(anext(maybe_full), WAIT_S) == Accepted("e", 1), "its router waits for that"
         maybe_full.cancel()
     await world.at_rest()
 
@@ -104,7 +104,7 @@ async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
     """A killed process, another program, or one that violates the protocol."""
     async with elsewhere(world, sent) as call:
         with pytest.raises(EngineDownError, match="e: "):
-            await asyncio.wait_for(read(call, []), 5)
+            await asyncio.wait_for(read(call, []), WAIT_S)
     assert world.engines.snapshot().open == 0
 
 
@@ -113,15 +113,14 @@ async def test_an_item_after_the_end(world: World) -> None:
     said = encode([Welcome(1), TAKEN, End(1), StreamItem(1, b"of whom?")])
     async with elsewhere(world, said, stays=True) as call:
         assert await items(call) == [Accepted("e", 1)]
-        await asyncio.sleep(0.2)
-        assert world.engines.snapshot().open == 0
+        await until(lambda: world.engines.snapshot().open == 0)
 
 
 async def test_a_reply_to_a_call(world: World) -> None:
     """An engine that confuses streams is disconnected."""
     async with elsewhere(world, encode([Welcome(1), Reply(1, 3)]), stays=True) as call:
         with pytest.raises(EngineDownError, match="Reply"):
-            await asyncio.wait_for(read(call, []), 5)
+            await asyncio.wait_for(read(call, []), WAIT_S)
 
 
 async def test_a_cancelled_call_leaves_the_connection_open(world: World) -> None:
@@ -149,9 +148,9 @@ async def test_a_call_that_ends_late(world: World) -> None:
         slow.cancel()
         assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
         assert world.served.running == 1
+        world.served.go_on.set()
         await world.at_rest()
-        await asyncio.sleep(0.02)  # its end has to come here
-        assert world.engines.snapshot() == client.ChannelsSnapshot(open=1, idle=1)
+        await until(lambda: world.engines.snapshot() == client.ChannelsSnapshot(open=1, idle=1))
 
 
 async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,25 +158,20 @@ async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.Mo
     monkeypatch.setattr(client, "IDLE_CONNECTION_S", 0.1)
     async with AsyncExitStack() as stack:
         for _ in range(2):
+            world.served.go_on.clear()
             running = [await world.call("waits", stack) for _ in range(2)]
             await asyncio.gather(*map(anext, running))
             assert world.engines.snapshot() == client.ChannelsSnapshot(open=1, idle=0)
             world.served.go_on.set()
             await asyncio.gather(*map(items, running))
-            async with asyncio.timeout(5):
-                while world.engines.snapshot().open:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: world.engines.snapshot().open == 0)
 
 
 async def test_a_paused_reader(world: World) -> None:
     """The reader makes the engine wait at its stream's credit; then it gets everything."""
     async with AsyncExitStack() as stack:
         call = await world.call("pours", stack)
-        before = -1
-        async with asyncio.timeout(10):
-            while before < world.served.poured:
-                before = world.served.poured
-                await asyncio.sleep(0.3)
+        before = await settled(lambda: world.served.poured)
         assert before * PIECE_BYTES <= WINDOW_BYTES + PIECE_BYTES, "the last one waits in the engine"
         found = await items(call)
     assert sum(len(item) for item in found if isinstance(item, bytes)) == POURED * PIECE_BYTES + len(ITEMS[-1])
@@ -188,7 +182,7 @@ async def test_methods_of_an_engine(world: World) -> None:
     """Methods need no slot; an unknown or failing one is an error of this call only."""
     slot = await world.engines.take()
     assert await world.engines.ask(slot, "double", 21) == 42
-    assert await world.engines.ask_all("ping", 5) == ["e"]
+    assert await world.engines.ask_all("ping", WAIT_S) == ["e"]
     with pytest.raises(EngineError, match="no method 'triple'"):
         await world.engines.ask(slot, "triple", 1)
     with pytest.raises(EngineError, match="TypeError"):
@@ -196,13 +190,13 @@ async def test_methods_of_an_engine(world: World) -> None:
     with pytest.raises(EngineError, match="broken returned a value that msgpack cannot encode"):
         await world.engines.ask(slot, "broken")
     assert await world.engines.ask_all("sleep", 0.1) == [], "late"
-    assert await world.engines.ask_all("triple", 5) == [], "failed"
+    assert await world.engines.ask_all("triple", WAIT_S) == [], "failed"
     assert await world.engines.ask(slot, "double", "a") == "aa"
     await world.server.close()
     await asyncio.sleep(0.05)
     with pytest.raises(EngineDownError, match="connect"):
         await world.engines.ask(slot, "double", 1)
-    assert await world.engines.ask_all("ping", 5) == []
+    assert await world.engines.ask_all("ping", WAIT_S) == []
 
 
 async def test_a_router_that_closes_while_it_connects(world: World) -> None:
@@ -212,7 +206,7 @@ async def test_a_router_that_closes_while_it_connects(world: World) -> None:
         reading = asyncio.create_task(items(call))
         await world.engines.close()
         with pytest.raises(EngineDownError, match="e: "):
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, WAIT_S)
     assert not world.served.requests
 
 

@@ -18,7 +18,7 @@ from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server
 from actors.rpc.messages import Hello, Open, RpcRequest
 from actors.rpc.server import RpcServer
-from tests.actors.rpc.world import CALL, ITEMS, Stranger, World, items, joined, read
+from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read
 
 
 async def test_a_call(world: World) -> None:
@@ -56,7 +56,7 @@ async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> N
         await asyncio.sleep(0.02 if came else 0)
         call.cancel()
         with pytest.raises(EngineDownError):
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, WAIT_S)
     await world.at_rest()
 
 
@@ -116,7 +116,7 @@ async def test_an_engine_that_leaves(world: World) -> None:
         assert not draining.done()
         world.served.go_on.set()
         await items(running)
-        await asyncio.wait_for(draining, 5)
+        await asyncio.wait_for(draining, WAIT_S)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await world.engines.take()
@@ -136,8 +136,8 @@ async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:
         stopping = asyncio.create_task(stop())
         world.served.go_on.set()
         for task in reading:
-            assert joined(await asyncio.wait_for(task, 5)) == joined(ITEMS)
-        await asyncio.wait_for(stopping, 5)
+            assert joined(await asyncio.wait_for(task, WAIT_S)) == joined(ITEMS)
+        await asyncio.wait_for(stopping, WAIT_S)
 
 
 async def test_a_router_that_is_gone(world: World) -> None:
@@ -168,7 +168,7 @@ async def test_a_server_that_closes(world: World) -> None:
         await world.server.close()
         for call in calls:
             with pytest.raises(EngineDownError):
-                await asyncio.wait_for(read(call, []), 5)
+                await asyncio.wait_for(read(call, []), WAIT_S)
     await world.at_rest()
     assert not world.server.snapshot().connections
     assert world.engines.snapshot().open == 0

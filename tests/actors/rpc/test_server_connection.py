@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from actors.rpc.messages import (
     Welcome,
     encode,
 )
-from tests.actors.rpc.world import ITEMS, Stranger, World, joined
+from tests.actors.rpc.world import ITEMS, Stranger, World, joined, until
 
 
 def opened(stream: int, path: str = "ends") -> Open:
@@ -57,8 +58,7 @@ async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> N
         assert heard is None or isinstance(heard, Refused)
         assert await stranger.heard() is None
     assert not world.served.requests
-    await asyncio.sleep(0.01)
-    assert not world.server.snapshot().connections
+    await until(lambda: not world.server.snapshot().connections)
 
 
 async def test_an_unknown_version_is_refused_by_name(world: World) -> None:
@@ -77,9 +77,12 @@ async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.M
     """A port scanner, or a router that died at once. A router that has authenticated may be
     silent.
     """
-    monkeypatch.setattr(server_connection, "HELLO_S", 0.2)
-    async with Stranger(world) as router, Stranger(world) as silent:
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(Stranger(world))
         router.say(Hello(1, world.address.key))
+        assert await router.heard() == Welcome(1)
+        monkeypatch.setattr(server_connection, "HELLO_S", 0.2)
+        silent = await stack.enter_async_context(Stranger(world))
         assert await silent.heard() == Refused("it did not authenticate within 0.2 s")
         assert await silent.heard() is None
         router.say(opened(1))

@@ -12,7 +12,7 @@ from typing import Any
 from actors.engine.asgi_call import call_asgi
 from actors.request import Accepted, Call
 from actors.rpc.messages import RpcRequest
-from tests.actors.rpc.world import World, items
+from tests.actors.rpc.world import WAIT_S, World, items, settled
 
 EVENTS, EVENT_BYTES = 24_000, 700
 """16.8 MB: a stream with logprobs, or 128 answers at once."""
@@ -52,11 +52,8 @@ async def test_a_paused_stream_stops_its_generator_only(world: World) -> None:
     async with AsyncExitStack() as stack:
         slow = await world.call("large", stack)
         first = [await anext(slow), await anext(slow), await anext(slow)]
-        before = -1
-        while before < application.sent_bytes:  # until the count no longer changes
-            before = application.sent_bytes
-            await asyncio.sleep(0.3)
-        assert application.sent_bytes < MOST_BYTES
+        before = await settled(lambda: application.sent_bytes)
+        assert before < MOST_BYTES
         other = await items(await world.call("small", stack))
         assert sum(len(item) for item in other if isinstance(item, bytes)) == 100 * EVENT_BYTES
         assert application.sent_bytes == before, "the slow stream did not move"
@@ -79,8 +76,8 @@ async def test_a_cancelled_call_wakes_its_application(world: World) -> None:
         finally:
             ended.set()
 
-    answer = call_asgi(application, Call("POST", "/"), disconnect_s=5)
+    answer = call_asgi(application, Call("POST", "/"), disconnect_s=2 * WAIT_S)
     await anext(answer)
     await anext(answer)
-    await asyncio.wait_for(answer.aclose(), 4)
+    await asyncio.wait_for(answer.aclose(), WAIT_S)
     assert ended.is_set()

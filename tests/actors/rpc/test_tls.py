@@ -17,7 +17,7 @@ from actors.rpc.server import RpcServer
 from actors.tls import ClientTls, TlsFiles, rpc_files, server_context
 from configs.settings.parsing import parse_settings
 from testing.certificates import Authority
-from tests.actors.rpc.world import Served
+from tests.actors.rpc.world import WAIT_S, Served
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def listening(own: ssl.SSLContext | None) -> AsyncGenerator[tuple[RpcServe
 async def ask(address: RpcAddress, tls: ClientTls | None) -> int:
     channels = Channels(tls)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             return await channels.to(address).ask("double", 21)
     finally:
         channels.close()
@@ -74,7 +74,7 @@ async def test_refused(ours: Authority, foreign: Authority, which: str) -> None:
     async with listening(engine) as (server, address):
         with pytest.raises(EngineDownError):
             await ask(address, router)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while server.snapshot().connections:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

@@ -27,6 +27,8 @@ ITEMS: list[Any] = [
 ]
 
 POURED, PIECE_BYTES = 1000, 2**16
+WAIT_S = 60
+"""Limit of a wait for an event that is certain: far above a pause of the machine."""
 
 
 class Served:
@@ -67,7 +69,7 @@ class Served:
                     try:
                         await asyncio.sleep(60)
                     finally:
-                        await asyncio.sleep(0.5)
+                        await self.go_on.wait()
         finally:
             self.running -= 1
 
@@ -88,7 +90,7 @@ class World:
         assert not self.served.running
 
     async def has(self, ongoing: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 if self.server.ongoing == ongoing:
                     return
@@ -118,6 +120,23 @@ def joined(found: list[Any]) -> list[Any]:
     ]
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - neither side has an event for it
+            await asyncio.sleep(0.005)
+
+
+async def settled(count: Callable[[], int]) -> int:
+    """Return a count that has been equal ten times in a row: more than one pause of the machine."""
+    async with asyncio.timeout(WAIT_S):
+        found, equal = count(), 0
+        while equal < 10:
+            await asyncio.sleep(0.03)
+            found, equal = count(), equal + 1 if count() == found else 0
+    return found
+
+
 class Stranger:
     """A manual connection to the server."""
 
@@ -138,7 +157,7 @@ class Stranger:
 
     async def heard(self) -> Any:
         """Return the server's next message; None if it has closed the connection."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while not self._come:
                 try:
                     data = await self.reader.read(2**16)

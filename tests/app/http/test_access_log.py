@@ -20,6 +20,8 @@ from configs.settings.router import RouterSettings
 from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, well
 from tests.actors.fleet import at_rest
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 KEY = "of-a-client"
 USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
 ALWAYS = {

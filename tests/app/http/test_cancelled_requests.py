@@ -23,6 +23,8 @@ from tests.actors.behaviours import JSON, LIMITS, fleet, request, transfers
 from tests.actors.fleet import Handle, at_rest
 from tests.actors.router.test_cancellation import STORIES
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 KEY = "of-a-client"
 
 

@@ -13,6 +13,8 @@ from tests.actors.fleet import at_rest
 from tests.actors.router.test_delays import DELAY_S, Engines
 from tests.app.http.test_cancelled_requests import Client
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 class Asking(Client):
     """Asks for an explanation, and records it."""

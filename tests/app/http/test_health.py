@@ -17,6 +17,8 @@ from app.http.routes import build_http
 from tests.actors.behaviours import LIMITS
 from tests.actors.fleet import Handle, Replica
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 class Hung(Handle):
     """Replicas that Serve considers running and that answer no call."""

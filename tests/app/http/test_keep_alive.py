@@ -32,6 +32,8 @@ from tests.actors.behaviours import (
 from tests.actors.fleet import at_rest
 from tests.app.http.test_cancelled_requests import Client
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 COMMENT = b": keep-alive\n\n"
 WRONG = {"error": {"message": "the prompt is too long", "type": "BadRequestError", "param": "prompt", "code": 400}}
 

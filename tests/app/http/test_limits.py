@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
+import pytest
 
 from actors.router.client_request import ClientRequest
 from app.http.routes import build_http
@@ -14,6 +15,8 @@ from configs.settings.router import MIN_ONGOING_SEQUENCES
 from tests.actors.behaviours import LIMITS, fleet, hangs, request, well
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 from tests.app.http.test_cancelled_requests import Client
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 async def test_sequences_are_counted_and_not_requests() -> None:

@@ -15,6 +15,8 @@ from app.http.routes import build_http
 from tests.actors.behaviours import EVENTS, answers, fleet, well
 from tests.actors.fleet import Handle, at_rest
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 MESSAGE = {"type": "message", "content": [{"type": "text", "text": "right"}]}
 TOKENS = 4

@@ -6,11 +6,14 @@ import asyncio
 from typing import Any, cast
 
 import httpx
+import pytest
 
 from actors.router.peer_routers import RouterReplica
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.routes import build_http
 from configs.settings.router import RouterLimits
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Asked:

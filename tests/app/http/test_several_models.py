@@ -18,6 +18,8 @@ from app.http.routes import build_http
 from tests.actors.behaviours import JSON, LIMITS
 from tests.actors.fleet import Handle, Replica, at_rest
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 class Engines(Handle):
     """The engines of one role of one model, with the adapters and changes of each replica."""

@@ -15,6 +15,8 @@ from tests.actors.behaviours import LIMITS, engine, fleet, request, well
 from tests.actors.fleet import at_rest
 from tests.app.http.test_cancelled_requests import Client
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 
 class SlowClient(Client):
     """Reads a stream's first piece and then one per `piece_s`."""

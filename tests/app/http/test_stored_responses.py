@@ -25,6 +25,8 @@ from app.http.routes import build_http
 from tests.actors.behaviours import LIMITS, dies, hangs, router_of
 from tests.actors.fleet import Handle, Replica, at_rest
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 EVENTS = [f"data: {number}\n\n" for number in range(3)]
 
 

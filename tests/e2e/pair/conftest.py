@@ -21,7 +21,7 @@ from testing.identity import MAX_TOKENS
 from testing.models import gemma3
 
 # Short, so that tests of expiry do not wait long; long enough for a busy machine.
-LIMITS = {"lease_s": 6.0, "progress_s": 10.0, "alive_s": 1.0, "cancel_s": 2.0, "handshake_s": 30.0}
+LIMITS = {"lease_s": 10.0, "progress_s": 10.0, "alive_s": 1.0, "cancel_s": 2.0, "handshake_s": 30.0}
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Engines:
         """Return all trace events of both engines, in the order in which they were written."""
         return read_trace(self.trace)
 
-    async def idle(self, within_s: float = 10.0) -> bool:
+    async def idle(self, within_s: float = 60.0) -> bool:
         """Return whether both block pools return to their baseline. Clears all cached prefixes."""
         deadline = asyncio.get_running_loop().time() + within_s
         while True:

@@ -63,10 +63,10 @@ def test_cancelled_in_each_state(engines: Engines, leg: str, n: int) -> None:
     prompt = random_prompt(PROMPT_TOKENS, seed=50)
 
     async def run() -> None:
-        assert await engines.idle(within_s=30)
+        assert await engines.idle()
         reference = await answers(pair.decode, prompt, ANSWER_TOKENS, 1, None)
         for state in STATES:
-            assert await engines.idle(within_s=30), f"blocks are held before {state}"
+            assert await engines.idle(), f"blocks are held before {state}"
             start, transfer_id = len(engines.events()), uuid.uuid4().hex
             legs = {
                 "prefill": (pair.prefill, 1, PRODUCE | {"transfer_id": transfer_id}),
@@ -86,7 +86,7 @@ def test_cancelled_in_each_state(engines: Engines, leg: str, n: int) -> None:
                     await asyncio.wait_for(task, BOUND_S)
             if leg == "prefill":
                 assert tasks["decode"].result() == reference * n, f"wrong after {state}"
-            assert await engines.idle(within_s=30), f"blocks are held after {state}"
+            assert await engines.idle(), f"blocks are held after {state}"
             events = engines.events()[start:]
             ends = [event["event"] for event in events if event.get("transfer") == transfer_id]
             whole = any(event["event"] == "received" and event["failure"] is None for event in events)

@@ -62,7 +62,7 @@ def check_moved(found: Seen, blocks: list[int], decode_ranks: int, requests: int
     assert found.failures == [None] * decode_ranks * requests
 
 
-async def forget(engine: AsyncLLM, within_s: float = 10.0) -> None:
+async def forget(engine: AsyncLLM, within_s: float = 60.0) -> None:
     """Clear an engine's prefix cache once the engine holds no blocks."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not await engine.reset_prefix_cache():

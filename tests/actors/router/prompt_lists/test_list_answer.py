@@ -18,6 +18,8 @@ from app.http.routes import build_http
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, OK, ask, fleet, hangs, request, well
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
 PROMPTS = ["a", "bb", "ccc", "dddd"]
 REFUSAL = b'{"error": {"message": "no", "code": 400}}'
 
