@@ -130,6 +130,40 @@ async def test_an_answer_that_ends_with_its_first_token_needs_no_decode():
     assert p.discarded == [json.loads(d.calls[0].body)[TRANSFER_FIELD]["transfer_id"]]
 
 
+async def test_a_comment_before_the_first_token_does_not_start_the_response():
+    """The status may still change until the first event."""
+
+    async def keeps_alive(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield b": keep-alive\n\n"
+        await asyncio.sleep(0.05)
+        yield FirstTokenChunk(LAST, ((0,),), None, 9)
+        await asyncio.sleep(60)
+
+    router, p, d = fleet([keeps_alive], [gated(engine(1, [1]), asyncio.Event())])
+    async with router.answer(request()) as answer:
+        pieces = [piece async for piece in answer.body()]
+    assert pieces == [b": keep-alive\n\n" + LAST]
+    await at_rest(p, d)
+
+
+async def test_the_first_byte_is_that_of_the_answer():
+    """The first engine's stream had no whole event: the client receives another answer."""
+
+    async def ends_within_event(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield StreamChunk(b"data: {", ())
+        await asyncio.sleep(7)
+        raise EngineDownError("killed")
+
+    router, p, d = fleet([samples()], [ends_within_event, engine(1, [1])], multiple=0)
+    async with router.answer(request()) as answer:
+        async for _ in answer.body():
+            break
+        assert answer.first_byte_s >= 7
+    await at_rest(p, d)
+
+
 async def one_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
     """An engine that computes a whole answer of one token."""
     if json.loads(call.body)["stream"]:
