@@ -312,7 +312,7 @@ class VllmEngine:
         await asyncio.gather(*(self._probe(SamplingParams(max_tokens=1), timeout_s, rank) for rank in self.ranks))
 
     def describe(self) -> dict[str, Any]:
-        """Return the ranks' ids in transfers, the model's first name and the parallel sizes."""
+        """Return the ranks' incarnation ids, the first served model name and the parallel sizes."""
         config = self._llm.vllm_config
         engine, start = config.kv_transfer_config.engine_id, config.instance_id
         # vLLM (`run_engine_core` in vllm/v1/engine/core.py) and the connector compose the ids in

@@ -37,7 +37,10 @@ causes an attempt at once.
 """
 
 REMEMBERED_S = 5.0
-"""Maximum age in seconds of an engine's report from which the load of other routers follows."""
+"""Maximum age in seconds of an engine's report that this router uses.
+
+From a report it computes the number of other routers' sequences on the engine.
+"""
 
 
 @dataclass(eq=False)

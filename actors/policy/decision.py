@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 
 CHEAPER = "cheaper"
-"""The best option of this route comes before the best one of the other route, or is equal.
+"""The decision takes the route whose best option sorts first by `choice._key`; local if equal.
 
-Usually it costs less; a failed or silent replica, and the session, matter more (`choice._key`).
-Between equal options the decision is local.
+Usually this option costs less. A replica that failed or was silent recently, and the session, count
+before the cost.
 """
 
 SHORT = "short_uncached"

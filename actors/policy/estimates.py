@@ -156,7 +156,10 @@ class Regression:
         self._products = np.zeros(parts)
         self._factors = np.ones(parts)
         self._waiting: list[tuple[float, Components, float]] = []
-        """Measurements to fit: (weight of earlier ones, shares of the parts, measured ratio)."""
+        """Measurements to fit: (factor on weights of earlier ones, assumed parts, measured time).
+
+        Parts and time are divided by the assumed total times the common factor.
+        """
         self._fitted_at = -math.inf
         self._common = 1.0
         """Common factor at the last measurement, towards which a fit pulls the parts' factors."""

@@ -59,7 +59,7 @@ class ClientRequest:
 
     @property
     def streams(self) -> bool:
-        """True if the client asked for a stream."""
+        """True if `stream` is truthy; also for `"false"`, for which vLLM sends no stream."""
         return bool(self.body.get("stream"))
 
     @property

@@ -44,10 +44,10 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 
 @dataclass
 class Observer:
-    """Reports one request.
+    """Reports one request in its response headers, metrics, recent requests, access log and trace.
 
-    Serve `request`, not the original one: if it is traced, its headers have the trace's span as
-    parent.
+    The router must answer `request`, not the original one: if the request is traced, the headers of
+    `request` have the trace's span as parent.
     """
 
     model: ModelRouter

@@ -113,7 +113,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise MalformedError(f"the body is not valid JSON: {error}", f"body.{error.pos}") from None
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"the body is not valid JSON: {error}", "body") from None
+        raise MalformedError(f"the body cannot be decoded as JSON: {error}", "body") from None
     if not isinstance(body, dict):
         raise MalformedError(f"the body must be a JSON object, not {type(body).__name__}", "body")
     _check_depth(body)

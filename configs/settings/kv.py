@@ -73,7 +73,9 @@ class TransferSettings(Frozen):
     )
     lease_s: Seconds = Field(60.0, description="time for which prefill holds finished blocks for an offer of decode")
     alive_s: Seconds = Field(
-        5.0, description="interval of the heartbeat of a queued or computing transfer; at most half of progress_s"
+        5.0,
+        description="interval of prefill's heartbeats for a transfer that decode waits for, from the queue to the "
+        "last write; at most half of progress_s",
     )
     step_s: Seconds = Field(
         300.0,

@@ -159,10 +159,11 @@ def _state_block(group: Group, table: Sequence[int], end_token: int) -> BlockSet
 def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: int) -> UnitSet:
     """Return the units of ``blocks`` to write for a consumer that computes from ``end_token`` on.
 
-    The units of a window start with the producer's block in which the window starts, not with the
-    window itself: a consumer with prefix caching may reuse the whole block. The result has only
-    units that start before ``end_token`` and that both ranks store. Producer and consumer both call
-    this function, so they count the same bytes.
+    Omits units before the producer's block in which the window starts. It keeps the units of
+    ``blocks`` between the start of that block and the window: a consumer with prefix caching may
+    reuse its own first block as a whole. The result has only units that start before ``end_token``
+    and that both ranks store. Producer and consumer both call this function, so they count the same
+    bytes.
     """
     if group.kind is GroupKind.STATE:
         return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))

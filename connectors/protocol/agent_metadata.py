@@ -147,10 +147,10 @@ def decode_agent_metadata(payload: bytes) -> AgentMetadata:
             )
         fields = document["worker"]
         return AgentMetadata(
-            incarnation=_text(fields["incarnation"]),
-            identity=ModelIdentity(**{key: _text(value) for key, value in fields["identity"].items()}),
+            incarnation=_text(fields["incarnation"], "incarnation"),
+            identity=ModelIdentity(**{key: _text(value, key) for key, value in fields["identity"].items()}),
             layout=_layout(fields["layout"]),
-            transport=_text(fields["transport"]),
+            transport=_text(fields["transport"], "transport"),
             transport_metadata=base64.b64decode(fields["transport_metadata"], validate=True),
             process=_checked(ProcessIdentity, fields["process"]),
         )
@@ -183,29 +183,35 @@ def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
 
 
 def _layout(fields: dict[str, Any]) -> EngineLayout:
-    axes = {key: _few(fields[key]) for key in _AXES}
-    _few(_few(fields["tp_size"]) * axes["pp_size"] * axes["pcp_size"])
+    axes = {key: _few(fields[key], key) for key in _AXES}
+    _few(_few(fields["tp_size"], "tp_size") * axes["pp_size"] * axes["pcp_size"], "the number of ranks")
     if axes["dcp_size"] * axes["interleave_tokens"] > _MOST_INTERLEAVED:
         raise WireError(f"dcp_size * interleave_tokens exceeds the limit of {_MOST_INTERLEAVED}")
     return EngineLayout(
-        tp_rank=_whole(fields["tp_rank"]),
-        tp_size=_few(fields["tp_size"]),
-        num_blocks=_whole(fields["num_blocks"]),
+        tp_rank=_whole(fields["tp_rank"], "tp_rank"),
+        tp_size=_few(fields["tp_size"], "tp_size"),
+        num_blocks=_whole(fields["num_blocks"], "num_blocks"),
         caches_prefixes=_flag(fields["caches_prefixes"]),
         **axes,
         regions=tuple(
-            Region(_whole(r["address"]), _whole(r["length_bytes"]), _checked(MemoryKind, r["memory_kind"]))
+            Region(
+                _whole(r["address"], "address"),
+                _whole(r["length_bytes"], "length_bytes"),
+                _checked(MemoryKind, r["memory_kind"]),
+            )
             for r in fields["regions"]
         ),
         groups=tuple(
             Group(
-                index=_whole(group["index"]),
+                index=_whole(group["index"], "index"),
                 kind=GroupKind(group["kind"]),
                 block_tokens=_block_tokens(group["block_tokens"]),
-                window_tokens=None if group["window_tokens"] is None else _whole(group["window_tokens"]),
+                window_tokens=None
+                if group["window_tokens"] is None
+                else _whole(group["window_tokens"], "window_tokens"),
                 layers=tuple(_pages(pages) for pages in group["layers"]),
                 shard=_checked(Shard, group["shard"]),
-                stages=tuple(tuple(_text(layer) for layer in stage) for stage in group["stages"]),
+                stages=tuple(tuple(_text(layer, "a layer") for layer in stage) for stage in group["stages"]),
             )
             for group in fields["groups"]
         ),
@@ -232,16 +238,16 @@ def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
     return built
 
 
-def _whole(value: object, key: str = "a number") -> int:
+def _whole(value: object, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise WireError(f"{key} must be a whole number of at most 63 bits, not {value!r}")
+        raise WireError(f"agent metadata: {key} must be an integer from 0 to 2**63 - 1, not {value!r}")
     return value
 
 
 def _block_tokens(value: object) -> int:
-    if _whole(value) > _MOST_BLOCK_TOKENS:
+    if _whole(value, "block_tokens") > _MOST_BLOCK_TOKENS:
         raise WireError(f"a block has {value!r} tokens; the limit is {_MOST_BLOCK_TOKENS}")
-    return _whole(value)
+    return _whole(value, "block_tokens")
 
 
 def _flag(value: object) -> bool:
@@ -250,17 +256,17 @@ def _flag(value: object) -> bool:
     return value
 
 
-def _few(value: object) -> int:
-    """Return ``value``: a rank, a size of an axis or an interleave.
+def _few(value: object, key: str) -> int:
+    """Return ``value``: a rank, a number of ranks, or an interleave.
 
-    Raises WireError unless it is a whole number from 0 to ``_MOST``.
+    Raises WireError unless it is an integer from 0 to ``_MOST``.
     """
-    if _whole(value) > _MOST:
-        raise WireError(f"a rank, a number of ranks or interleave_tokens is {value!r}; the limit is {_MOST}")
-    return _whole(value)
+    if _whole(value, key) > _MOST:
+        raise WireError(f"agent metadata: {key} is {value!r}; the limit is {_MOST}")
+    return _whole(value, key)
 
 
-def _text(value: object, key: str = "a field") -> str:
+def _text(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise WireError(f"{key} must be a string, not {value!r}")
+        raise WireError(f"agent metadata: {key} must be a string, not {value!r}")
     return value

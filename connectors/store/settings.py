@@ -12,6 +12,8 @@ from connectors.errors import ConfigurationError
 
 GIB = 1 << 30
 
+_EXPECTED: dict[type, str] = {str: "a string", int: "an integer", float: "a finite number"}
+
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
@@ -74,8 +76,7 @@ def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
             value = float(value)
         if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigurationError(
-                f"kv_connector_extra_config: store.{key} must be of type {wanted.__name__} (numbers: finite), "
-                f"not {value!r}"
+                f"kv_connector_extra_config: store.{key} must be {_EXPECTED[wanted]}, not {value!r}"
             )
         values[key] = value
         if wanted is not str and values[key] <= 0 and (key, value) != ("memory_gib", 0.0):

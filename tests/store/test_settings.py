@@ -31,31 +31,31 @@ def test_tiers_are_ordered_by_speed() -> None:
             "unknown key store.pth; known keys are chunk_tokens, disk_gib, load_s, lookup_s, memory_gib, memory_path, "
             "path, staging_mib, store_s",
         ),
-        ({"store": {"path": 3}}, "store.path must be of type str (numbers: finite), not 3"),
+        ({"store": {"path": 3}}, "store.path must be a string, not 3"),
         ({"store": {"path": "disk"}}, "store.path must be an absolute path, not 'disk'"),
         ({"store": {"path": "/disk", "memory_path": "shm"}}, "store.memory_path must be an absolute path, not 'shm'"),
         (
             {"store": {"path": "/disk", "chunk_tokens": 2.5}},
-            "store.chunk_tokens must be of type int (numbers: finite), not 2.5",
+            "store.chunk_tokens must be an integer, not 2.5",
         ),
         (
             {"store": {"path": "/disk", "chunk_tokens": True}},
-            "store.chunk_tokens must be of type int (numbers: finite), not True",
+            "store.chunk_tokens must be an integer, not True",
         ),
         ({"store": {"path": "/disk", "chunk_tokens": 0}}, "store.chunk_tokens must be positive, not 0"),
         ({"store": {"path": "/disk", "disk_gib": 0}}, "store.disk_gib must be positive, not 0.0"),
         ({"store": {"path": "/disk", "memory_gib": -1}}, "store.memory_gib must be positive, not -1.0"),
         (
             {"store": {"path": "/disk", "disk_gib": float("inf")}},
-            "store.disk_gib must be of type float (numbers: finite), not inf",
+            "store.disk_gib must be a finite number, not inf",
         ),
         (
             {"store": {"path": "/disk", "lookup_s": float("nan")}},
-            "store.lookup_s must be of type float (numbers: finite), not nan",
+            "store.lookup_s must be a finite number, not nan",
         ),
         (
             {"store": {"path": "/disk", "lookup_s": "fast"}},
-            "store.lookup_s must be of type float (numbers: finite), not 'fast'",
+            "store.lookup_s must be a finite number, not 'fast'",
         ),
     ],
 )

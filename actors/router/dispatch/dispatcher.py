@@ -340,7 +340,8 @@ class Dispatcher:
         if sampled.done() and not opening.done():
             attempt.handed_over()
             if not await self._decode_is_alive(attempt.decode, {opening}):
-                raise SilentError(f"the decode engine sent nothing for {self.limits.silence_timeout_s:g} s")
+                silence_s = self.limits.silence_timeout_s
+                raise SilentError(f"the decode engine sent nothing for {silence_s:g} s; try again")
         if not alive:
             silence_s = self.limits.silence_timeout_s
             logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)

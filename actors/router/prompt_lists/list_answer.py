@@ -167,7 +167,10 @@ class ListAnswer:
         return body
 
     def _headers(self) -> Headers:
-        """Return the headers of the reported prompt, with the list's id and without a length."""
+        """Return the response headers of the prompt at `_lead`, without Content-Length.
+
+        X-Request-Id has the list's request id.
+        """
         kept = [(name, value) for name, value in self.start.headers if name != b"content-length"]
         return tuple((name, self._parent_id.encode() if name == b"x-request-id" else value) for name, value in kept)
 

@@ -1,8 +1,9 @@
 """Computes the objects that a step completes or a request needs, and the usable stored prefix.
 
 Here, a request *resumes at token t* if the engine computes it from token t on, and takes the
-earlier KV that it needs from the engine's own cache and from objects. Beside a transfer this holds
-for full attention only (``StorePlan.full_attention``); the transfer supplies windows and states.
+earlier KV that it needs from the engine's own cache and from objects. Together with a transfer,
+objects supply only full-attention KV before t (``StorePlan.full_attention``); the transfer supplies
+full-attention KV from t on, windows and states.
 
 An object is identified by its group and its end token. It keeps the tokens ``[end_token -
 kept_tokens, end_token)``, or the state after ``end_token`` tokens.

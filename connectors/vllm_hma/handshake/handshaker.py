@@ -183,7 +183,9 @@ class Handshaker:
         except TandemError as error:
             logger.warning("Tandem: handshake failed: %s", error)
         except Exception:
-            logger.exception("Tandem: handshake failed unexpectedly")
+            logger.exception(
+                "Tandem: a handshake raised an unexpected error; transfers that wait for it fail at their deadlines"
+            )
 
     # Consumer role.
 

@@ -63,14 +63,14 @@ class _Known:
     ``fetched``          result of its fetch, until its load is ordered or the fetch is discarded
     ``present``          objects that a tier had at the request's last fetch; not stored again
     ``tier``             ``Fetched.tier`` of the last fetch whose load was ordered; empty before
-    ``beside_transfer``  whether its fetch is for a prompt that also has a transfer, and therefore
-                         of full attention only
+    ``beside_transfer``  whether its fetch is for a prompt that also has a transfer; such a fetch
+                         reads only KV of full-attention groups
     ``patience_s``       time that the transfer may wait for the fetch, in seconds
     ``ready_at``         time since which only the fetch delays the transfer; None before
-    ``asked``            start of the last transfer, and the estimated bytes of its full attention;
-                         None before it, and after it has succeeded
-    ``received``         range ``[start, end)`` of tokens whose full attention a transfer supplies
-                         and that are not stored yet
+    ``asked``            start of the last transfer, and the estimated bytes of its full-attention
+                         KV; None before it, and after it has succeeded
+    ``received``         range ``[start, end)`` of tokens whose full-attention KV a transfer
+                         supplies and that are not stored yet
     ``filling``          objects whose slots ranks are filling, by offset
     ``ended``            whether vLLM has finished the request
     ``void``             whether its KV must not be stored
@@ -275,10 +275,11 @@ class StoreScheduler:
         return True
 
     def load_prefix(self, request: Request, tables: tuple[list[int], ...], start_token: int, end_token: int) -> int:
-        """Order the load of a stored prefix beside the transfer of ``[start_token, end_token)``.
+        """Order the load of the fetched prefix, if it covers ``start_token``.
 
-        Return the token before which the store supplies full attention, ``start_token`` if it
-        supplies none. Full attention that the transfer supplies is stored once the request runs.
+        A transfer supplies the rest up to ``end_token``. Return the end of the tokens whose
+        full-attention KV the store loads; ``start_token`` without a load. Full-attention KV from
+        the transfer is stored once the request runs.
         """
         known = self._requests.get(request.request_id)
         if known is None:

@@ -150,10 +150,11 @@ def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
 def _attention_parts(
     config: VllmConfig, layer: str, spec: AttentionSpec, view: torch.Tensor, num_blocks: int
 ) -> list[LayerPages]:
-    """Return an attention layer's parts: one, or K and V if the kernel packs them separately.
+    """Return an attention layer's parts: K and V where CPU attention separates them, else one.
 
-    Raises UnsupportedCacheError if the view does not match the spec or has an unknown packing, and
-    NotImplementedError as ``instruction_set``.
+    Raises UnsupportedCacheError if the view does not match the spec, if bytes that must be
+    contiguous are not, or if the layer's total number of KV heads cannot be determined. Raises
+    NotImplementedError if the CPU or the head size rules out the configured FP8 cache.
     """
     blocks, heads, rows, _ = view.shape
     kernel_blocks = blocks // num_blocks

@@ -337,13 +337,13 @@ async def test_an_adapter_that_one_engine_cannot_load_is_loaded_on_none(
     assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 404
 
 
-async def test_without_decode_no_engine_keeps_an_adapter(service: Service) -> None:
+async def test_without_decode_no_engine_keeps_an_adapter(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode engine that starts later would load it from prefill."""
 
     async def nobody(*_: Any) -> dict[str, Any]:
         return {}
 
-    service.a[1].tell_all = nobody  # type: ignore[method-assign]
+    monkeypatch.setattr(service.a[1], "tell_all", nobody)
     reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
     assert (reply.status_code, "no decode engine" in reply.text) == (503, True)
     assert "new" not in service.a[0].loaded()
