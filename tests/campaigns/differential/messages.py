@@ -64,6 +64,11 @@ FEATURES: dict[str, tuple[dict[str, Any], Routed | None]] = {
     "n, which this API lacks": ({"n": 3}, "remote"),
 }
 
+ALONE = {"adapter", "a turn of the system", "a conversation with a tool"}
+"""Features whose streamed and whole requests have one prompt: together, either may find the blocks of
+the other one cached.
+"""
+
 WRONG: dict[str, list[Any]] = {
     "model": [ABSENT, "other", "", 5],
     "max_tokens": [ABSENT, 0, -1, "many", 100_000],
@@ -107,7 +112,7 @@ def message_cases() -> Iterator[Case]:
         for stream in (False, True):
             name = f"{MESSAGES} {feature}{', streamed' if stream else ''}"
             body = message(name, **fields) | ({"stream": True} if stream else {})
-            yield Case(name, (request(MESSAGES, body),), route, alone=feature == "adapter")
+            yield Case(name, (request(MESSAGES, body),), route, alone=feature in ALONE)
     for facts in (5, 14, 60, 200):
         for stream in (False, True):
             name = f"{MESSAGES} again, {facts} facts{', streamed' if stream else ''}"
