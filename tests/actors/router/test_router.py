@@ -50,6 +50,7 @@ SETTINGS = RouterSettings(
     prefill_timeout_s=10,
     prefill_wait_s=0.2,
     replica_timeout_s=1,
+    metrics_timeout_s=20,
     max_ongoing_sequences=4,
     retry_after_s=7,
     max_body_bytes=10_000,
