@@ -15,6 +15,8 @@ from tests.campaigns.faults.trials import Question, Router, Trial
 
 QUESTION = Question("mira=427\nmira?", 9, "427", "427;")
 BOUND_S = 0.3
+WAIT_S = 60.0
+"""For servers that answer: far above a pause of the machine."""
 FOREVER = object()
 BREAK = object()
 PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -82,7 +84,7 @@ async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[objec
     trial = Trial(QUESTION)
     prefill_server, decode_server = server(200, json.dumps(PARAMS)), server(status, *said)
     async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:
-        await Router(client, prefill, decode, BOUND_S).in_turn(trial)
+        await Router(client, prefill, decode, WAIT_S if FOREVER not in said else BOUND_S).in_turn(trial)
     assert judge(trial) is outcome
     assert trial.params == PARAMS["kv_transfer_params"]
 
@@ -92,7 +94,7 @@ async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: t
     """As a plain sequential proxy does."""
     trial = Trial(QUESTION)
     async with server(*said) as prefill, httpx.AsyncClient(timeout=None) as client:
-        await Router(client, prefill, "http://127.0.0.1:9", BOUND_S).in_turn(trial)
+        await Router(client, prefill, "http://127.0.0.1:9", WAIT_S).in_turn(trial)
     assert judge(trial) is Outcome.REFUSED
     assert "decode_sent" not in trial.timestamps
 
@@ -104,7 +106,7 @@ async def test_both_legs_carry_one_request_id() -> None:
     whole = [event("427"), event(";", "length"), DONE]
     prefill_server, decode_server = server(200, json.dumps(PARAMS), heads=heads), server(200, *whole, heads=heads)
     async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:
-        await Router(client, prefill, decode, BOUND_S).in_turn(trial)
+        await Router(client, prefill, decode, WAIT_S).in_turn(trial)
     assert len(heads) == 2
     assert all(f"x-request-id: {trial.request_id}\r\n".encode() in head.lower() for head in heads)
 
@@ -119,7 +121,7 @@ async def test_time_stands_still_while_the_decode_server_is_stopped() -> None:
         done, _ = await asyncio.wait([leg], timeout=2 * BOUND_S)
         assert not done
         router.resume()
-        await asyncio.wait_for(leg, 20 * BOUND_S)
+        await asyncio.wait_for(leg, WAIT_S)
     assert trial.gave_up == "decode"
 
 

@@ -46,7 +46,7 @@ async def get(url: str, ca: Path, own: tuple[Path, Path] | None = None) -> httpx
     context = ssl.create_default_context(cafile=str(ca))
     if own is not None:
         context.load_cert_chain(*own)
-    async with httpx.AsyncClient(verify=context, timeout=10) as client:
+    async with httpx.AsyncClient(verify=context, timeout=60) as client:
         return await client.get(url)
 
 
@@ -57,7 +57,7 @@ async def answer(port: int, ca: Path, own: tuple[Path, Path]) -> bytes:
     """
     context = ssl.create_default_context(cafile=str(ca))
     context.load_cert_chain(*own)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(HOST, port, ssl=context, server_hostname="localhost")
         try:
             writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
