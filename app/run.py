@@ -93,9 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{options.config}: {error}", file=sys.stderr)
         return 2
     screen.stage(f"model: {', '.join(one.model_name for one in settings.each_model().values())} ({options.config})")
-    host, _, port = address_of(config, settings).rpartition(":")
-    host = host.strip("[]")
-    if options.address is None and (taken := port_taken(host, int(port))):
+    if options.address is None and (taken := port_taken(*listening_address(config, settings))):
         print(
             f"tandem: {taken}; stop the program that uses the port, or choose another port (make run PORT=...) or host",
             file=sys.stderr,
@@ -210,21 +208,20 @@ def stop_routers_soon(config: dict[str, Any]) -> None:
     router.setdefault("graceful_shutdown_wait_loop_s", ROUTER_DRAIN_POLL_S)
 
 
-def address_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Return `host:port` of the routers or of Serve's proxy, for clients on their machine."""
+def listening_address(config: dict[str, Any], settings: ServiceSettings) -> tuple[str, int]:
+    """Return the host and port on which the routers, or Serve's proxy, listen."""
     if settings.router.http_port is not None:
-        host, port = settings.router.http_host, settings.router.http_port
-    else:
-        http = config.get("http_options", {})
-        host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return settings.router.http_host, settings.router.http_port
+    http = config.get("http_options", {})
+    return http.get("host", "127.0.0.1"), http.get("port", 8000)
 
 
 def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
-    """Return the URL of the routers or of Serve's proxy, for clients on their machine."""
+    """Return the URL of the routers, or of Serve's proxy, for clients on their machine."""
+    host, port = listening_address(config, settings)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if settings.router.ssl_certfile else "http"
-    return f"{scheme}://{address_of(config, settings)}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:

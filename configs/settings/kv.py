@@ -163,7 +163,8 @@ class KVStoreSettings(Frozen):
     staging_mib: int = Field(
         256,
         ge=1,
-        description="size in MiB of the shared memory of each engine between files and KV blocks, in `/dev/shm`",
+        description="size in MiB of the shared memory of each engine between files and KV blocks, in `/dev/shm`; with "
+        "several KV cache groups at least twice the objects of a chunk",
     )
     lookup_s: Seconds = Field(
         0.02,
@@ -177,7 +178,7 @@ class KVStoreSettings(Frozen):
     )
     store_s: Seconds = Field(
         30.0,
-        description="time for which an object may wait in staging for its write; then the store drops the object",
+        description="time for which an object may wait in staging until its write to a tier begins; then the store drops it",
     )
 
     @model_validator(mode="after")

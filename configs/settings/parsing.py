@@ -75,8 +75,12 @@ def _advice(problem: Any, model: type[BaseModel]) -> str:
         close = difflib.get_close_matches(str(key), _keys(model, path), n=1)
         return f"no such setting; did you mean {close[0]}?" if close else "no such setting"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    # A mapping or list may contain a secret.
-    hidden = isinstance(problem["input"], Mapping | list | tuple | set) or not _SECRETS.isdisjoint(problem["loc"])
+    # A mapping or list may contain a secret, and a text in place of `transfer` may be one.
+    hidden = (
+        isinstance(problem["input"], Mapping | list | tuple | set)
+        or not _SECRETS.isdisjoint(problem["loc"])
+        or problem["loc"][-1:] == ("transfer",)
+    )
     return message if hidden else f"{message} (got {problem['input']!r})"
 
 

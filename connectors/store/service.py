@@ -494,13 +494,12 @@ class KVStore:
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
         """Queue writes of an object to all tiers, after all ranks have filled its slot.
 
-        Its slot is freed after the writes. Counts a dropped store if no tier accepts the write.
+        Its slot is freed after the writes. Counts a dropped store per tier that does not accept it.
 
         ``cost_ns``  time to recompute the object, in nanoseconds; orders evictions
         """
         written = [self._write(tier, name, offset, self._sizes[ref.group], cost_ns) for tier in self._tiers]
-        if not any(written):
-            self.counts["dropped_stores"] += 1
+        self.counts["dropped_stores"] += written.count(False)
         self._release(offset)
 
     def drop(self, offset: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -73,8 +74,10 @@ def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
             )
         wanted = types[key]
         if wanted is float and type(value) is int:
-            value = float(value)
-        if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value)):
+            with contextlib.suppress(OverflowError):
+                value = float(value)
+        # GIB: sizes must also be finite in bytes.
+        if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value * GIB)):
             raise ConfigurationError(
                 f"kv_connector_extra_config: store.{key} must be {_EXPECTED[wanted]}, not {value!r}"
             )

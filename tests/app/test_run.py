@@ -17,12 +17,12 @@ from app.run import (
     ROUTER_DRAIN_POLL_S,
     Screen,
     Watcher,
-    address_of,
     load,
     main,
     port_taken,
     start_ray,
     stop_routers_soon,
+    url_of,
 )
 from configs.settings.base import SettingsError
 from configs.settings.parsing import parse_settings
@@ -41,7 +41,7 @@ def write(folder: Path, config: object) -> Path:
 def test_the_shipped_configurations_load(path: Path) -> None:
     """Each names our application once, with valid settings and engine arguments."""
     config, settings = load(path, port=8123)
-    assert address_of(config, settings).endswith(":8123")
+    assert url_of(config, settings).endswith(":8123")
     assert parse_settings(config["applications"][0]["args"]) == settings
     assert (settings.model == "demo") == (path.name != "gpu.yaml")
 
@@ -74,7 +74,7 @@ def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port
     """The routers' address if they listen, else Serve's proxy; `--port` changes the one in use."""
     application = {"name": "t", "import_path": "app.main:build", "args": {"router": router}}
     config = {"http_options": http_options, "applications": [application]}
-    assert address_of(*load(write(tmp_path, config), port)) == address
+    assert url_of(*load(write(tmp_path, config), port)) == f"http://{address}"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
+from connectors.store.tiers import folder
 from connectors.store.tiers.eviction import EvictionOrder
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
@@ -190,17 +191,33 @@ def test_new_objects_replace_old_ones_on_a_full_disk(tmp_path: Path) -> None:
     assert tier.used_bytes(soon()) == disk_bytes(tier) == 4 * BLOCK
 
 
-def test_a_disk_full_of_other_files_costs_only_the_store(tmp_path: Path) -> None:
+def test_a_full_disk_evicts_objects_of_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second engine has read the index before the first one has filled the disk."""
+    monkeypatch.setattr(folder, "_RESCAN_S", 0.0)
+    one, other = (FolderTier(tmp_path, 100 * BLOCK, files=FullDisk(tmp_path, 4)) for _ in range(2))
+    one.open()
+    other.open()
+    assert all(write(one, number) for number in range(4))
+    assert write(other, 4)
+    assert sum(holds(other, number) for number in range(4)) == 3
+    assert holds(other, 4)
+    assert other.used_bytes(soon()) == disk_bytes(other) == 4 * BLOCK
+
+
+def test_a_disk_full_of_other_files_keeps_most_objects(tmp_path: Path) -> None:
+    """Each store would evict an object and still have no room."""
     tier = FolderTier(tmp_path, 100 * BLOCK)
     tier.open()
-    write(tier, 0)
+    assert all(write(tier, number) for number in range(3))
     tier.files = FullDisk(tmp_path, 0)
-    with pytest.raises(StoreError, match="No space left"):
-        write(tier, 1)
+    for number in (3, 4, 5):
+        with pytest.raises(StoreError, match="No space left"):
+            write(tier, number)
+    assert [number for number in range(6) if holds(tier, number)] == [1, 2]
     assert tier.used_bytes(soon()) == disk_bytes(tier)
     tier.files = Files()
-    assert write(tier, 1)
-    assert holds(tier, 1)
+    assert write(tier, 3)
+    assert holds(tier, 3)
 
 
 def test_costly_objects_stay_longer(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def test_tiers_are_ordered_by_speed() -> None:
             "store.disk_gib must be a finite number, not inf",
         ),
         (
+            {"store": {"path": "/disk", "disk_gib": 1e300}},
+            "store.disk_gib must be a finite number, not 1e+300",
+        ),
+        (
+            {"store": {"path": "/disk", "disk_gib": 10**310}},
+            f"store.disk_gib must be a finite number, not {10**310}",
+        ),
+        (
             {"store": {"path": "/disk", "lookup_s": float("nan")}},
             "store.lookup_s must be a finite number, not nan",
         ),

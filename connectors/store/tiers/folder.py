@@ -44,6 +44,7 @@ from connectors.store.tiers.objects import (
 # use for other processes.
 _TOUCH_S = 60.0
 _RESCAN_S = 10.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_S = 60.0
 _GIVE_UP_S = 1.0
 _MARKER = "tandem-kv-store"
@@ -106,6 +107,8 @@ class FolderTier:
         self._order: EvictionOrder[Path] = EvictionOrder()
         self._order_lock = threading.Lock()
         self._scanned_at = 0.0
+        # Last time at which evictions did not make room on a full file system.
+        self._full_at = float("-inf")
         self._part_numbers = itertools.count()
         self._process = uuid.uuid4().hex
         self._ledger = Ledger(path, self._scan)
@@ -248,7 +251,7 @@ class FolderTier:
             self._make_room(allocated(size_bytes), deadline)
             self._ledger.begin()
             try:
-                fd = self._create(part, size_bytes)
+                fd = self._create(part, size_bytes, deadline)
             except OSError as error:
                 # The ledger is correct without the file: evictions have reduced its count.
                 failure = error
@@ -257,24 +260,37 @@ class FolderTier:
                 return fd
         raise StoreError(f"{part}: {failure.strerror}") from failure
 
-    def _create(self, part: Path, size_bytes: int) -> int:
-        """Create a file. If the file system is full, evict at least its size and try once more.
+    def _create(self, part: Path, size_bytes: int, deadline: float) -> int:
+        """Create a file and return its descriptor.
 
-        Raises OSError. Requires the ledger's lock.
+        If the file system is full, evicts as many bytes and tries once more; not again within
+        _RESCAN_S of an attempt for which that was not enough. Requires the ledger's lock. Raises
+        OSError and StoreError.
         """
         try:
             return self.files.create(part, size_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in _FULL or time.monotonic() - self._full_at < _RESCAN_S:
                 raise
-            goal = self._ledger.used_bytes - allocated(size_bytes)
-            while self._ledger.used_bytes > goal:
-                with self._order_lock:
-                    victim = self._order.pop()
-                if victim is None:
-                    raise
-                self._evict(*victim)
-        return self.files.create(part, size_bytes)
+        self._evict_bytes(allocated(size_bytes), deadline)
+        try:
+            return self.files.create(part, size_bytes)
+        except OSError as error:
+            if error.errno in _FULL:
+                self._full_at = time.monotonic()
+            raise
+
+    def _evict_bytes(self, size_bytes: int, deadline: float) -> None:
+        """Evict objects of at least ``size_bytes``. Requires the ledger's lock.
+
+        Raises StoreError without enough objects or after ``deadline``, and OSError.
+        """
+        freed_bytes = 0
+        while freed_bytes < size_bytes:
+            freed = self._evict_next(deadline)
+            if freed is None:
+                raise StoreError(f"{self.path}: other files fill the file system; free space, or lower the budget")
+            freed_bytes += freed
 
     def _give_up(self, part: Path, size_bytes: int) -> None:
         """Remove an unfinished file and return its bytes to the budget.
@@ -302,30 +318,47 @@ class FolderTier:
         if size_bytes > self.budget_bytes:
             raise StoreError(f"{self.path}: {size_bytes} bytes exceed the budget of {self.budget_bytes}")
         while self._ledger.used_bytes + size_bytes > self.budget_bytes:
-            with self._order_lock:
-                victim = self._order.pop()
-            if victim is not None:
-                self._evict(*victim)
-            elif time.monotonic() - self._scanned_at > _RESCAN_S:
-                # Objects of other processes may fill the budget.
-                self._ledger.recount()
-            else:
+            if self._evict_next(deadline) is None:
                 raise StoreError(
                     f"{self.path}: {size_bytes} bytes do not fit into the budget of {self.budget_bytes}: files being "
                     "written, or objects that other processes have just stored, use the rest"
                 )
-            if time.monotonic() >= deadline:
-                raise StoreError(f"{self.path}: eviction did not make room before the deadline")
 
-    def _evict(self, path: Path, size_bytes: int) -> None:
+    def _evict_next(self, deadline: float) -> int | None:
+        """Evict the object of least value; return its bytes, 0 if it was missing.
+
+        Without a known object, counts the files again, in case other processes have stored objects,
+        and returns 0; None within _RESCAN_S of the last count. Requires the ledger's lock. Raises
+        StoreError after ``deadline``, and OSError if files cannot be removed or counted.
+        """
+        freed_bytes = 0
+        with self._order_lock:
+            victim = self._order.pop()
+        if victim is not None:
+            freed_bytes = self._evict(*victim)
+        elif time.monotonic() - self._scanned_at > _RESCAN_S:
+            self._ledger.recount()
+        else:
+            return None
+        if time.monotonic() >= deadline:
+            raise StoreError(f"{self.path}: eviction did not make room before the deadline")
+        return freed_bytes
+
+    def _evict(self, path: Path, size_bytes: int) -> int:
+        """Remove an object; return its bytes, 0 if it was missing. Raises OSError."""
         self._ledger.begin()
         try:
             path.unlink()
         except FileNotFoundError:
-            return
+            return 0
+        except OSError:
+            # The object is no longer in the order; the next use of the ledger reads it again.
+            self._ledger.distrust()
+            raise
         self._ledger.add(-size_bytes)
         self.counts.evicted += 1
         self._note_removed(path)
+        return size_bytes
 
     def _drop_corrupt(self, path: Path) -> None:
         self.counts.corrupt += 1

@@ -217,6 +217,7 @@ def test_keys_from_settings_and_environment(monkeypatch):
         {"transfer": {"secret": "a-secret-of-32-characters-or-more"}, "model": "demo", "models": [{"model": "demo"}]},
         {"auth": ["a-secret-of-32-characters-or-more"]},
         {"auth": "a-secret-of-32-characters-or-more"},
+        {"transfer": "a-secret-of-32-characters-or-more"},
         {"transfer": {"secret": ["a-secret-of-32-characters-or-more"]}},
     ],
 )

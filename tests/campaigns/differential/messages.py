@@ -65,8 +65,8 @@ FEATURES: dict[str, tuple[dict[str, Any], Routed | None]] = {
 }
 
 ALONE = {"adapter", "a turn of the system", "a conversation with a tool"}
-"""Features whose streamed and whole requests have one prompt: together, either may find the blocks of
-the other one cached.
+"""Features whose streamed and whole requests have the same prompt. Sent together, either of them
+may find the other's blocks cached.
 """
 
 WRONG: dict[str, list[Any]] = {
