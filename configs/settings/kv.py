@@ -178,7 +178,8 @@ class KVStoreSettings(Frozen):
     )
     store_s: Seconds = Field(
         30.0,
-        description="time for which an object may wait in staging until its write to a tier begins; then the store drops it",
+        description="time for which an object may wait in staging until its write to a tier begins; then the store "
+        "drops it",
     )
 
     @model_validator(mode="after")
