@@ -167,5 +167,5 @@ def test_limits_are_positive_seconds(field: str, value: Any) -> None:
 def test_alive_fits_twice_into_progress() -> None:
     """alive_s is at most half of progress_s, so one lost Alive does not end a transfer."""
     TransferLimits(progress_s=10, alive_s=5)
-    with pytest.raises(ConfigurationError, match=r"transfer.alive_s \(6\) .* half of transfer.progress_s \(10\)"):
+    with pytest.raises(ConfigurationError, match=r"transfer.alive_s \(6 s\) .* half of transfer.progress_s \(10 s\)"):
         TransferLimits(progress_s=10, alive_s=6)

@@ -20,7 +20,7 @@ from app.http.parsing import check_prompts, forwarded_headers, parse_body, read_
         (b"", "the body is empty; send a JSON object", "body"),
         (b"{", "not valid JSON", "body.1"),
         (b"\xff\xfe{}", "not valid JSON", "body.0"),
-        (b"[" * 100_000, "not valid JSON", "body"),
+        (b"[" * 100_000, "cannot be decoded as JSON", "body"),
         (b"[]", "must be a JSON object, not list", "body"),
         (b"null", "must be a JSON object, not NoneType", "body"),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is reserved for this service", "kv_transfer_params"),
