@@ -42,12 +42,12 @@ SETTINGS = RouterSettings(
     http_port=None,
     access_log=False,
     # Longer than a pause of a busy machine, also after a prefill leg that was given up.
-    request_timeout_s=20,
-    first_token_timeout_s=20,
+    request_timeout_s=10,
+    first_token_timeout_s=10,
     idle_timeout_s=20,
     body_timeout_s=20,
     keep_alive_s=None,  # the first token may come after the default
-    prefill_timeout_s=10,
+    prefill_timeout_s=5,
     prefill_wait_s=0.2,
     replica_timeout_s=1,
     metrics_timeout_s=20,
