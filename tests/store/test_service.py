@@ -277,9 +277,10 @@ def test_a_read_that_comes_late_keeps_its_memory_until_then(host: Host) -> None:
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
     files = FaultyFiles()
-    store = host.start(StoreLimits(lookup_s=60.0, load_s=0.1, read_threads=1), files)
+    store = host.start(StoreLimits(lookup_s=60.0, load_s=60.0, read_threads=1), files)
     files.hang("read")
-    assert fetch(store).end_token == 0
+    store.begin_fetch("request", NAMES, 0, 500)
+    until(lambda: store.poll("request") is None and files.waiting == 1)
     store.end_fetch("request")
     assert store.staging.used_bytes > 0, "a thread may still write to it"
     files.heal()
