@@ -213,14 +213,19 @@ class SlowFiles(FaultyFiles):
     def __init__(self) -> None:
         super().__init__()
         self.now = time.monotonic()
+        self._reader = 0
+        self._looks = 0
 
     def monotonic(self) -> float:
+        self._looks += threading.get_ident() != self._reader
         return self.now
 
     def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
+        self._reader = threading.get_ident()
         for _ in range(4):
             self.now += 0.2
-            time.sleep(0.02)  # the store looks at its clock
+            looks = self._looks
+            until(lambda: self._looks > looks)  # noqa: B023 - ends before the next piece
             piece_read()
         return super().read(path, payload, piece_read)
 

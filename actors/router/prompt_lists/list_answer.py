@@ -70,7 +70,10 @@ class ListAnswer:
 
     @property
     def sampled_by(self) -> RoleName | None:
-        """As in `Answer`, of the prompt whose times and replicas the list reports."""
+        """Role of the engine that sampled the first token of the prompt at `_lead`.
+
+        None with `first_token: decode`.
+        """
         return self._answers[self._lead].sampled_by
 
     @property
