@@ -63,7 +63,10 @@ class ServedCall:
     """Callback after the serving layer has processed an output."""
     timestamps: CallTimestamps = field(default_factory=CallTimestamps)
     first_token: asyncio.Future[None] | None = None
-    """Done when the engine has sampled the first token of an answer that is not streamed."""
+    """Done when the engine has sampled the first token of an answer that is not streamed.
+
+    Never done if this token ends the answer. None: not reported.
+    """
     prompt_tokens: int | None = None
     """Number of tokens of the prompt, for the next chunk.
 

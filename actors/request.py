@@ -106,7 +106,10 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The engine core has answered a liveness check, or sampled a first token (`tokens`)."""
 
     tokens: bool = False
-    """True once, when the engine has sampled the first token of an answer that is not streamed."""
+    """Whether the engine has sampled the first token of an answer that is not streamed.
+
+    True in at most one heartbeat of a call; in none if this token ends the answer.
+    """
 
 
 @dataclass(frozen=True)

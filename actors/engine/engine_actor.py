@@ -90,7 +90,8 @@ class EngineActor:
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
         """Open an RPC server for each rank.
 
-        Raises EngineStartError if a server's address cannot be used.
+        Raises ConfigurationError if the TLS files cannot be loaded, and EngineStartError if a
+        server's address cannot be used.
         """
         tls = None if files is None else server_context(files)
         slots = settings.max_ongoing_sequences or self.engine.slots

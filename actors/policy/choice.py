@@ -1,4 +1,7 @@
-"""Chooses among a request's options under the configured policy. Pure."""
+"""Chooses among a request's options under the configured policy.
+
+Has no state or clock of its own: the options supply the time, the loads and the costs.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -112,8 +113,12 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         body = large_json.loads(raw)
     except json.JSONDecodeError as error:
         raise MalformedError(f"the body is not valid JSON: {error}", f"body.{error.pos}") from None
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"the body cannot be decoded as JSON: {error}", "body") from None
+    except (ValueError, RecursionError):
+        raise MalformedError(
+            f"the body cannot be decoded as JSON; send UTF-8, at most {MAX_DEPTH} levels of nesting, and integers of "
+            f"at most {sys.get_int_max_str_digits()} digits",
+            "body",
+        ) from None
     if not isinstance(body, dict):
         raise MalformedError(f"the body must be a JSON object, not {type(body).__name__}", "body")
     _check_depth(body)

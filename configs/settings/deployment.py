@@ -105,8 +105,8 @@ class RoleSettings(PlacementSettings):
                 )
             if self.num_gpus != self.tensor_parallel_size:
                 raise ValueError(
-                    f"executor `ray` needs num_gpus = tensor_parallel_size, a GPU for each rank, not "
-                    f"{self.num_gpus:g} for {self.tensor_parallel_size}"
+                    f"executor `ray` needs one GPU for each rank: set num_gpus to tensor_parallel_size, "
+                    f"{self.tensor_parallel_size}, instead of {self.num_gpus:g}"
                 )
             if self.placement == "apart":
                 raise ValueError("placement must be `any` for executor `ray`: `apart` counts replicas, not their ranks")

@@ -163,8 +163,8 @@ class KVStoreSettings(Frozen):
     staging_mib: int = Field(
         256,
         ge=1,
-        description="size in MiB of the shared memory of each engine between files and KV blocks, in `/dev/shm`; with "
-        "several KV cache groups at least twice the objects of a chunk",
+        description="size in MiB of the shared memory of each engine between files and KV blocks, in `/dev/shm`: at "
+        "least the total size of the objects of one chunk, and twice that with several KV cache groups",
     )
     lookup_s: Seconds = Field(
         0.02,

@@ -12,7 +12,11 @@ class ScalingSettings(Frozen):
     """
 
     prefill_busy: float = Field(
-        0.7, gt=0, le=1, description="target fraction of time in which prefill engines compute, at their measured rate"
+        0.7,
+        gt=0,
+        le=1,
+        description="target fraction of time in which prefill engines compute prompts, estimated from the prompt "
+        "tokens per second that they were measured to compute while busy",
     )
     catch_up_s: Seconds = Field(10.0, description="time in which queued prompt tokens should be computed")
     kv_use: float = Field(0.7, gt=0, le=1, description="target fraction of decode engines' KV cache in use")

@@ -146,7 +146,10 @@ class ServiceSettings(ModelSettings):
     def _names_are_distinct(self) -> "ServiceSettings":
         names = [name for one in self.models for name in (*one.model_names, *one.adapter_names)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"models: {', '.join(twice)}: only one model or adapter may have this name")
+            raise ValueError(
+                f"models: several models or adapters have the name {', '.join(twice)}; set different names in "
+                "served_model_name or frontend.lora_modules"
+            )
         if len(self.each_model()) < len(self.models):
             raise ValueError(
                 "models: names that differ only in characters other than letters, digits and `._-` give two "

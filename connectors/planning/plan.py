@@ -182,7 +182,8 @@ def unit_shape(src: Group, dst: Group) -> UnitShape:
     """Return the largest unit that lies in one block and one kernel block on both sides.
 
     Where DCP divides tokens, a unit also lies on one DCP rank of each side, unless both sides
-    divide every unit by the same rule (``UnitShape.spread``).
+    divide every unit by the same rule (``UnitShape.spread``). For a state group, the unit is the
+    whole state of a block: ``tokens`` is 1, whatever the block sizes are.
 
     Raises PlanError if a unit would not be a whole number of rows.
     """

@@ -116,9 +116,10 @@ class _Fetch:
     ``tiers``       numbers of the tiers that have the object and did not fail to read it, by object
     ``readings``    queued and running reads
     ``offsets``     offsets in staging of the verified objects that the request needs
-    ``read_at``     time from which the fetch waits for bytes of a tier, set by the latest of these
-                    events: the start of the fetch; a start of reads while there were none, less
-                    ``looked_s``; a verified object; a read started again on another tier
+    ``read_at``     time from which the fetch waits for bytes of a tier. The start of the fetch, a
+                    verified object, and a failed read that starts again on another tier set it to
+                    the time of the event. A start of reads while none is queued or running sets
+                    it to the time of the event minus ``looked_s``
     ``looked_s``    duration of the slowest lookup that has ended, at most ``lookup_s``, in seconds
     ``slowest``     number of the slowest tier from which an object was verified
     ``ended_at``    end of the fetch

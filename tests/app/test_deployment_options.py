@@ -66,8 +66,8 @@ def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) 
 @pytest.mark.parametrize(
     ("role", "message"),
     [
-        ({"executor": "ray"}, "executor `ray` needs num_gpus = tensor_parallel_size"),
-        ({"executor": "ray", "num_gpus": 1, "tensor_parallel_size": 2}, "a GPU for each rank, not 1 for 2"),
+        ({"executor": "ray"}, "executor `ray` needs one GPU for each rank"),
+        ({"executor": "ray", "num_gpus": 1, "tensor_parallel_size": 2}, "tensor_parallel_size, 2, instead of 1"),
         ({"executor": "ray", "num_gpus": 1, "placement": "apart"}, "placement must be `any` for executor `ray`"),
         ({"executor": "uni"}, "decode.executor"),
     ],

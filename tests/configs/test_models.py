@@ -58,10 +58,10 @@ def test_the_deployments_of_a_service(args: dict[str, Any] | None, deployments: 
         ({"models": MODELS, "model": "demo"}, "model: set these for each of `models`"),
         ({"models": [{"served_model_name": ["x", "x"]}]}, "each only once"),
         ({"models": [{"served_model_name": []}]}, "at least one name"),
-        ({"models": [{}, {}]}, "tandem-demo: only one model or adapter may have this name"),
+        ({"models": [{}, {}]}, "several models or adapters have the name tandem-demo"),
         (
             {"models": [{"model": name, "frontend": {"lora_modules": [{"name": "x", "path": "/x"}]}} for name in "ab"]},
-            "x: only one model or adapter may have this name",
+            "several models or adapters have the name x",
         ),
         ({"models": [{"frontend": {"lora_modules": ["sql"]}}]}, "'path': ''} must be `name=path`"),
         ({"frontend": {"lora_modules": [{"lora_name": "x", "lora_path": "/x"}]}}, "must be `name=path`"),

@@ -437,7 +437,11 @@ class Dispatcher:
         """Take slots on a decode replica, then a slot on a prefill replica.
 
         The prefill slot is None if no prefill replica has one in time. It is taken last: a request
-        waiting for decode must not hold one. Raises the errors of `_choose_decode`.
+        waiting for decode must not hold one.
+
+        Raises UnavailableError if no decode engine runs, and OverloadedError if the queue for
+        decode slots is full. If only decode replicas run that this request avoids, raises the
+        error of the last one that failed, or DeadlineError if none has.
         """
         decode = await self._choose_decode(stack, decision)
         try:

@@ -32,7 +32,7 @@ def check_method(config: VllmConfig) -> None:
     if config.num_prefill_lookahead_tokens > 1:
         raise ConfigurationError(
             f"speculative_config: the drafts' KV of a token depends on the next {config.num_prefill_lookahead_tokens} "
-            "tokens, but at the end of the KV that it sends a prefill engine knows only one; use a single MTP module"
+            "tokens, but a prefill engine knows only one token after the KV that it sends; use a single MTP module"
         )
 
 

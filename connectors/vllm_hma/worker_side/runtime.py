@@ -297,7 +297,10 @@ class WorkerRuntime:
             self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
-        """Hand over the step's chunks, apply the rest of its orders, and run a round."""
+        """Queue the step's chunks for sending, and apply the orders that `before_forward` left.
+
+        Also do the transfer work that is due: messages, computed chunks, writes and deadlines.
+        """
         now = time.monotonic()
         with self._lock:
             self._producer.stepped(now)
