@@ -57,3 +57,16 @@ class CannotResumeError(TandemError):
 
 class EngineStartError(TandemError):
     """An engine did not start, or cannot serve its role."""
+
+
+def with_causes(error: BaseException) -> str:
+    """Return the message of an error with those of its causes, for logs.
+
+    Clients receive the error's own message, without the causes' names of replicas.
+    """
+    messages = [str(error)]
+    while (cause := error.__cause__) is not None:
+        error = cause
+        if str(error) not in messages[-1]:
+            messages.append(str(error))
+    return ": ".join(messages)

@@ -60,7 +60,13 @@ class TlsFiles:
             ) from error
         if self.ca_certs is not None:
             _certificates(f"{self.prefix}ca_certs", self.ca_certs)
-            context.load_verify_locations(self.ca_certs)
+            try:
+                context.load_verify_locations(self.ca_certs)
+            except OSError as error:  # OpenSSL also reads CRLs and keys in the file
+                raise ConfigurationError(
+                    f"{self.prefix}ca_certs: {self.ca_certs} cannot be loaded; it must contain PEM certificates of "
+                    f"authorities only: {error}"
+                ) from error
             # CERT_OPTIONAL is for clients of the router's port: an invalid certificate fails the
             # handshake, a missing one does not, because probes have none. The HTTP server refuses
             # other requests without a certificate.
@@ -86,54 +92,59 @@ class TlsFiles:
         return tuple((found.st_ino, found.st_mtime_ns, found.st_size) for found in (file.stat() for file in files))
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a server's context, which loads changed files at the next handshake.
+class _ReloadedTls:
+    """TLS context of files that may change.
 
-    Raises ConfigurationError if the files cannot be loaded now. Later, files that cannot be loaded,
-    for example half of a rotation, leave the previous ones in use until they change again.
+    Files that cannot be loaded, for example half of a rotation or a certificate that is not valid
+    yet, leave the previous ones in use. Each handshake tries them again.
     """
-    outer = files.load()
-    current, loaded = outer, _signature(files)
+
+    def __init__(self, files: TlsFiles, client: bool) -> None:
+        """Load the files. Raises ConfigurationError."""
+        self._files = files
+        self._client = client
+        self._loaded = _signature(files)
+        self._context = files.load(client)
+        self._problem = ""
+        """Error that was logged last for files that cannot be loaded; empty after a load."""
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for a new connection; load the files first if they have changed."""
+        if (found := _signature(self._files)) != self._loaded:
+            try:
+                self._context = self._files.load(self._client)
+            except ConfigurationError as error:
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    logger.error("the previous TLS certificate stays in use: %s", error)
+            else:
+                self._loaded, self._problem = found, ""
+                logger.info("loaded the new TLS certificate %s", self._files.certfile)
+        return self._context
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a server's context, whose handshakes use changed files (`_ReloadedTls`).
+
+    Raises ConfigurationError if the files cannot be loaded now.
+    """
+    current = _ReloadedTls(files, client=False)
+    outer = current.context()
 
     def choose(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
-        nonlocal current, loaded
-        found = _signature(files)
-        if found != loaded:
-            loaded = found
-            try:
-                current = files.load()
-                logger.info("loaded the new TLS certificate %s", files.certfile)
-            except ConfigurationError as error:
-                logger.error("the previous TLS certificate stays in use: %s", error)
-        connection.context = current
+        connection.context = current.context()
 
     # OpenSSL calls it for each handshake, also without a server name.
     outer.sni_callback = choose
     return outer
 
 
-class ClientTls:
-    """TLS contexts of a client; the next connection uses changed files."""
+class ClientTls(_ReloadedTls):
+    """TLS contexts of a client; the next connection uses changed files (`_ReloadedTls`)."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Load the files. Raises ConfigurationError."""
-        self._files = files
-        self._loaded = _signature(files)
-        self._context = files.load(client=True)
-
-    def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection; load the files first if they have changed.
-
-        Files that cannot be loaded leave the previous ones in use until they change again.
-        """
-        if (found := _signature(self._files)) != self._loaded:
-            self._loaded = found
-            try:
-                self._context = self._files.load(client=True)
-                logger.info("loaded the new TLS certificate %s", self._files.certfile)
-            except ConfigurationError as error:
-                logger.error("the previous TLS certificate stays in use: %s", error)
-        return self._context
+        super().__init__(files, client=True)
 
 
 def _signature(files: TlsFiles) -> Signature | None:

@@ -93,6 +93,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{options.config}: {error}", file=sys.stderr)
         return 2
     screen.stage(f"model: {', '.join(one.model_name for one in settings.each_model().values())} ({options.config})")
+    if options.address is None and settings.transfer.side_channel_port:
+        print(
+            f"{options.config}: transfer.side_channel_port must be 0 without --address: all engines are on this node, "
+            "and no two of them can listen on one port",
+            file=sys.stderr,
+        )
+        return 2
     if options.address is None and (taken := port_taken(*listening_address(config, settings))):
         print(
             f"tandem: {taken}; stop the program that uses the port, or choose another port (make run PORT=...) or host",

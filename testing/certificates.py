@@ -14,6 +14,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 NOW = datetime.datetime.now(datetime.UTC)
 
 
+class MonthsAgo(datetime.datetime):
+    """A clock that is behind the beginning of all certificates of `Authority`."""
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> MonthsAgo:
+        return super().now(tz) - datetime.timedelta(days=90)
+
+
 def named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 

@@ -94,11 +94,14 @@ class EngineAdapters:
         """Unload the adapter if its last change is the load with `version`.
 
         The router calls it on all engines of a model when a load has failed and some of them may
-        have loaded the adapter.
+        have loaded the adapter. An engine without the adapter records the revert, so that it does
+        not take the load from a peer that has missed the revert, and that peer unloads it.
         """
         async with self._lock:
             state = self._states.get(name)
-            if state is not None and state.version == version and state.path is not None:
+            if state is None or (state.path is None and state.version <= version):
+                self._states[name] = AdapterState(version + 1, None)
+            elif state.path is not None and state.version == version:
                 await self._unload(name, version + 1)
 
     async def merge(self, peers: Iterable[AdapterStates]) -> None:
@@ -128,14 +131,16 @@ class EngineAdapters:
     async def _take(self, name: str, change: AdapterState) -> str | None:
         """Apply one change of a peer. Return None, or why the adapter cannot be loaded.
 
-        First unloads this engine's adapter of the name, also if the load then fails.
+        First unloads this engine's adapter of the name, also if the load then fails: a load follows
+        an unload, so the previous weights must not answer.
         """
         if name in self._models.lora_requests:
             await self._unload(name, change.version)
         if change.path is None:
             self._states[name] = change
             return None
-        self._states.pop(name, None)
+        # Newer than the changes before that unload. Older than this load: `merge` tries it again.
+        self._states[name] = AdapterState(change.version - 1, None)
         problem = await self._load(name, change.path, change.is_3d, change.version)
         if problem is not None:
             return str(problem["error"]["message"])

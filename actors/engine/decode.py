@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
@@ -45,11 +45,10 @@ class Decode(EngineActor):
         ``probes``  transfer parameters of the probes for each rank, by the rank's id (`engines`);
                     ids of other replicas are ignored
 
-        Raises TimeoutError if a probe takes longer than `probe_timeout_s`.
+        Logs timeouts; raises other errors.
         """
-        for rank, name in enumerate(self.engines):
-            for probe in probes.get(name, ()):
-                await self._fetch(rank, probe)
+        ranks = enumerate(self.engines)
+        await self._fetch_all([(rank, probe) for rank, name in ranks for probe in probes.get(name, ())])
 
     @property
     def warm(self) -> frozenset[str]:
@@ -60,10 +59,7 @@ class Decode(EngineActor):
         return frozenset.intersection(*map(frozenset, self._warm))
 
     async def warm_up_new_pairs(self) -> None:
-        """Fetch, on each rank, a probe from each prefill engine that is new to the rank.
-
-        Fetches in parallel, because an unreachable engine takes the whole timeout.
-        """
+        """Fetch, on each rank, a probe from each prefill engine that is new to the rank."""
         await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
 
     async def _warm_up_new_pairs(self, rank: int) -> None:
@@ -72,9 +68,15 @@ class Decode(EngineActor):
         Logs timeouts; raises other errors.
         """
         replies = await self._prefill.ask("probes_for", frozenset(self._warm[rank]))
-        probes = [probe for reply in replies for probe in reply]
-        fetches = await asyncio.gather(*(self._fetch(rank, probe) for probe in probes), return_exceptions=True)
-        for probe, problem in zip(probes, fetches, strict=True):
+        await self._fetch_all([(rank, probe) for reply in replies for probe in reply])
+
+    async def _fetch_all(self, probes: Sequence[tuple[int, ProbeParams]]) -> None:
+        """Fetch probes, each on its rank; log timeouts and raise other errors.
+
+        Fetches in parallel, because an unreachable engine takes the whole timeout.
+        """
+        fetches = await asyncio.gather(*(self._fetch(rank, probe) for rank, probe in probes), return_exceptions=True)
+        for (_, probe), problem in zip(probes, fetches, strict=True):
             if isinstance(problem, TimeoutError):
                 # Not fatal: after a failed transfer the decode engine computes the prompt.
                 logger.warning(

@@ -82,24 +82,33 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank whose engine id is not in `known`.
+        """Compute a probe on each rank whose engine id is not in `known`, on all ranks at once.
 
-        Return the transfer parameters of the probes (`ProbeParams`). Raises TimeoutError if a probe
-        takes longer than `probe_timeout_s`.
+        Return the transfer parameters of the probes (`ProbeParams`), without those that take longer
+        than `probe_timeout_s`. Logs these; raises other errors.
         """
-        return [
-            await self.engine.produce_probe(self._probe_s, rank)
+        ranks = [
+            rank
             for rank, producer in zip(self.engine.ranks, self._producers, strict=True)
             if producer.remote_engine_id not in known
         ]
+        computing = (self.engine.produce_probe(self._probe_s, rank) for rank in ranks)
+        probes = await asyncio.gather(*computing, return_exceptions=True)
+        for rank, probe in zip(ranks, probes, strict=True):
+            if isinstance(probe, TimeoutError):
+                logger.warning("rank %d has computed no probe in %g s; decode asks for it again", rank, self._probe_s)
+            elif isinstance(probe, BaseException):
+                raise probe
+        return [probe for probe in probes if not isinstance(probe, BaseException)]
 
     async def _warm_up_pairs(self) -> None:
         """Ask all ranks of running decode replicas to fetch a probe of each rank of this one."""
         decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("engine_names")
-        probes = {name: await self.probes_for(()) for names in replicas for name in names}
-        if probes:
-            await decode.ask("fetch_probes", probes)
+        names = [name for names in replicas for name in names]
+        probes = await asyncio.gather(*(self.probes_for(()) for _ in names))
+        if names:
+            await decode.ask("fetch_probes", dict(zip(names, probes, strict=True)))
 
     async def discard(self, rank: int, transfer_id: str) -> None:
         """Tell the connector of `rank` to free the KV of a transfer.

@@ -29,7 +29,8 @@ It ends earlier if the replica computes something.
 
 A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the defaults
 of `transfer.step_s` and `silence_timeout_s`, Serve replaces the engine within this time
-(`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`).
+(`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`). With a longer `transfer.step_s`, a request may
+find the hung engine each time this time is over.
 """
 
 Key = Callable[[Estimate], tuple[float, ...]]
@@ -109,9 +110,7 @@ def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None
     decodes = [options.decode_loads.get(name) for name in options.decode]
     prefills = [options.prefill_loads.get(name) for name in options.prefill]
     keys = [
-        np.maximum(
-            rows(_failing(one, options.now) for one in decodes), columns(_failing(one, options.now) for one in prefills)
-        )
+        rows(_failing(one, options.now) for one in decodes) + columns(_failing(one, options.now) for one in prefills)
     ]
     if session is not None:
         keys.append(rows(_affinity(session, decode) for decode in options.decode))
@@ -163,16 +162,17 @@ def _failing(load: EngineLoad | None, now: float) -> bool:
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
     """Return the sort key of options.
 
-    Options with a replica that failed or was silent recently come last. With a session, the hashes
-    of `_affinity` then order the decode replicas. The policy orders options that are still equal.
+    Options with a replica that failed or was silent recently come last, those with two such
+    replicas at the very end. With a session, the hashes of `_affinity` then order the decode
+    replicas. The policy orders options that are still equal.
     """
 
     def affinity(decode: str) -> float:
         return _affinity(session, decode) if session is not None else 0.0
 
-    def failing(one: Estimate) -> bool:
+    def failing(one: Estimate) -> int:
         loads = (options.decode_loads.get(one.decode), options.prefill_loads.get(one.prefill or ""))
-        return any(_failing(load, options.now) for load in loads)
+        return sum(_failing(load, options.now) for load in loads)
 
     decode_order = {decode: position for position, decode in enumerate(options.decode)}
     prefill_order = {prefill: position for position, prefill in enumerate(options.prefill)}

@@ -3,10 +3,16 @@
 import socket
 from dataclasses import dataclass
 
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""TCP options that detect a lost host on an idle connection after 30 s.
+LOST_S = 30
+"""Time in seconds after which a connection ends if its peer acknowledges or reads no data."""
 
-With TCP_USER_TIMEOUT, after this timeout instead.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": LOST_S * 1000}
+"""TCP options of a connection, with the same limit LOST_S for an idle and for a busy one.
+
+Idle: the kernel sends probes, and TCP_USER_TIMEOUT overrides TCP_KEEPCNT (`man 7 tcp`). Data in
+flight, which heartbeats keep there while calls run: the kernel sends no probes, and would
+retransmit for about 15 minutes without TCP_USER_TIMEOUT. That option also limits how long a peer
+may have no room for more data.
 """
 
 
@@ -19,15 +25,13 @@ class RpcAddress:
     key: str
 
 
-def enable_keepalive(connection: socket.socket, unread_s: float | None = None) -> None:
-    """Enable TCP keepalive; with `unread_s`, also set TCP_USER_TIMEOUT to these seconds.
+def enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel close a connection whose host is lost or whose peer reads nothing (LOST_S).
 
-    The kernel then closes a connection whose peer, for `unread_s`, acknowledges no data and no
-    keepalive probe, or has no room for more data (`man 7 tcp`). Accepted connections inherit these
-    options from their listener. Skips options that the platform lacks.
+    Accepted connections inherit these options from their listener. Skips options that the platform
+    lacks.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = KEEPALIVE | ({"TCP_USER_TIMEOUT": int(unread_s * 1e3)} if unread_s else {})
-    for name, value in options.items():
+    for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

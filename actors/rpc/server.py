@@ -25,13 +25,6 @@ from actors.rpc.server_connection import ServedStream, ServerConnection
 
 logger = logging.getLogger(__name__)
 
-UNREAD_S = 120.0
-"""Timeout in seconds for a router that acknowledges or reads no data (`enable_keepalive`).
-
-The kernel then closes the connection, which cancels the router's calls. A slow client does not
-cause this timeout: the router always reads its connections, and credit limits what an engine sends.
-"""
-
 HANDSHAKE_S = 10.0
 """Timeout of a TLS handshake in seconds."""
 
@@ -97,7 +90,9 @@ class RpcServer:
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
-        enable_keepalive(listener, UNREAD_S)
+        # A closed connection cancels the router's calls. Slow clients do not cause it: the router
+        # always reads its connections, and credit limits what an engine sends.
+        enable_keepalive(listener)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: ServerConnection(self._key, self._answer, self._call_method, self._connections),

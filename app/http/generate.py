@@ -13,7 +13,7 @@ from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import DeadlineError
+from actors.errors import DeadlineError, with_causes
 from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
 from actors.router.models.model_router import AnyAnswer
@@ -219,7 +219,7 @@ class Generate:
     def _broken(self, error: Exception, observer: Observer) -> bytes:
         """Count and log an error after the response has started; return its events."""
         observer.model.metrics.broken_streams.inc()
-        logger.warning("a stream was interrupted: %s", error, exc_info=not isinstance(error, TandemError))
+        logger.warning("a stream was interrupted: %s", with_causes(error), exc_info=not isinstance(error, TandemError))
         return error_event(error, self._endpoint)
 
 

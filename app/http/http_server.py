@@ -44,10 +44,6 @@ KEEP_ALIVE_S = 90
 BACKLOG = 2048
 """Maximum number of connections in the listener's backlog."""
 
-UNREAD_S = 30.0
-"""Timeout in seconds for a client that acknowledges no data; the router cancels its request."""
-
-
 SETTLES_S = 1.0
 """Seconds for which `open` retries: routers that start or stop may block the port briefly."""
 
@@ -106,7 +102,7 @@ class HttpServer:
                 if time.monotonic() > give_up_at:
                     raise
             await asyncio.sleep(SETTLES_S / 10)
-        enable_keepalive(listener, UNREAD_S)
+        enable_keepalive(listener)  # a connection that ends cancels its request
         config = uvicorn.Config(
             self._handle,
             http=BoundedHttpProtocol,

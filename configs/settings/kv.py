@@ -1,5 +1,6 @@
 """Settings of the KV connector and of the KV store."""
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,14 @@ from configs.settings.base import Frozen, HiddenText, Positive, Seconds, Setting
 
 PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
 MIN_SECRET_CHARACTERS = 16
+
+
+def _is_of_one_node(host: str | None) -> bool:
+    """Return whether `host` is an IP address of one node, not a name, unset or a wildcard."""
+    try:
+        return host is not None and not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 class TransferSettings(Frozen):
@@ -107,6 +116,18 @@ class TransferSettings(Frozen):
     def _alive_is_heard(self) -> "TransferSettings":
         if self.alive_s * 2 > self.progress_s:
             raise ValueError("alive_s must be at most half of progress_s, or decode cancels transfers of busy engines")
+        return self
+
+    @model_validator(mode="after")
+    def _one_engine_to_a_port(self) -> "TransferSettings":
+        # Without advertise_host, engines of both roles listen and are reached at this address, so
+        # they are on one node.
+        if self.side_channel_port and not self.advertise_host and _is_of_one_node(self.side_channel_host):
+            raise ValueError(
+                f"side_channel_port must be 0 with side_channel_host {self.side_channel_host}: the engines of both "
+                f"roles would listen on {self.side_channel_host}:{self.side_channel_port}; for engines on several "
+                "nodes, leave side_channel_host unset"
+            )
         return self
 
     def connector_config(self, node_ip: str) -> dict[str, Any]:

@@ -125,8 +125,8 @@ class TandemStoreTier(SecondaryTierManager):
     """Tier of vLLM's offloading that keeps chunks in files below ``path``.
 
     Only the constructor, ``drain_jobs`` and ``shutdown`` wait for the file system. The constructor
-    raises ConfigurationError for invalid arguments and unusable folders, ValueError for an unknown
-    ``locality``, and OSError if a weight file cannot be read.
+    raises ConfigurationError for invalid arguments and unusable folders, and OSError if a weight
+    file cannot be read.
 
     ``path``, ``disk_gib``, ``lookup_s``  as in ``StoreSettings``
     ``load_s``            time limit of a load job, in seconds
@@ -165,7 +165,7 @@ class TandemStoreTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if not media_is_hashed:
             _check_media(offloading_spec.config.model.name, revision)
-        self.locality = Locality(locality) if locality is not None else None
+        self.locality = _locality(locality)
         limits = {"lookup_s": lookup_s, "load_s": load_s, "store_s": store_s}
         settings = parse_settings({"store": {"path": path, "disk_gib": disk_gib, **limits}})
         self._settings = settings
@@ -471,6 +471,15 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
     }
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES, person=b"tandem-tier").digest()
+
+
+def _locality(name: str | None) -> Locality | None:
+    """Return vLLM's locality of this name, or None without one. Raises ConfigurationError."""
+    try:
+        return None if name is None else Locality(name)
+    except ValueError:
+        names = " or ".join(each.value for each in Locality)
+        raise ConfigurationError(f"secondary_tiers: locality must be {names}, not {name!r}") from None
 
 
 def _check_media(model: str, revision: str | None) -> None:

@@ -156,7 +156,7 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
         http, side, rank = (int(listener.getsockname()[1]) for listener in listeners)
         changed = config_file(
             port=http,
-            transfer={"side_channel_port": side},
+            transfer={"side_channel_host": None, "side_channel_port": side},
             decode={"rpc_host": "127.0.0.1", "rpc_port": rank - 1, "data_parallel_size": 2},
         )
         assert main(["--config", changed, "--skip", "transfer", "model"]) == 1

@@ -155,6 +155,16 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert port_taken("127.0.0.1", port) is None
 
 
+def test_engines_of_one_node_cannot_have_one_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an address, the launcher starts a cluster of one node."""
+    config = yaml.safe_load(LOCAL.read_text())
+    config["applications"][0]["args"]["transfer"] = {"side_channel_port": 5600}
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # a launcher that goes on stops at this port
+        port = listener.getsockname()[1]
+        assert main(["--config", str(write(tmp_path, config)), "--port", str(port)]) == 2
+    assert "transfer.side_channel_port must be 0 without --address" in capsys.readouterr().err
+
+
 def test_a_path_without_a_model(tmp_path: Path) -> None:
     """It is not treated as a hub id."""
     config = yaml.safe_load(LOCAL.read_text())

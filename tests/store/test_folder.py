@@ -434,6 +434,13 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
         FolderTier(tmp_path / "file" / "store", BLOCK)
 
 
+def test_a_folder_of_the_engines_group_is_accepted(tmp_path: Path) -> None:
+    """Kubernetes mounts a volume with an ``fsGroup`` like this."""
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume").chmod(0o2775)
+    assert write(FolderTier(tmp_path / "volume", 10 * BLOCK, durable=False), 1)
+
+
 # ---- several processes -------------------------------------------------------------------------
 
 WRITER = """

@@ -129,6 +129,19 @@ def test_stored_kv_needs_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
         model_identity(made, stored=True)
 
 
+def test_an_unset_revision_is_the_hubs_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names it, and an engine that names it has the same identity."""
+    made = config(MODEL_DIR)
+    monkeypatch.setattr(made.model_config, "model", "somebody/model")
+    found = set()
+    for revision in (None, "main"):
+        monkeypatch.setattr(made.model_config, "revision", revision)
+        found.add(model_identity(made).model)
+        with pytest.raises(ConfigurationError, match="revision main of somebody/model may change"):
+            model_identity(made, stored=True)
+    assert len(found) == 1
+
+
 def test_a_model_of_the_hub_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """``main`` on two hosts may be two commits, and a branch and its commit are one model."""
     made = config(MODEL_DIR)

@@ -83,7 +83,7 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
     """The error is raised in the engine's process, where its operator looks."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen"):
+        with pytest.raises(ConfigurationError, match=f"side_channel_port {port}: cannot listen: .* port 0 takes"):
             MetadataProcess("127.0.0.1", port, [b"agent metadata"])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, Medium
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 
 from connectors.errors import ConfigurationError
 from connectors.store.tiers.objects import ObjectName
@@ -151,6 +151,12 @@ def test_events_for_stored_and_evicted_chunks(host: Host) -> None:
     engine.manager.reset_cache()
     (rest,) = engine.manager.take_events()
     assert (sorted(rest.keys), rest.removed) == (sorted(kept), True)
+
+
+def test_an_unknown_locality_is_refused_by_name(host: Host) -> None:
+    with pytest.raises(ConfigurationError, match="secondary_tiers: locality must be LOCAL or REMOTE, not 'local'"):
+        host.start(PATIENT | {"locality": "local"})  # type: ignore[arg-type]
+    assert host.start(PATIENT | {"locality": "REMOTE"}).tier.locality is Locality.REMOTE  # type: ignore[arg-type]
 
 
 def test_lookups_retry_until_they_are_answered(host: Host) -> None:

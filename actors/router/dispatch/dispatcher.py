@@ -21,6 +21,7 @@ from actors.errors import (
     RefusedError,
     SilentError,
     UnavailableError,
+    with_causes,
 )
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.request import Call, ProducerAddress, ReplayLog, StreamChunk
@@ -172,12 +173,12 @@ class Dispatcher:
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
         self._fleet.feedback.failed(self._decode_replica, isinstance(error, SilentError))
+        logger.warning("decode replica %s has failed a request: %s", self._decode_replica, with_causes(error))
         self._decode_replica = None
         self._decode_tries += 1
         self._last_error = error
         if self._decode_tries >= self.limits.attempts:
             raise error
-        logger.warning("trying a request on another decode replica: %s", error)
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
@@ -248,7 +249,9 @@ class Dispatcher:
             except TandemError as error:
                 replica = "none" if slot is None else slot.replica_id
                 logger.warning(
-                    "prefill replica %s did not serve a one-token request; trying it with decode: %s", replica, error
+                    "prefill replica %s did not serve a one-token request; trying it with decode: %s",
+                    replica,
+                    with_causes(error),
                 )
                 if slot is not None and isinstance(error, UnavailableError):
                     self.prefill_failed(slot.replica_id, error)

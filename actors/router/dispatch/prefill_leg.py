@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
-from actors.errors import DeadlineError, RefusedError, SilentError
+from actors.errors import DeadlineError, RefusedError, SilentError, with_causes
 from actors.request import ResponseStart, StreamChunk
 from actors.router.dispatch.leg import Leg, deadline
 from actors.telemetry.latency_breakdown import LegTimestamps
@@ -160,7 +160,7 @@ class PrefillLeg:
         except TandemError as error:
             outcome = "failed"
             self.silent = isinstance(error, SilentError)
-            logger.warning("prefill of transfer %s failed: %s", self._transfer_id, error)
+            logger.warning("prefill of transfer %s failed: %s", self._transfer_id, with_causes(error))
         except Exception:
             outcome = "failed"
             logger.exception("prefill of transfer %s failed", self._transfer_id)

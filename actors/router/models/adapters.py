@@ -12,6 +12,9 @@ from configs.settings.base import RoleName
 CHANGE_S = 120.0
 """Timeout in seconds of a change on one engine, which may read an adapter from a slow disk."""
 
+REVERT_S = 10.0
+"""Timeout in seconds of a revert on one engine, which only changes the list of its adapters."""
+
 NAMES_S = 2.0
 """Timeout in seconds of the call that reads the adapters of an engine."""
 
@@ -132,23 +135,26 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
     ``is_3d``  `is_3d_lora_weight` of the client's request, for vLLM
 
     Raises UnavailableError if an engine does not answer or no decode engine runs, AdapterError if
-    all engines answer, and some with an error. The adapter stays on an engine that has loaded it
-    and does not execute the revert. A replica that starts meanwhile loads the adapters of its
-    peers.
+    all engines answer, and some with an error. An engine that has loaded the adapter and misses the
+    revert keeps it until it reads the revert from a peer (`EngineAdapters.merge`). A replica that
+    starts meanwhile loads the adapters of its peers.
     """
     version = time.time_ns()
     try:
         replies = await _tell(model, "load_adapter", name, path, is_3d, version)
     except UnavailableError:
         # Prefill engines may have loaded it.
-        await model.tell_engines("revert_adapter", CHANGE_S, name, version)
+        await model.tell_engines("revert_adapter", REVERT_S, name, version)
         raise
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}
     if not failed:
         return
+    state = "it is loaded on none of the others"
     if len(failed) < len(replies) or any(isinstance(reply, Exception) for reply in failed.values()):
-        await _tell(model, "revert_adapter", name, version)
-    raise _error(failed, len(replies), "it is loaded on none of the others")
+        reverted = await model.tell_engines("revert_adapter", REVERT_S, name, version)
+        if unconfirmed := [f"{role} {replica}" for (role, replica), reply in reverted.items() if reply is not None]:
+            state = f"{', '.join(unconfirmed)} may have it until the next synchronization with another engine"
+    raise _error(failed, len(replies), state)
 
 
 async def unload(model: ModelRouter, name: str) -> None:

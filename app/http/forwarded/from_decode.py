@@ -10,6 +10,7 @@ from urllib.parse import quote
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from actors.errors import with_causes
 from actors.request import Call
 from actors.router.router import Router
 from app.http.errors import error_event, error_response, status_of
@@ -41,7 +42,7 @@ class FromDecode:
             if not relay.has_begun:
                 await error_response(error, self._router.limits.retry_after_s)(scope, receive, send)
                 return
-            logger.warning("the stream of a stored response was interrupted: %s", error)
+            logger.warning("the stream of a stored response was interrupted: %s", with_causes(error))
             await relay.end(error_event(error, "/v1/responses"))
 
     async def _relay(self, call: Call, relay: "_Relay") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from actors.errors import BusyError, DeadlineError, EngineError, OverloadedError, UnavailableError
+from actors.errors import BusyError, DeadlineError, EngineError, OverloadedError, UnavailableError, with_causes
 from actors.request import Call
 from actors.router.models.adapters import CHANGE_S, AdapterError, load, unload
 from actors.router.models.model_router import ModelRouter
@@ -55,7 +55,7 @@ class ModelList:
                 # A list without the model would tell clients that it does not exist.
                 return error_response(error, self._router.limits.retry_after_s)
             except (TandemError, ValueError, KeyError, TypeError) as error:
-                logger.warning("cannot list the models of %s: %s", model.names[0], error)
+                logger.warning("cannot list the models of %s: %s", model.names[0], with_causes(error))
         if not answered:
             nobody = UnavailableError("no decode engine has listed its models; retry later")
             return error_response(nobody, self._router.limits.retry_after_s)

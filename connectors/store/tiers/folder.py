@@ -471,8 +471,9 @@ def check_folder(path: Path) -> None:
     """Raise ConfigurationError if an existing folder cannot be a tier.
 
     The folder must belong to this user or root and be writable for this user, but not for all
-    users. Without the marker of a store it must be empty, except for ``lost+found``. Raises OSError
-    if the folder is missing or unreadable.
+    users. Its group may write to it: Kubernetes mounts a volume as root's, for the pod's
+    ``fsGroup``. Without the marker of a store it must be empty, except for ``lost+found``. Raises
+    OSError if the folder is missing or unreadable.
     """
     state = path.stat()
     if state.st_uid not in (0, os.geteuid()):

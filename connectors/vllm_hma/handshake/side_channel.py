@@ -91,7 +91,8 @@ class MetadataServer:
             self._listener = _listen(host, port)
         except OSError as error:
             raise ConfigurationError(
-                f"side_channel_host {host!r}, side_channel_port {port}: cannot listen: {error}"
+                f"side_channel_host {host!r}, side_channel_port {port}: cannot listen: {error}; set an address of this "
+                "node and a port that no other engine on it has: port 0 takes a free one"
             ) from error
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])

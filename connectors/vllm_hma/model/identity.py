@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import huggingface_hub
 import vllm
+from huggingface_hub.constants import DEFAULT_REVISION
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
 
@@ -111,6 +112,7 @@ def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
         return digest_weights(path)
     commit = _commit(name, revision)
     if commit is None:
+        revision = revision or DEFAULT_REVISION  # as vLLM and the hub's client
         remedy = "set `revision` to a commit on all engines"
         return _unverified(f"revision {revision} of {name}", remedy, f"{name}@{revision}", stored)
     return f"{name}@{commit}"

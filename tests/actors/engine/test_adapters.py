@@ -97,6 +97,31 @@ async def test_an_adapter_that_cannot_be_taken_leaves_the_others(caplog: pytest.
     assert (reply["error"]["code"], "cannot be read" in reply["error"]["message"]) == (400, True)
 
 
+async def test_an_adapter_whose_newer_files_cannot_be_read_does_not_return_to_the_older_ones() -> None:
+    """The older ones were unloaded before; a peer may have missed that."""
+    engine, older, newer = Engine(), Engine(), Engine()
+    for one in (engine, older):
+        await one.adapters.load("x", "/x", False, 5)
+    newer.adapters._states["x"] = AdapterState(9, "/x" * 3000)  # noqa: SLF001 - OSError: file name too long
+    for _ in range(2):
+        await engine.take_from(newer, older)
+        assert engine.paths == {}
+    newer.adapters._states["x"] = AdapterState(9, "/x9")  # noqa: SLF001 - readable now
+    await engine.take_from(older, newer)
+    assert engine.paths == {"x": "/x9"}
+
+
+async def test_a_failed_load_does_not_spread_from_an_engine_that_missed_the_revert() -> None:
+    missed, failed = Engine(), Engine()
+    await missed.adapters.load("x", "/x", False, 5)
+    await failed.adapters.revert("x", 5)
+    await failed.take_from(missed)
+    assert failed.paths == {}
+    await missed.take_from(failed)
+    assert missed.paths == {}
+    assert await failed.adapters.load("x", "/x", False, 9) is None
+
+
 async def test_a_change_is_reverted_only_if_it_is_the_last_one() -> None:
     engine = Engine()
     await engine.adapters.load("x", "/x", False, 5)

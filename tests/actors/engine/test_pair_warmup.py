@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,13 @@ import pytest
 
 from actors.engine import pair_warmup
 from actors.engine.decode import Decode
-from actors.engine.pair_warmup import PeerReplicas, peer_deployment, probe_timeout_s
+from actors.engine.pair_warmup import PeerReplicas, ProbeParams, peer_deployment, probe_timeout_s
+from actors.engine.prefill import Prefill
+from actors.request import ProducerAddress
 from configs.settings.base import RoleName
 from configs.settings.kv import TransferSettings
+
+PROBES: list[ProbeParams] = [{"remote_engine_id": name} for name in ("out of reach", "near")]
 
 
 class Prefills:
@@ -32,6 +37,7 @@ class Unstarted(Decode):
     def __init__(self, ranks: int = 1) -> None:
         self._prefill, self.engine, self._probe_s = Prefills(), Engine(), 1.0
         self._warm = [set() for _ in range(ranks)]
+        self.engines = [f"d{rank}" for rank in range(ranks)]
 
     def __del__(self) -> None:  # type: ignore[override]
         pass
@@ -42,8 +48,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.fetched: list[tuple[int, str]] = []
+        self.fetching = self.most_at_once = 0
 
     async def consume_probe(self, probe: Mapping[str, Any], timeout_s: float, rank: int) -> None:
+        self.fetching += 1
+        self.most_at_once = max(self.most_at_once, self.fetching)
+        await asyncio.sleep(0)
+        self.fetching -= 1
         if probe["remote_engine_id"] == "out of reach":
             raise TimeoutError
         self.fetched.append((rank, probe["remote_engine_id"]))
@@ -64,6 +75,40 @@ async def test_each_data_parallel_rank_warms_up() -> None:
     await decode.warm_up_new_pairs()
     assert sorted(decode.engine.fetched) == [(0, "near"), (1, "near")]
     assert decode.warm == {"near"}
+
+
+async def test_a_starting_prefill_replica_meets_the_other_ranks_of_one_that_it_cannot_meet() -> None:
+    """It waits for one probe's timeout, so the fetches run at once."""
+    decode = Unstarted(ranks=2)
+    await decode.fetch_probes({"d0": PROBES, "d1": PROBES, "of another replica": PROBES})
+    assert sorted(decode.engine.fetched) == [(0, "near"), (1, "near")]
+    assert decode.engine.most_at_once == 4
+
+
+class Computing(Prefill):
+    """Created without an engine; its rank 0 computes no probe."""
+
+    engine: Any
+
+    def __init__(self) -> None:
+        self.engine, self._probe_s = self, 1.0
+        self.ranks = range(3)
+        self._producers = [ProducerAddress(f"p{rank}", "127.0.0.1", 1, 1) for rank in self.ranks]
+
+    async def produce_probe(self, timeout_s: float, rank: int) -> dict[str, Any]:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.sleep(3600 if rank == 0 else 0)
+        return {"remote_engine_id": f"p{rank}"}
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_rank_that_computes_no_probe_keeps_nobody_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    probes = await Computing().probes_for({"p2"})
+    assert probes == [{"remote_engine_id": "p1"}]
+    assert "rank 0 has computed no probe" in caplog.text
 
 
 async def test_a_handshake_that_fails_is_waited_for() -> None:

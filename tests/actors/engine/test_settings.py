@@ -47,6 +47,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
         ({"decode": {"data_parallel_size": 2, "executor": "ray", "num_gpus": 2}}, "data_parallel_size must be 1"),
         ({"decode": {"data_parallel_size": 2, "rpc_port": 65535}}, "would listen on port 65536"),
         ({"prefill": {"data_parallel_size": 2}, "store": {"path": "/disk"}}, "prefill.data_parallel_size must be 1"),
+        ({"transfer": {"side_channel_host": "127.0.0.1", "side_channel_port": 5600}}, "side_channel_port must be 0"),
         ({"transfer": {"side_channel_port": 5600}, "decode": {"replicas": {"max_replicas": 2}}}, "decode.placement"),
     ],
 )

@@ -209,6 +209,18 @@ def test_a_decision_explains_itself():
     assert told["chosen"]["ttft_s"] == pytest.approx(1.2924)
 
 
+@pytest.mark.parametrize("policy", ["always_remote", "least_load", "round_robin"])
+@pytest.mark.parametrize(("role", "last"), [("decode", "p"), ("prefill", "d")])
+def test_if_all_replicas_of_a_role_failed_those_of_the_other_are_still_ranked(policy, role, last):
+    """The one that failed comes last, although it has less work."""
+    loads = {name: busy(0.0 if name in "dp" else 0.5) for name in "depq"}
+    for name in {*("de" if role == "decode" else "pq"), last}:
+        loads[name].failed_at = 0.0
+    given = options(decode="de", prefill="pq", **loads)
+    decision = choose(ASSUMED.model_copy(update={"policy": policy}), given, Asked())
+    assert (decision.prefill if role == "decode" else decision.decode)[-1] == last
+
+
 @pytest.mark.parametrize("policy", ["cost", "always_remote", "least_load", "round_robin"])
 @pytest.mark.parametrize("session", [None, "s"])
 @pytest.mark.parametrize("seed", range(10))

@@ -121,6 +121,23 @@ async def test_a_replica_that_left_after_it_was_chosen_is_replaced(role):
     await at_rest(p, d)
 
 
+@pytest.mark.parametrize(("attempts", "failed"), [(1, 1), (3, 2)])
+async def test_the_log_names_the_replica_and_the_cause_of_each_failure(attempts, failed, caplog):
+    """The client's message does not; the last failure is logged like those before it."""
+    router, p, d = fleet([dies], [dies, dies])
+    router.limits = LIMITS.model_copy(update={"attempts": attempts})
+    with pytest.raises(UnavailableError) as raised:
+        await ask(router, request())
+    await at_rest(p, d)
+    assert str(raised.value) == "the decode engine is not available; try again"
+    failures = [record.message for record in caplog.records if "failed" in record.message]
+    assert all(message.endswith(" engine is not available; try again: dead") for message in failures)
+    decode = {message.split()[2] for message in failures if message.startswith("decode replica ")}
+    assert len(decode) == failed
+    assert decode <= {"d0", "d1"}
+    assert len(failures) == failed + len(p.calls)
+
+
 @pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (5, 3)])
 async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
     """The engine's error, not that of a wait for another."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,24 @@ from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
 from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server
+from actors.rpc.address import enable_keepalive
 from actors.rpc.messages import Hello, Open, RpcRequest
 from actors.rpc.server import RpcServer
 from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read
+
+
+@pytest.mark.parametrize("side", ["router", "engine"])
+def test_a_lost_host_ends_idle_and_busy_connections_after_the_same_time(side: str) -> None:
+    """TCP_USER_TIMEOUT overrides the number of keepalive probes (`man 7 tcp`)."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        enable_keepalive(listener)
+        with socket.create_connection(listener.getsockname()) as router, listener.accept()[0] as engine:
+            enable_keepalive(router)
+            connection = router if side == "router" else engine
+            option = partial(connection.getsockopt, socket.IPPROTO_TCP)
+            probes_s = option(socket.TCP_KEEPIDLE) + option(socket.TCP_KEEPCNT) * option(socket.TCP_KEEPINTVL)
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert option(socket.TCP_USER_TIMEOUT) == 1000 * probes_s
 
 
 async def test_a_call(world: World) -> None:

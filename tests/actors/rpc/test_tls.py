@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import actors.tls
 from actors.errors import EngineDownError
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channels
 from actors.rpc.server import RpcServer
 from actors.tls import ClientTls, TlsFiles, rpc_files, server_context
 from configs.settings.parsing import parse_settings
-from testing.certificates import Authority
+from testing.certificates import Authority, MonthsAgo
 from tests.actors.rpc.world import WAIT_S, Served
 
 
@@ -117,6 +118,17 @@ async def test_changed_files_are_used_by_the_next_connection(ours: Authority, fo
         engine.ca_certs.write_bytes(foreign_ca)
         router.keyfile.write_text("half of a rotation")
         assert await ask(address, tls) == 42
+
+
+def test_a_client_tries_files_that_cannot_be_loaded_again(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A certificate's validity begins without a change of its files."""
+    client = ClientTls(files(ours, "router", ours))
+    before = client.context()
+    with monkeypatch.context() as behind:
+        behind.setattr(actors.tls, "datetime", MonthsAgo)
+        ours.issue("router")
+        assert client.context() is before
+    assert client.context() is not before
 
 
 def test_settings() -> None:

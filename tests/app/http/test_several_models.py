@@ -32,6 +32,8 @@ class Engines(Handle):
         }
         self.failing: dict[str, Any] = {}
         """By replica: its answer when it is to load an adapter."""
+        self.unreachable: set[str] = set()
+        """Replicas that have lost their connection after a load."""
         self.told: list[tuple[str, str]] = []
         self.silent = False
         """Whether its adapters cannot be asked for."""
@@ -79,6 +81,8 @@ class Engines(Handle):
                 if own.get(name, (0, None, False))[1] is None:
                     return error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
                 own[name] = (version, None, False)
+            case "revert_adapter" if replica in self.unreachable:
+                return TimeoutError("no answer")
             case "revert_adapter" if own.get(name, (0, None, False))[0] == version:
                 own[name] = (version + 1, None, False)
         return None
@@ -335,6 +339,15 @@ async def test_an_adapter_that_one_engine_cannot_load_is_loaded_on_none(
     assert failing in reply.json()["error"]["message"]
     assert all("new" not in one.loaded() for one in service.a)
     assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 404
+
+
+async def test_the_error_names_engines_that_have_not_confirmed_the_revert(service: Service) -> None:
+    service.a[1].failing = {"da": error("no memory", "InternalServerError", 500)}
+    service.a[1].unreachable = {"da2"}
+    reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
+    assert reply.status_code == 500
+    assert "decode da2 may have it until the next synchronization" in reply.json()["error"]["message"]
+    assert "new" not in service.a[0].loaded()
 
 
 async def test_without_decode_no_engine_keeps_an_adapter(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from actors import tls
 from actors.tls import TlsFiles
 from app.doctor.machine import check_tls
 from app.http.http_server import SERVICE_PATH, HttpServer
 from configs.settings.base import SettingsError
 from configs.settings.parsing import parse_settings
 from connectors.errors import ConfigurationError
-from testing.certificates import Authority
+from testing.certificates import Authority, MonthsAgo
 from testing.ports import free_port
 from tests.app.http.test_http_server import HOST, Behind
 
@@ -91,6 +92,21 @@ async def test_changed_files_are_used_by_the_next_connection(ours: Authority, fo
         assert (await get(url, foreign.file)).text == "router"
 
 
+async def test_a_certificate_that_is_not_valid_yet_is_used_once_it_is(
+    ours: Authority, foreign: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files do not change when its validity begins."""
+    files = TlsFiles(*ours.issue("router"))
+    async with served(files, free_port()) as url:
+        with monkeypatch.context() as behind:
+            behind.setattr(tls, "datetime", MonthsAgo)
+            foreign.issue("router")
+            for _ in range(2):
+                assert (await get(url, ours.file)).text == "router"
+        assert caplog.text.count("is not valid before") == 1
+        assert (await get(url, foreign.file)).text == "router"
+
+
 async def test_client_certificates(ours: Authority, foreign: Authority) -> None:
     """Wrong and expired ones fail the handshake; without one, only probes are answered."""
     own, client, expired = ours.issue("router"), ours.issue("client"), ours.issue("expired", days=-1)
@@ -112,12 +128,15 @@ def test_files_that_cannot_be_used(ours: Authority, tmp_path: Path) -> None:
     """Refused by name at the start and by the doctor."""
     certificate, key = ours.issue("router")
     other = ours.issue("other")[1]
+    revoked = tmp_path / "revoked.crt"
+    revoked.write_text(ours.file.read_text() + "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n")
     for wrong, message in (
         (TlsFiles(*ours.issue("old", days=-1)), "router.ssl_certfile: .*old.crt expired at "),
         (TlsFiles(certificate, other), "router.ssl_keyfile: .*other.key is not .* of the certificate .*router.crt"),
         (TlsFiles(tmp_path / "none", key), "router.ssl_certfile: .*none has no readable PEM certificate"),
         (TlsFiles(certificate, tmp_path / "none"), "router.ssl_keyfile: .*none is not"),
         (TlsFiles(certificate, key, key), "router.ssl_ca_certs: .*router.key has no readable PEM certificate"),
+        (TlsFiles(certificate, key, revoked), "router.ssl_ca_certs: .*revoked.crt cannot be loaded"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             wrong.load()
