@@ -1,7 +1,8 @@
-# Everything a newcomer needs; `make help` lists the targets.
+# `make help` lists the targets.
 
 PYTHON ?= python3.11
-# Set, or detected for the targets that serve: gpu where nvidia-smi lists a GPU. Everything else runs on the CPU builds.
+# DEVICE is set by the user, or detected for the targets that serve: gpu if nvidia-smi lists a GPU.
+# All other targets use the CPU builds.
 ifndef DEVICE
 DEVICE := $(if $(filter run install doctor,$(MAKECMDGOALS)),$(shell timeout 10 nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo gpu))
 endif
@@ -25,7 +26,8 @@ TESTS ?=
 BUDGET_S ?= 600
 # Two processes start engines; the third runs the other files (conftest.py).
 PARALLEL ?= -n 3 --dist loadscope --no-loadscope-reorder
-# Tests that only compute take what the others leave of the two cores. Ray actors have niceness 5 (conftest.py).
+# Tests that only compute run at niceness 19, beside the others. Ray actors have niceness 5
+# (conftest.py).
 PURE = tests/planning tests/protocol tests/actors/policy tests/store tests/configs tests/k8s tests/differential benchmarks
 CPU_FEATURES ?=
 FABRICS ?=
@@ -50,10 +52,10 @@ KILLS ?=
 TIMES ?=
 STEPS ?=
 WHOLE ?=
-# An environment of another kind will do: torch and NIXL are enough.
+# Any environment with torch, numpy, xxhash and NIXL works.
 GPU_PYTHON ?= $(firstword $(wildcard .venv-gpu/bin/python .venv/bin/python) python3)
 STAMP := $(VENV)/.installed
-# Shows torch and vLLM another CPU, in every process of a run: testing/cpu_features.
+# Reports other CPU features to torch and vLLM in every process of a run (testing/cpu_features).
 ifneq ($(CPU_FEATURES),)
 export TANDEM_CPU_FEATURES := $(CPU_FEATURES)
 export PYTHONPATH := $(CURDIR)/testing/cpu_features$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -148,7 +150,8 @@ bench: $(STAMP) build/vllm-router/bin/vllm-router build/ray-llm/bin/python ## Me
 	$(BIN)/python -m benchmarks.handover
 	$(BIN)/python -m benchmarks.service --vllm-router build/vllm-router/bin/vllm-router --ray-llm build/ray-llm/bin/python
 
-# Ray Serve LLM needs a package more than Tandem, and pins a vLLM that has no build for CPU: what is installed here goes first.
+# Ray Serve LLM needs pyarrow besides Tandem's packages, and pins a vLLM without a CPU build.
+# So this environment uses the packages of $(VENV) through a .pth file.
 build/ray-llm/bin/python: $(STAMP)
 	$(PYTHON) -m venv build/ray-llm
 	echo $(abspath $(VENV))/lib/python3.11/site-packages > $$(echo build/ray-llm/lib/python3*/site-packages)/tandem.pth

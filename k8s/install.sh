@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs Tandem and what it needs into a virtual environment that exists already:
-#   k8s/install.sh VENV development   the whole lock, and this checkout by reference: what `make install` does
-#   k8s/install.sh VENV cpu           what serves on CPUs, without the tools that test and lint; for the image
-#   k8s/install.sh VENV gpu           the lock of the CUDA builds; for the image
-#   k8s/install.sh VENV gpu-development   the same, and this checkout by reference: `make install` on a machine with a GPU
-# Wheels only: nothing is compiled, so no compiler is needed. Where the package index does not carry PyTorch's CPU wheels,
-# set PIP_EXTRA_INDEX_URL to PyTorch's own index of them.
+# Installs Tandem and its packages into an existing virtual environment: k8s/install.sh VENV KIND
+#   development      the whole lock, and this checkout by reference; for `make install`
+#   cpu              the packages that serve on CPUs, without test and lint tools; for the image
+#   gpu              the lock of the CUDA builds; for the image
+#   gpu-development  the same lock, and this checkout by reference; for `make install` with a GPU
+# Installs wheels only, so no compiler is needed. If the package index does not have PyTorch's CPU
+# wheels, set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index.
 set -euo pipefail
 
 venv=$1
@@ -15,7 +15,7 @@ lock=$here/requirements-cpu.lock
 gpu_lock=$here/requirements-gpu.lock
 pip() { PYTHONUNBUFFERED=1 "$venv/bin/python" -m pip "$@" --progress-bar off --disable-pip-version-check | progress; }
 
-# A line for every 25 packages and for each stage. pip's own lines name package indexes.
+# Prints a line for every 25 packages and for each stage. pip's own lines name package indexes.
 progress() {
   local line count=0
   while IFS= read -r line; do
@@ -30,7 +30,8 @@ progress() {
   done
 }
 
-# The locks are complete; --no-deps leaves out what packages declare and do not need (docs/decisions/0001).
+# The locks are complete. --no-deps leaves out packages that others declare without need
+# (docs/decisions/0001).
 case $kind in
   development)
     pip install --no-deps --only-binary :all: -r "$lock"

@@ -31,8 +31,8 @@ HEAD = """# Upstream shapes: Tandem and NixlConnector
 <!-- Written by `make upstream-shapes` from `benchmarks/results/upstream_shapes.json`; do not edit. -->
 
 Every row is one pair of engines on vLLM's **CPU** build with a tiny model of random weights,
-created for the run. It shows which cache shapes a connector accepts and whether the answers are right.
-It does not show speed, load (requests are sent one at a time), or GPUs, where vLLM has other
+created for the run. It shows which cache shapes a connector accepts and whether the answers are
+right. It does not show speed, load (requests are sent one at a time), or GPUs, where vLLM has other
 attention backends and cache layouts.
 
 | verdict | means |
@@ -61,8 +61,8 @@ From vLLM 0.32.0's source, not measured unless stated. Paths are below `vllm/`.
   (`v1/core/single_type_kv_cache_manager.py`, `get_num_skipped_tokens`). Then token n - 1 is
   computed again (`v1/core/sched/scheduler.py`, `_update_waiting_for_remote_kv`), and its window
   begins one token earlier, in a block that was never fetched. One token of 128 is lost, so the
-  answer differs by little: with gpt-oss by 1.2e-4, just above the tolerance, where Tandem's TP 1 → 1 differs by 0.
-  Models with a state are not affected, because the last token is left out for them
+  answer differs by little: with gpt-oss by 1.2e-4, just above the tolerance, where Tandem's TP 1 →
+  1 differs by 0. Models with a state are not affected, because the last token is left out for them
   (`_prefill_backoff` in `nixl/base_scheduler.py`).
 - *crashes* with chunked attention at 256 tokens, the only length sent that is a multiple of the
   chunk (128).
@@ -75,8 +75,8 @@ From vLLM 0.32.0's source, not measured unless stated. Paths are below `vllm/`.
 - *wrong* for LFM2 (TP 1 → 1 and 2 → 2) cannot be attributed: on this build one engine without a
   connector disagrees with itself. The logprob of a prompt's second token, and that of the first
   token after the prompt and its first token, differ by up to 0.09 (measured at TP 1; Falcon-H1:
-  5e-6). Tandem's decode computes the last prompt token in a decode step; the reference computes it with
-  the rest of the prompt.
+  5e-6). Tandem's decode computes the last prompt token in a decode step; the reference computes it
+  with the rest of the prompt.
 """
 
 
