@@ -483,7 +483,9 @@ class Dispatcher:
             if self._suspect_decode:
                 self._suspect_decode.clear()
                 return await self._choose_decode(stack, decision)
-            raise self._last_error or error from None
+            if self._last_error is not None:
+                raise self._last_error from self._last_error.__cause__
+            raise error from None
         self._decode_replica = slot.replica_id
         return slot
 

@@ -142,19 +142,25 @@ async def load(model: ModelRouter, name: str, path: str, is_3d: bool = False) ->
     version = time.time_ns()
     try:
         replies = await _tell(model, "load_adapter", name, path, is_3d, version)
-    except UnavailableError:
+    except UnavailableError as error:
         # Prefill engines may have loaded it.
-        await model.tell_engines("revert_adapter", REVERT_S, name, version)
+        if unconfirmed := await _revert(model, name, version):
+            raise UnavailableError(f"{error}; {unconfirmed} may have loaded the adapter") from None
         raise
     failed = {engine: reply for engine, reply in replies.items() if reply is not None}
     if not failed:
         return
     state = "it is loaded on none of the others"
-    if len(failed) < len(replies) or any(isinstance(reply, Exception) for reply in failed.values()):
-        reverted = await model.tell_engines("revert_adapter", REVERT_S, name, version)
-        if unconfirmed := [f"{role} {replica}" for (role, replica), reply in reverted.items() if reply is not None]:
-            state = f"{', '.join(unconfirmed)} may have it until the next synchronization with another engine"
+    all_refused = len(failed) == len(replies) and not any(isinstance(reply, Exception) for reply in failed.values())
+    if not all_refused and (unconfirmed := await _revert(model, name, version)):
+        state = f"{unconfirmed} may have loaded it"
     raise _error(failed, len(replies), state)
+
+
+async def _revert(model: ModelRouter, name: str, version: int) -> str:
+    """Ask all engines to revert a load; return those that have not confirmed it, for a message."""
+    replies = await model.tell_engines("revert_adapter", REVERT_S, name, version)
+    return ", ".join(f"{role} {replica}" for (role, replica), reply in replies.items() if reply is not None)
 
 
 async def unload(model: ModelRouter, name: str) -> None:

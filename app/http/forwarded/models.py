@@ -122,14 +122,15 @@ class AdapterEndpoints:
             raise _invalid(f"The lora adapter '{name}' conflicts with a served base model.")
         model = self._model(_text(body, "base_model_name"))
         async with self._one_load():
-            await self._refuse_second_model(name, model)
+            # A load that an engine refuses is reverted, which would end an adapter that serves.
+            await self._refuse_loaded(name, self._router.models)
             try:
                 await load(model, name, path, body.get("is_3d_lora_weight") is True)
             finally:
                 self._router.adapters.forget()
             try:
                 # Another router may have loaded the same name for another model meanwhile.
-                await self._refuse_second_model(name, model)
+                await self._refuse_loaded(name, [one for one in self._router.models if one is not model])
             except (InvalidAdapterError, UnavailableError):
                 await unload(model, name)
                 raise
@@ -170,16 +171,17 @@ class AdapterEndpoints:
         finally:
             self._loading.release()
 
-    async def _refuse_second_model(self, name: str, model: ModelRouter) -> None:
-        """Raise InvalidAdapterError if a model other than `model` has an adapter of this name.
+    async def _refuse_loaded(self, name: str, models: Sequence[ModelRouter]) -> None:
+        """Raise InvalidAdapterError if one of `models` has an adapter of this name.
 
         Raises UnavailableError if the engines of a model do not answer.
         """
-        if len(self._router.models) == 1:
+        if not models:
             return
-        for other in await self._router.adapters.models_of(name):
-            if other is not model:
-                raise _invalid(f"The lora adapter '{name}' has already been loaded for the model '{other.names[0]}'.")
+        for model in await self._router.adapters.models_of(name):
+            if model in models:
+                of = f" for the model '{model.names[0]}'" if len(self._router.models) > 1 else ""
+                raise _invalid(f"The lora adapter '{name}' has already been loaded{of}. Unload it first.")
 
     def _model(self, name: str) -> ModelRouter:
         """Return the model named by `base_model_name`; with one model, the name is optional.

@@ -112,7 +112,7 @@ def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
         return digest_weights(path)
     commit = _commit(name, revision)
     if commit is None:
-        revision = revision or DEFAULT_REVISION  # as vLLM and the hub's client
+        revision = revision or DEFAULT_REVISION  # the hub's default
         remedy = "set `revision` to a commit on all engines"
         return _unverified(f"revision {revision} of {name}", remedy, f"{name}@{revision}", stored)
     return f"{name}@{commit}"

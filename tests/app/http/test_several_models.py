@@ -76,6 +76,8 @@ class Engines(Handle):
             case "load_adapter":
                 if replica in self.failing:
                     return self.failing[replica]
+                if own.get(name, (0, None, False))[1] is not None:
+                    return error(f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput", 400)
                 own[name] = (version, arguments[0], False)
             case "unload_adapter":
                 if own.get(name, (0, None, False))[1] is None:
@@ -83,8 +85,10 @@ class Engines(Handle):
                 own[name] = (version, None, False)
             case "revert_adapter" if replica in self.unreachable:
                 return TimeoutError("no answer")
-            case "revert_adapter" if own.get(name, (0, None, False))[0] == version:
-                own[name] = (version + 1, None, False)
+            case "revert_adapter":
+                found, path, _ = own.get(name, (0, None, False))
+                if found == version or (path is None and found <= version):
+                    own[name] = (version + 1, None, False)
         return None
 
     def loaded(self) -> set[str]:
@@ -341,12 +345,24 @@ async def test_an_adapter_that_one_engine_cannot_load_is_loaded_on_none(
     assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 404
 
 
+async def test_a_load_of_a_loaded_adapter_leaves_it_on_the_other_engines(service: Service) -> None:
+    """One engine cannot load it, and takes no revert that it would pass to its peers."""
+    load = {"lora_name": "new", "lora_path": "/new", "base_model_name": "a"}
+    assert (await service.post("/v1/load_lora_adapter", **load)).status_code == 200
+    del service.a[1].adapters["da2"]["new"]
+    service.a[1].failing = {"da2": TimeoutError("no answer")}
+    reply = await service.post("/v1/load_lora_adapter", **load)
+    assert (reply.status_code, "already been loaded for the model 'a'" in reply.text) == (400, True)
+    assert service.a[1].adapters["da2"].get("new") is None
+    assert "new" in service.a[1].loaded()
+
+
 async def test_the_error_names_engines_that_have_not_confirmed_the_revert(service: Service) -> None:
     service.a[1].failing = {"da": error("no memory", "InternalServerError", 500)}
     service.a[1].unreachable = {"da2"}
     reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
     assert reply.status_code == 500
-    assert "decode da2 may have it until the next synchronization" in reply.json()["error"]["message"]
+    assert "decode da2 may have loaded it" in reply.json()["error"]["message"]
     assert "new" not in service.a[0].loaded()
 
 
