@@ -102,9 +102,10 @@ def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: S
 
 
 def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int:
-    """Return a whole number within the bounds: scale up at once, scale down only beyond `slack`.
+    """Return the number of replicas for `need`, within the bounds.
 
-    An unknown or infinite need keeps the current number, unless the bounds exclude it.
+    Scales up to the need at once, and down only to the need plus the fraction `slack`. An unknown
+    or infinite need keeps the current number, unless the bounds exclude it.
     """
     if need is None or not isfinite(need):
         return bounds.clip(bounds.current)

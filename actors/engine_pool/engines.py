@@ -77,7 +77,7 @@ class EngineCall:
 
     @property
     def waits(self) -> bool:
-        """True while the call runs and only heartbeats are queued."""
+        """True while the call runs and no item except heartbeats is queued."""
         return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
     def received(self, item: Item) -> None:

@@ -26,7 +26,7 @@ It also doubles the cost of a prompt token computed in such a step.
 """
 
 ENGINE_FADES_SHARE = 0.1
-"""Fading time of the factor of an engine or a pair, as a fraction of `fades_s`."""
+"""Time constant of the decay of an engine's or pair's factor, as a fraction of `fades_s`."""
 
 
 class _Cost:

@@ -115,9 +115,10 @@ class RouterLimits(Frozen):
     attempts: int = Field(
         3,
         ge=1,
-        description="maximum number of attempts of each leg of a failing request. A replica that has failed it is "
-        "tried again only if it was silent and no other is available. New tokens of a stream reset the count of "
-        "decode, a failed decode leg resets the count of prefill",
+        description="maximum number of attempts of each leg of a request. A replica that has failed the request is "
+        "not tried again, except a decode replica that was silent between prefill's computation and its own first "
+        "token, if no other is available. New tokens of a stream reset the number of decode attempts; a failed "
+        "decode leg resets the number of prefill attempts",
     )
     silence_timeout_s: Seconds = Field(
         60.0,

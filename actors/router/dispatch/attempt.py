@@ -144,8 +144,8 @@ class Attempt:
     def handed_over(self) -> None:
         """Release the prefill leg after decode's first token of an answer that is not streamed.
 
-        Decode's timings are still unknown. They would show whether decode received the KV, in which
-        case prefill's answer arrives soon. So the leg waits for that answer.
+        The leg still waits for prefill's answer, which arrives soon if decode received the KV.
+        Whether it did is unknown until decode's answer arrives with its timings.
         """
         assert self.prefill is not None
         self.prefill.delivered()

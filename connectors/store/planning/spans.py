@@ -92,7 +92,7 @@ class StorePlan:
     def only_chunk_ends(self) -> bool:
         """True if requests resume only at chunk ends.
 
-        A group then keeps states, or fewer tokens than its span.
+        This is so if at least one group keeps states, or fewer tokens than its span.
         """
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 

@@ -261,11 +261,11 @@ class FolderTier:
         raise StoreError(f"{part}: {failure.strerror}") from failure
 
     def _create(self, part: Path, size_bytes: int, deadline: float) -> int:
-        """Create a file and return its descriptor.
+        """Create a file of ``size_bytes`` and return its descriptor. Requires the ledger's lock.
 
-        If the file system is full, evicts as many bytes and tries once more; not again within
-        _RESCAN_S of an attempt for which that was not enough. Requires the ledger's lock. Raises
-        OSError and StoreError.
+        If the file system is full, evicts objects of at least ``size_bytes`` and tries once more,
+        unless a second try has found it full within the last _RESCAN_S. Raises OSError if the file
+        cannot be created or an object cannot be removed, and StoreError as ``_evict_bytes``.
         """
         try:
             return self.files.create(part, size_bytes)
