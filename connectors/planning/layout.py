@@ -292,7 +292,10 @@ class EngineLayout:
         if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
             raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its shard in the grid is {shard}")
         if len(group.stages) != (self.pp_size if self.pp_size > 1 else 0):
-            raise PlanError(f"group {group.index}: stages describes {len(group.stages)} of {self.pp_size} stages")
+            raise PlanError(
+                f"group {group.index}: stages has {len(group.stages)} entries, but pp_size {self.pp_size} requires "
+                f"{self.pp_size if self.pp_size > 1 else 0}"
+            )
         if len({*group.model_layers}) < len(group.model_layers):
             raise PlanError(f"group {group.index}: the pipeline stages contain a layer twice")
         if group.stages and tuple(group.parts) != group.stages[self.pp_rank]:

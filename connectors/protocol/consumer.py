@@ -302,7 +302,7 @@ class Consumer:
         return self._engines.addresses()
 
     def engines(self) -> set[str]:
-        """Return the incarnations of producer engines known or needed by a request or Cancel."""
+        """Return the incarnations of producer engines, known, requested or owed a Cancel."""
         waited_for = (address.incarnation for address in self._producers())
         return {*self._engines.partners, *self._engines.releases, *waited_for}
 

@@ -216,7 +216,7 @@ class Producer(Production):
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
-        """Handle the end of a request or, with ``held`` False, perhaps of its transfer only.
+        """Handle the end of a request or, if ``held`` is False, of its transfer alone.
 
         ``held``    whether the request's blocks stay allocated until ``Sent``
         ``reason``  reason in the Aborted messages if ``held`` is False

@@ -251,7 +251,7 @@ def test_a_rank_must_hold_its_share_of_the_grid() -> None:
     staged, sharded = engine(Grid(1, 2), TWO)[0], engine(Grid(2, dcp_size=2), ONE)[1]
     with pytest.raises(PlanError, match=r"stage 1 has layers \('c',\), but this rank holds \('a', 'b'\)"):
         replace(staged, pp_rank=1)
-    with pytest.raises(PlanError, match="stages describes 2 of 3 stages"):
+    with pytest.raises(PlanError, match="stages has 2 entries, but pp_size 3 requires 3"):
         replace(staged, pp_size=3)
     with pytest.raises(PlanError, match="pp_rank 2 must be at least 0 and below pp_size 2"):
         replace(staged, pp_rank=2)

@@ -139,7 +139,7 @@ class PrefixChain:
         offsets = set()
         for feature in self._features:
             if feature.offset < start:
-                raise PlanError(f"a multimodal input is at token {feature.offset}, but {start} tokens are hashed")
+                raise PlanError(f"a multimodal input has offset {feature.offset}; offsets must not be negative")
             if feature.offset < stop:
                 offsets.add(feature.offset)
         for stop_at in sorted({*ends, *offsets, stop}):

@@ -30,8 +30,10 @@ def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) ->
     ``draft``   identity of the draft model (``drafts.py``); empty: none
     ``stored``  whether KV with this identity outlives the engine, in a KV store
 
-    Reads all weights of a local model, or their cached digests (``weights.py``). Raises as
-    ``weights_identity``.
+    Reads all weights of a local model, or their cached digests (``weights.py``), unless vLLM's load
+    format is ``dummy``. Raises ConfigurationError if a local model has no weight files or one keeps
+    changing, or if ``stored`` and the weights are in object storage or their commit is unknown.
+    Raises OSError if a weight file cannot be read.
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)

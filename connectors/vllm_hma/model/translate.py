@@ -332,7 +332,8 @@ def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: 
     """
     tokens = page.rows
     if page.row_stride_bytes != page.row_bytes:
-        raise UnsupportedCacheError(page.layer, "its heads are not contiguous, which CPU attention needs", _SEPARATE)
+        problem = "its heads are not contiguous in memory, but CPU attention requires contiguous heads"
+        raise UnsupportedCacheError(page.layer, problem, _SEPARATE)
     isa = instruction_set(config, tokens, spec.head_size)
     parts, offset = [], 0
     for name, head_size, stripe in zip("kv", (spec.head_size, spec.head_size_v), stripes_of(isa), strict=True):
