@@ -22,7 +22,8 @@ from connectors.planning.layout import Group, GroupKind, LayerPages
 from connectors.store.keys.names import PrefixChain
 from connectors.store.planning.prefix import ObjectRef, possible_objects
 from connectors.store.planning.spans import StorePlan, plan_store
-from connectors.store.service import KVStore, StoreLimits
+from connectors.store.service import KVStore
+from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
@@ -73,11 +74,11 @@ def names_of(plan: StorePlan, seed: int) -> dict[ObjectRef, ObjectName]:
 def wait_s(store: KVStore, names: dict[ObjectRef, ObjectName]) -> tuple[float, int]:
     """Return a request's wait in seconds and the tokens that it loads."""
     began = time.monotonic()
-    store.begin_fetch("request", names, 0, PROMPT_TOKENS)
-    while (fetched := store.poll("request")) is None:
+    store.fetches.begin("request", names, 0, PROMPT_TOKENS)
+    while (fetched := store.fetches.poll("request")) is None:
         time.sleep(0.001)
     waited = time.monotonic() - began
-    store.end_fetch("request")
+    store.fetches.end("request")
     return waited, fetched.end_token
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from connectors.errors import ConfigurationError, StoreError
-from connectors.store import service
+from connectors.store import fetches, service, writer
+from connectors.store.fetches import Fetched
 from connectors.store.planning.prefix import ObjectRef, possible_objects
-from connectors.store.service import Fetched, KVStore, StoreLimits
-from connectors.store.tiers import lanes, reads
+from connectors.store.service import KVStore
+from connectors.store.tier_threads import StoreLimits
+from connectors.store.tiers import lanes, reads, slot_calls
 from connectors.store.tiers.files import PIECE_BYTES
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane
@@ -66,19 +68,19 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def save(store: KVStore, *refs: ObjectRef) -> None:
     for ref in refs:
         until(lambda: store.idle())
-        offset = store.reserve(ref)
+        offset = store.writer.reserve(ref)
         assert offset is not None
         store.staging.view(offset, SIZES[ref.group])[:] = content(NAMES[ref], SIZES[ref.group])
-        store.commit(ref, NAMES[ref], offset, 1000)
+        store.writer.commit(ref, NAMES[ref], offset, 1000)
     until(store.idle)
 
 
 def fetch(store: KVStore, limit: int = 500) -> Fetched:
-    store.begin_fetch("request", NAMES, 0, limit)
+    store.fetches.begin("request", NAMES, 0, limit)
     found: list[Fetched] = []
 
     def done() -> bool:
-        answer = store.poll("request")
+        answer = store.fetches.poll("request")
         found.extend([answer] if answer else [])
         return bool(found)
 
@@ -94,7 +96,7 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     assert set(fetched.offsets) == set(NEEDED_384)
     for ref, offset in fetched.offsets.items():
         assert bytes(store.staging.view(offset, SIZES[ref.group])) == content(NAMES[ref], SIZES[ref.group])
-    store.end_fetch("request")
+    store.fetches.end("request")
     until(store.idle)
     assert store.staging.used_bytes == 0
     assert store.counts == {"queries": 1, "hits": 1, "hit_tokens": 384, "missed_tokens": 500 - 384}
@@ -131,9 +133,9 @@ def test_objects_without_a_name_are_missing(host: Host) -> None:
     """A group that is stored whole may need an object that ends after the prompt."""
     save(host.start(), *ALL)
     store = host.start()
-    store.begin_fetch("request", {ref: name for ref, name in NAMES.items() if ref.end_token < 384}, 0, 500)
-    until(lambda: store.poll("request") is not None)
-    fetched = store.poll("request")
+    store.fetches.begin("request", {ref: name for ref, name in NAMES.items() if ref.end_token < 384}, 0, 500)
+    until(lambda: store.fetches.poll("request") is not None)
+    fetched = store.fetches.poll("request")
     assert fetched is not None
     assert fetched.end_token == 256
 
@@ -144,7 +146,7 @@ def test_what_disk_held_is_in_memory_afterwards(host: Host) -> None:
         path.unlink()
     store = host.start(replace(LIMITS, queue_objects=64))
     assert fetch(store).end_token == 384
-    store.end_fetch("request")
+    store.fetches.end("request")
     until(store.idle)
     assert len(list((host.root / "memory" / "objects").glob("*/*"))) == len(NEEDED_384)
 
@@ -154,12 +156,12 @@ def test_a_corrupt_object_in_memory_is_read_from_disk(host: Host) -> None:
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     store = host.start()
-    store.begin_fetch("request", NAMES, 0, 500)
+    store.fetches.begin("request", NAMES, 0, 500)
     until(lambda: all(tier.counts.hits == len(ALL) for tier in store.tiers))
     # Both lookups have answered: memory is read first.
     time.sleep(0.05)
-    until(lambda: store.poll("request") is not None)
-    fetched = store.poll("request")
+    until(lambda: store.fetches.poll("request") is not None)
+    fetched = store.fetches.poll("request")
     assert fetched is not None
     assert fetched.end_token == 384
     assert store.counts["failed_reads"] == len(NEEDED_384)
@@ -177,11 +179,11 @@ def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host
     store = host.start(StoreLimits(lookup_s=10.0, load_s=60.0, read_threads=1), files)
     files.hang("head", "read")
     assert fetch(store).end_token == 384, "all of it is in memory"
-    store.end_fetch("request")
+    store.fetches.end("request")
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
     assert fetch(store).end_token == 0
-    store.end_fetch("request")
+    store.fetches.end("request")
     files.heal()
     until(store.idle)
     assert store.staging.used_bytes == 0
@@ -198,7 +200,7 @@ def test_a_disk_that_hangs_in_a_read_costs_the_lookup_deadline(host: Host) -> No
     files.hang("read")
     assert fetch(store).end_token == 0
     assert store.counts["late"] == 1
-    store.end_fetch("request")
+    store.fetches.end("request")
     files.heal()
     until(store.idle)
     assert store.staging.used_bytes == 0
@@ -236,13 +238,12 @@ def test_a_disk_that_is_slow_but_does_not_hang_is_waited_for(host: Host, monkeyp
     save(host.start(), *refs_of_group(0)[:1])
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
-    monkeypatch.setattr(service, "time", files)
-    monkeypatch.setattr(lanes, "time", files)
-    monkeypatch.setattr(reads, "time", files)
+    for module in (fetches, lanes, reads, service, slot_calls, writer):
+        monkeypatch.setattr(module, "time", files)
     store = host.start(StoreLimits(lookup_s=0.7, load_s=3600.0, read_threads=1), files)
-    store.begin_fetch("request", NAMES, 0, 500, full_attention_only=True)
-    until(lambda: store.poll("request") is not None)
-    fetched = store.poll("request")
+    store.fetches.begin("request", NAMES, 0, 500, full_attention_only=True)
+    until(lambda: store.fetches.poll("request") is not None)
+    fetched = store.fetches.poll("request")
     assert fetched is not None
     assert fetched.end_token == 128
 
@@ -265,9 +266,9 @@ def test_a_store_whose_disk_hangs_in_a_write_is_closed(host: Host) -> None:
     store = host.start(files=files)
     until(store.idle)
     files.hang("publish")
-    offset = store.reserve(ALL[0])
+    offset = store.writer.reserve(ALL[0])
     assert offset is not None
-    store.commit(ALL[0], NAMES[ALL[0]], offset, 1000)
+    store.writer.commit(ALL[0], NAMES[ALL[0]], offset, 1000)
     until(lambda: files.waiting == 1)
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
@@ -284,9 +285,9 @@ def test_a_read_that_comes_late_keeps_its_memory_until_then(host: Host) -> None:
     files = FaultyFiles()
     store = host.start(StoreLimits(lookup_s=60.0, load_s=60.0, read_threads=1), files)
     files.hang("read")
-    store.begin_fetch("request", NAMES, 0, 500)
-    until(lambda: store.poll("request") is None and files.waiting == 1)
-    store.end_fetch("request")
+    store.fetches.begin("request", NAMES, 0, 500)
+    until(lambda: store.fetches.poll("request") is None and files.waiting == 1)
+    store.fetches.end("request")
     assert store.staging.used_bytes > 0, "a thread may still write to it"
     files.heal()
     until(store.idle)
@@ -303,16 +304,16 @@ def test_a_fetch_that_is_stopped_returns_what_it_has_verified(host: Host) -> Non
     files = FaultyFiles()
     store = host.start(StoreLimits(lookup_s=60.0, load_s=60.0, read_threads=1), files)
     files.hang("read")
-    store.begin_fetch("request", NAMES, 0, 500, full_attention_only=True)
-    until(lambda: store.poll("request") is None and store.tiers[0].counts.loaded_bytes > 0)
-    until(lambda: store.poll("request") is None and store.idle_s("request") >= 0.02)
-    store.stop_fetch("request")
-    fetched = store.poll("request")
+    store.fetches.begin("request", NAMES, 0, 500, full_attention_only=True)
+    until(lambda: store.fetches.poll("request") is None and store.tiers[0].counts.loaded_bytes > 0)
+    until(lambda: store.fetches.poll("request") is None and store.fetches.idle_s("request") >= 0.02)
+    store.fetches.stop("request")
+    fetched = store.fetches.poll("request")
     assert fetched is not None
     assert fetched.end_token == 128
     assert set(fetched.offsets) == {ObjectRef(128, 0)}
     assert fetched.read_bytes == SIZES[0]
-    store.end_fetch("request")
+    store.fetches.end("request")
     files.heal()
     until(store.idle)
     assert store.staging.used_bytes == 0
@@ -328,10 +329,10 @@ def test_a_slow_disk_drops_stores_and_never_waits(host: Host) -> None:
     until(store.idle)
     files.hang("write")
     for number, ref in enumerate(ALL):
-        offset = store.reserve(ref)
+        offset = store.writer.reserve(ref)
         assert offset is not None
         store.staging.view(offset, SIZES[ref.group])[:] = content(NAMES[ref], SIZES[ref.group])
-        store.commit(ref, NAMES[ref], offset, 1000)
+        store.writer.commit(ref, NAMES[ref], offset, 1000)
         until(partial(stored_in_memory, store, number + 1))
     files.heal()
     until(store.idle)
@@ -346,7 +347,7 @@ def test_without_staging_memory_stores_drop_and_loads_miss(host: Host) -> None:
     store = host.start(staging=3 * 12288)
     taken = [store.staging.take(12288) for _ in range(3)]
     assert None not in taken
-    assert store.reserve(ObjectRef(128, 0)) is None
+    assert store.writer.reserve(ObjectRef(128, 0)) is None
     assert fetch(store).end_token == 0
     assert store.counts["no_room_to_load"] > 0
     for offset in taken:
@@ -358,10 +359,10 @@ def test_without_staging_memory_stores_drop_and_loads_miss(host: Host) -> None:
 def test_stores_use_half_of_the_staging_memory(host: Host) -> None:
     """Stores that wait for a slow tier leave room for loads; one object always has room."""
     store = host.start(staging=4 * 12288)
-    offsets = [store.reserve(ref) for ref in refs_of_group(0)]
+    offsets = [store.writer.reserve(ref) for ref in refs_of_group(0)]
     assert [offset is None for offset in offsets] == [False, False, True]
     small = host.start(staging=12288)
-    offsets += [small.reserve(ref) for ref in refs_of_group(0)]
+    offsets += [small.writer.reserve(ref) for ref in refs_of_group(0)]
     assert [offset is None for offset in offsets[3:]] == [False, True, True]
 
 
@@ -372,9 +373,9 @@ EIGHT = {
 
 
 def fetch_eight(store: KVStore) -> Fetched:
-    store.begin_fetch("request", EIGHT, 0, 1100)
-    until(lambda: store.poll("request") is not None)
-    fetched = store.poll("request")
+    store.fetches.begin("request", EIGHT, 0, 1100)
+    until(lambda: store.fetches.poll("request") is not None)
+    fetched = store.fetches.poll("request")
     assert fetched is not None
     return fetched
 
@@ -382,10 +383,10 @@ def fetch_eight(store: KVStore) -> Fetched:
 def save_eight(store: KVStore) -> None:
     for ref, name in EIGHT.items():
         until(store.idle)
-        offset = store.reserve(ref)
+        offset = store.writer.reserve(ref)
         assert offset is not None
         store.staging.view(offset, SIZES[ref.group])[:] = content(name, SIZES[ref.group])
-        store.commit(ref, name, offset, 1000)
+        store.writer.commit(ref, name, offset, 1000)
     until(store.idle)
 
 
@@ -398,16 +399,16 @@ def test_a_hanging_disk_leaves_staging_to_loads_from_memory(host: Host) -> None:
     until(store.idle)
     files.hang("write")
     for number in range(32):
-        offset = store.reserve(ObjectRef(128, 0))
+        offset = store.writer.reserve(ObjectRef(128, 0))
         if offset is not None:
             name = ObjectName(SPACES[0], bytes([9]) * 31 + bytes([number]))
-            store.commit(ObjectRef(128, 0), name, offset, 1000)
+            store.writer.commit(ObjectRef(128, 0), name, offset, 1000)
     until(lambda: files.waiting == 1)
     until(lambda: not store.idle() and store.staging.used_bytes <= 12288)
     fetched = fetch_eight(store)
     assert fetched.end_token == 1024
     assert fetched.tier == "memory"
-    store.end_fetch("request")
+    store.fetches.end("request")
     files.heal()
     until(store.idle)
     assert store.staging.used_bytes == 0
@@ -424,14 +425,14 @@ def test_an_ended_fetch_keeps_no_slots_of_queued_reads(host: Host, ends: str) ->
     files = FaultyFiles()
     store = host.start(StoreLimits(lookup_s=5.0, load_s=6.0, read_threads=1), files)
     files.hang("read")
-    store.begin_fetch("request", EIGHT, 0, 1100)
-    until(lambda: store.poll("request") is not None or files.waiting == 1)
+    store.fetches.begin("request", EIGHT, 0, 1100)
+    until(lambda: store.fetches.poll("request") is not None or files.waiting == 1)
     if ends == "at its deadline":
-        until(lambda: store.poll("request") is not None)
+        until(lambda: store.fetches.poll("request") is not None)
     else:
-        store.end_fetch("request")
+        store.fetches.end("request")
     assert 0 < store.staging.used_bytes <= 12288
-    store.end_fetch("request")
+    store.fetches.end("request")
     files.heal()
     until(store.idle)
     assert store.staging.used_bytes == 0
@@ -445,7 +446,7 @@ def test_staging_for_some_chunks_loads_as_many(host: Host, chunks: int) -> None:
     fetched = fetch_eight(store)
     assert fetched.end_token == chunks * 128
     assert store.counts["no_room_to_load"] == (chunks < 8)
-    store.end_fetch("request")
+    store.fetches.end("request")
     until(store.idle)
     assert store.staging.used_bytes == 0
 

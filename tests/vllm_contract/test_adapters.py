@@ -313,7 +313,7 @@ def fill(scheduler: StoreScheduler, name: str, end_token: int) -> list[int]:
     """Reserve slots for the objects of a chunk, as a request's step does."""
     known, offsets = scheduler._requests[name], []  # noqa: SLF001
     for ref in (ObjectRef(end_token, 0), ObjectRef(end_token, 1)):
-        offset = scheduler.store.reserve(ref)
+        offset = scheduler.store.writer.reserve(ref)
         assert offset is not None
         known.filling[offset] = ref
         scheduler._filling[offset] = (known, 0, False)  # noqa: SLF001

@@ -80,7 +80,7 @@ def test_no_request_is_stored_later(host: Host) -> None:
     requests = [Request(name, PROMPT, SamplingParams(max_tokens=1), None) for name in "ab"]
     for request in requests:
         scheduler.new_request(request)
-    offset = scheduler.store.reserve(ObjectRef(16, 0))
+    offset = scheduler.store.writer.reserve(ObjectRef(16, 0))
     assert offset is not None
     known = scheduler._requests["b"]  # noqa: SLF001
     known.filling[offset] = ObjectRef(16, 0)

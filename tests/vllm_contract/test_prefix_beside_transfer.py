@@ -61,9 +61,9 @@ class Host:
         chain = PrefixChain(store.space, store.plan.spans, "", None, [])
         chain.extend(PROMPT)
         for ref in completed_objects(store.plan, 0, end_token):
-            offset = store.reserve(ref)
+            offset = store.writer.reserve(ref)
             assert offset is not None
-            store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group), offset, 1)
+            store.writer.commit(ref, ObjectName(store.space, chain.key(ref), ref.group), offset, 1)
         until(store.idle)
 
 
@@ -197,7 +197,7 @@ def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) ->
     decode.costs.loaded(1, 1.0)
     request = new_request(decode)
     assert decode.prefix_ready(request, 0, END, False)
-    assert not decode.store.has_fetch("r")
+    assert "r" not in decode.store.fetches
     # A prompt that prefill has not started waits in any case.
     other = new_request(decode, "queued")
     decode.costs.loaded(1, 1.0)

@@ -40,7 +40,7 @@ def stored(scheduler: StoreScheduler, *refs: ObjectRef, **of_request: Any) -> li
     request = Request("r", PROMPT, SamplingParams(max_tokens=1), None, **of_request)
     scheduler.new_request(request)
     for ref in refs:
-        offset = scheduler.store.reserve(ref)
+        offset = scheduler.store.writer.reserve(ref)
         assert offset is not None
         known = scheduler._requests["r"]  # noqa: SLF001
         known.filling[offset] = ref

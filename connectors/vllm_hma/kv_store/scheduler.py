@@ -9,6 +9,7 @@
            object is written to the tiers
 
 Names of objects depend on all tokens up to their end: those of the prompt, then of the answer.
+``beside_transfer.py`` decides how long a transfer waits for a fetch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,18 +24,20 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError, PlanError
-from connectors.planning.layout import GroupKind
+from connectors.store.fetches import Fetched
 from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
 from connectors.store.mixing import MixCosts
 from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
 from connectors.store.planning.moves import object_in_blocks
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
 from connectors.store.planning.spans import plan_store
-from connectors.store.service import Fetched, KVStore, StoreLimits
+from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
+from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging, slot_bytes
+from connectors.vllm_hma.kv_store.beside_transfer import PrefixFetch, TransferredTokens
 from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
@@ -57,23 +59,16 @@ _COST_NS_PER_TOKEN = 100_000
 class _Known:
     """State of one request.
 
-    Times of events are in ``time.monotonic()`` seconds.
-
-    ``chain``            digests of its prefixes
-    ``fetched``          result of its fetch, until its load is ordered or the fetch is discarded
-    ``present``          objects that a tier had at the request's last fetch; not stored again
-    ``tier``             ``Fetched.tier`` of the last fetch whose load was ordered; empty before
-    ``beside_transfer``  whether its fetch is for a prompt that also has a transfer; such a fetch
-                         reads only KV of full-attention groups
-    ``patience_s``       time that the transfer may wait for the fetch, in seconds
-    ``ready_at``         time since which only the fetch delays the transfer; None before
-    ``asked``            start of the last transfer, and the estimated bytes of its full-attention
-                         KV; None before it, and after it has succeeded
-    ``received``         range ``[start, end)`` of tokens whose full-attention KV a transfer
-                         supplies and that are not stored yet
-    ``filling``          objects whose slots ranks are filling, by offset
-    ``ended``            whether vLLM has finished the request
-    ``void``             whether its KV must not be stored
+    ``chain``        digests of its prefixes
+    ``fetched``      result of its fetch, until its load is ordered or the fetch is discarded
+    ``present``      objects that a tier had at the request's last fetch; not stored again
+    ``tier``         ``Fetched.tier`` of the last fetch whose load was ordered; empty before
+    ``prefix``       its fetch, if it is for a prompt that also has a transfer; such a fetch reads
+                     only KV of full-attention groups
+    ``transferred``  tokens that its last transfer supplies; None before a transfer
+    ``filling``      objects whose slots ranks are filling, by offset
+    ``ended``        whether vLLM has finished the request
+    ``void``         whether its KV must not be stored
     """
 
     request: Request
@@ -81,11 +76,8 @@ class _Known:
     fetched: Fetched | None = None
     present: frozenset[ObjectRef] = frozenset()
     tier: str = ""
-    beside_transfer: bool = False
-    patience_s: float = 0.0
-    ready_at: float | None = None
-    asked: tuple[float, int] | None = None
-    received: tuple[int, int] | None = None
+    prefix: PrefixFetch | None = None
+    transferred: TransferredTokens | None = None
     filling: dict[int, ObjectRef] = field(default_factory=dict)
     ended: bool = False
     void: bool = False
@@ -199,16 +191,16 @@ class StoreScheduler:
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache or self._detached:
             return 0
-        if known.beside_transfer:
+        if known.prefix is not None:
             # The transfer has failed before it began.
             self._end_fetch(known)
         if known.fetched is not None and local_tokens < known.fetched.start_token:
             # The engine's own cache has evicted blocks that the fetch relied on.
             self._end_fetch(known)
         if known.fetched is None:
-            if not self.store.has_fetch(request.request_id) and not self._begin_fetch(known, local_tokens):
+            if request.request_id not in self.store.fetches and not self._begin_fetch(known, local_tokens):
                 return 0
-            fetched = self.store.poll(request.request_id)
+            fetched = self.store.fetches.poll(request.request_id)
             # If a load without a transfer fails, vLLM ends an engine with several KV cache groups.
             # So no such load is ordered before all ranks have reported, with the first step, that
             # they have mapped staging.
@@ -250,26 +242,16 @@ class StoreScheduler:
             return True
         if known.fetched is not None:
             return True
-        if not known.beside_transfer:
-            known.beside_transfer = True
-            self._begin_prefix(known, local_tokens, end_token - 1, queued)
-        if not self.store.has_fetch(request.request_id):
+        if known.prefix is None:
+            limit = end_token - 1
+            names = self._names(known, possible_objects(self.store.plan.full_attention, local_tokens, limit))
+            known.prefix = PrefixFetch(self.store, self.costs, self._settings.lookup_s, request.request_id)
+            known.prefix.begin(names, local_tokens, limit, queued)
+        if request.request_id not in self.store.fetches:
             return True
-        fetched = self.store.poll(request.request_id)
+        fetched = known.prefix.poll(queued)
         if fetched is None:
-            if queued:
-                return False
-            now = time.monotonic()
-            known.ready_at = ready_at = now if known.ready_at is None else known.ready_at
-            waited_s = now - ready_at
-            if (
-                waited_s < known.patience_s
-                and min(waited_s, self.store.idle_s(request.request_id)) < self._settings.lookup_s
-            ):
-                return False
-            self.store.stop_fetch(request.request_id)
-            fetched = self.store.poll(request.request_id)
-            assert fetched is not None, "the fetch was stopped"
+            return False
         known.fetched = fetched
         self._fetch_ended(known, fetched)
         return True
@@ -285,21 +267,19 @@ class StoreScheduler:
         if known is None:
             return start_token
         fetched, stop = known.fetched, start_token
-        if known.beside_transfer and fetched is not None and fetched.start_token <= start_token < fetched.end_token:
+        if known.prefix is not None and fetched is not None and fetched.start_token <= start_token < fetched.end_token:
             stop = fetched.end_token
             self._order_load(known, fetched, tables, start_token)
         self._end_fetch(known)
-        known.asked = (time.monotonic(), self._prefix_bytes(stop, end_token))
-        known.received = (stop, end_token)
+        known.transferred = TransferredTokens(self.store, stop, end_token)
         return stop
 
     def received(self, request_ids: Iterable[str]) -> None:
         """Record the durations of transfers that have ended without a failure, in ``costs``."""
         for request_id in request_ids:
             known = self._requests.get(request_id)
-            if known is not None and known.asked is not None:
-                (asked_at, size_bytes), known.asked = known.asked, None
-                self.costs.transferred(size_bytes, time.monotonic() - asked_at)
+            if known is not None and known.transferred is not None:
+                known.transferred.succeeded(self.costs)
 
     def source(self, request_id: str) -> CacheHitSource:
         """Return the medium of the slowest tier from which the request's last load was read.
@@ -319,7 +299,7 @@ class StoreScheduler:
         if known is None:
             return
         known.ended = True
-        self.store.end_fetch(request.request_id)
+        self.store.fetches.end(request.request_id)
         self._forget(known)
 
     # Steps.
@@ -395,7 +375,7 @@ class StoreScheduler:
                 if number > before:
                     stats.count(counter, label, number - before)
         self._reported = totals
-        pending = self._store.pending_loads
+        pending = self._store.fetches.pending
         if pending != self._reported_pending:
             self._reported_pending = pending
             stats.data["ranks"]["store"] = {"store_loads": pending}
@@ -419,7 +399,7 @@ class StoreScheduler:
     def _give_up(self, requests: Iterable[_Known]) -> None:
         """Load and store no further KV of these requests. Loads that are ordered still run."""
         for known in requests:
-            self.store.end_fetch(known.request.request_id)
+            self.store.fetches.end(known.request.request_id)
             known.void = True
             self._requests.pop(known.request.request_id, None)
 
@@ -427,7 +407,7 @@ class StoreScheduler:
         known.tier = fetched.tier
         # The load owns the slots now: after a preemption, the request may start another fetch.
         load_id = next(self._load_ids)
-        self._loading[load_id] = (self.store.hand_over(known.request.request_id), 0)
+        self._loading[load_id] = (self.store.fetches.hand_over(known.request.request_id), 0)
         self._loads.append(
             Load(
                 load_id,
@@ -436,27 +416,9 @@ class StoreScheduler:
                 start_token,
                 fetched.end_token,
                 dict(fetched.offsets),
-                known.beside_transfer,
+                known.prefix is not None,
             )
         )
-
-    def _begin_prefix(self, known: _Known, local_tokens: int, limit: int, queued: bool) -> None:
-        """Start a fetch of full attention up to token ``limit``, if it can save time.
-
-        It cannot if no object can exist, or if a transfer that is ready would be as fast.
-        """
-        names = self._names(known, possible_objects(self.store.plan.full_attention, local_tokens, limit))
-        if not names:
-            return
-        known.patience_s = self.costs.patience_s(self.store.object_bytes(names))
-        if known.patience_s or queued:
-            self.store.begin_fetch(known.request.request_id, names, local_tokens, limit, full_attention_only=True)
-
-    def _prefix_bytes(self, start_token: int, end_token: int) -> int:
-        """Return the estimated bytes of full attention of ``[start_token, end_token)``."""
-        groups = self.store.plan.full_attention.groups
-        per_token = sum(self.store.object_bytes([ObjectRef(0, each.index)]) / each.span_tokens for each in groups)
-        return int(per_token * (end_token - start_token))
 
     def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
         known.present = fetched.present
@@ -469,22 +431,21 @@ class StoreScheduler:
         limit = known.request.num_tokens - 1
         names = self._names(known, possible_objects(self.store.plan, local_tokens, limit))
         if names:
-            self.store.begin_fetch(known.request.request_id, names, local_tokens, limit)
+            self.store.fetches.begin(known.request.request_id, names, local_tokens, limit)
         return bool(names)
 
     def _end_fetch(self, known: _Known) -> None:
-        known.fetched = None
-        known.beside_transfer, known.ready_at = False, None
-        self.store.end_fetch(known.request.request_id)
+        known.fetched = known.prefix = None
+        self.store.fetches.end(known.request.request_id)
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
         """Reserve slots for objects to store after a step that computes ``[before, after)``.
 
-        These are objects that the step completes and objects of received tokens, without those that
-        a tier had and those whose blocks are no longer allocated. Return the order to fill the
+        These are objects that the step completes and objects of transferred tokens, without those
+        that a tier had and those whose blocks are no longer allocated. Return the order to fill the
         slots; None if no object gets one.
         """
-        refs = self._received(known, before)
+        refs = [] if known.transferred is None else known.transferred.take_objects(before)
         if not self._answers:
             after = min(after, known.request.num_prompt_tokens)
         if before < after:
@@ -498,7 +459,7 @@ class StoreScheduler:
         offsets: dict[ObjectRef, int] = {}
         for ref in refs:
             if object_in_blocks(self.store.plan.groups[ref.group], tables[ref.group], ref):
-                offset = self.store.reserve(ref)
+                offset = self.store.writer.reserve(ref)
                 if offset is not None:
                     offsets[ref] = offset
                     known.filling[offset] = ref
@@ -507,30 +468,12 @@ class StoreScheduler:
             return None
         return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
 
-    def _received(self, known: _Known, computed: int) -> list[ObjectRef]:
-        """Take the next objects of received tokens, to store in a step that begins at ``computed``.
-
-        At most one chunk, to keep the step short, and only full attention: a transfer sends windows
-        and states only for the prompt's end.
-        """
-        if known.received is None:
-            return []
-        start, end = known.received
-        if computed < end or start >= end:
-            # The transfer failed and this engine computed the tokens, or all are stored.
-            known.received = None
-            return []
-        stop = min(end, start + self.store.plan.chunk_tokens)
-        known.received = (stop, end)
-        full = {spans.index for spans in self.store.plan.groups if spans.group.kind is GroupKind.FULL}
-        return [ref for ref in completed_objects(self.store.plan, start, stop) if ref.group in full]
-
     def _filled(self, known: _Known, offset: int, failed: bool) -> None:
         """Write or drop the object in a slot, after all ranks have reported on it."""
         ref = known.filling.pop(offset)
         name = self._names(known, [ref]).get(ref)
         if failed or name is None or known.void:
-            self.store.drop(offset)
+            self.store.writer.drop(offset)
         else:
             span = self.store.plan.groups[ref.group].span_tokens
             if self._events is not None:
@@ -539,13 +482,14 @@ class StoreScheduler:
                 self._events.describe(ref, names, known.request)
             # A later object costs slightly less, so a prompt loses its last objects first: without
             # its first object, the others would be of no use.
-            self.store.commit(ref, name, offset, span * _COST_NS_PER_TOKEN - ref.end_token)
+            self.store.writer.commit(ref, name, offset, span * _COST_NS_PER_TOKEN - ref.end_token)
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
         """Return the names of those of ``refs`` that end within the request's known tokens.
 
-        The last tokens of an answer may not be known yet. Empty while an id is a placeholder.
+        The last tokens of an answer may not be known yet. Empty while a token id is a negative
+        placeholder for a token that has not been sampled.
         """
         request, chain = known.request, known.chain
         try:
@@ -577,7 +521,7 @@ def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
     """Raise ConfigurationError if staging or all tiers are too small for the objects of one chunk.
 
     A step may complete the objects of all groups together. Stores use at most half of staging,
-    except for a single object (``KVStore.reserve``).
+    except for a single object (``ObjectWriter.reserve``).
 
     ``sizes``  payload bytes of one object, for each group that has objects
     """

@@ -24,7 +24,8 @@ import numpy as np
 from connectors.store.keys.names import PrefixChain
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
 from connectors.store.planning.spans import StorePlan, plan_store
-from connectors.store.service import KVStore, StoreLimits
+from connectors.store.service import KVStore
+from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
@@ -219,16 +220,16 @@ class World:
         request = f"request {self.outcome.requests}"
         self.outcome.requests += 1
         self.outcome.tokens += prompt.tokens
-        engine.store.begin_fetch(request, prompt.names, start, prompt.tokens - 1)
+        engine.store.fetches.begin(request, prompt.names, start, prompt.tokens - 1)
         if self.random.random() < 0.05:
             # The client has disconnected.
-            engine.store.end_fetch(request)
+            engine.store.fetches.end(request)
             return
         began = time.monotonic()
-        while (fetched := engine.store.poll(request)) is None:
+        while (fetched := engine.store.fetches.poll(request)) is None:
             if time.monotonic() - began > LIMITS.load_s + SLACK_S:
                 self.outcome.late.append(f"{request}: no end after {time.monotonic() - began:.1f} s")
-                engine.store.end_fetch(request)
+                engine.store.fetches.end(request)
                 return
             time.sleep(0.0002)
         self.outcome.longest_wait_s = max(self.outcome.longest_wait_s, time.monotonic() - began)
@@ -237,24 +238,24 @@ class World:
             size = SIZES[ref.group]
             if bytes(engine.store.staging.view(offset, size)) != content(prompt.names[ref], size):
                 self.outcome.wrong.append(f"{request}: {ref} is not what was stored")
-        engine.store.end_fetch(request)
+        engine.store.fetches.end(request)
         self._compute(engine, prompt, fetched.end_token)
 
     def _compute(self, engine: Engine, prompt: Prompt, computed: int) -> None:
         while computed < prompt.tokens:
             step = min(prompt.tokens - computed, STEP_TOKENS - computed % STEP_TOKENS)
             for ref in completed_objects(self.plan, computed, computed + step):
-                offset = engine.store.reserve(ref)
+                offset = engine.store.writer.reserve(ref)
                 if offset is None:
                     continue
                 size = SIZES[ref.group]
                 if self.random.random() < 0.02:
                     # A rank has failed: only half of the object is filled.
                     engine.store.staging.view(offset, size)[: size // 2] = content(prompt.names[ref], size)[: size // 2]
-                    engine.store.drop(offset)
+                    engine.store.writer.drop(offset)
                     continue
                 engine.store.staging.view(offset, size)[:] = content(prompt.names[ref], size)
-                engine.store.commit(ref, prompt.names[ref], offset, STEP_TOKENS * 1000)
+                engine.store.writer.commit(ref, prompt.names[ref], offset, STEP_TOKENS * 1000)
             computed += step
 
     # ---- checks ---------------------------------------------------------------------------------
