@@ -115,7 +115,6 @@ class EngineActor:
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the methods available to routers on the RPC server of `rank`, by name."""
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
-            "ping": self.ping,
             "metrics": self.metrics,
             "status": self.status,
             "adapters": self.adapters,
@@ -174,11 +173,6 @@ class EngineActor:
             **self.engine.describe(),
             **asdict(read_status(REGISTRY)),
         }
-
-    async def ping(self) -> str:
-        """Return the replica id. Raises EngineDownError as `check_health` does."""
-        await self.engine.check_health()
-        return self.replica
 
     async def engine_names(self) -> list[str]:
         """Return the ids of the ranks, as routers use them.
