@@ -40,7 +40,7 @@ from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
-from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
+from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
 from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
@@ -55,7 +55,6 @@ from connectors.vllm_hma.worker_side.worker import WorkerConnector
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -69,7 +68,7 @@ register()
 end_coordinator_with_parent()
 
 
-class TandemConnector(KVConnectorBase_V1, SupportsHMA):
+class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     """Sends a prompt's KV from a prefill engine to a decode engine while prefill computes it.
 
     Both engines use this class. With ``store``, it also stores KV and loads stored KV. The
@@ -363,7 +362,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             report.store, report.requested = copies, requested
         return report
 
-    # Metrics: on both sides, and in the API server process.
+    # Metrics, on both sides.
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV store's events. vLLM reports the blocks of received KV itself."""
@@ -376,20 +375,6 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         if self._store_scheduler is not None:
             stats.aggregate(self._store_scheduler.stats())
         return None if stats.is_empty() else stats
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
-        return TandemStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> TandemPromMetrics:
-        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Both sides.
 

@@ -33,7 +33,7 @@ from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
-from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
+from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_store
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.media import check_media
@@ -42,7 +42,6 @@ from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     """Stores chunks of requests, and loads stored chunks instead of computing them.
 
     ``StoreScheduler.new_request`` excludes requests whose KV has no stable name. The constructor
@@ -187,25 +186,11 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.report()
 
-    # Metrics: on both sides, and in the API server process.
+    # Metrics, on both sides.
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         stats = None if self._scheduler is None else self._scheduler.stats()
         return stats if stats is not None and not stats.is_empty() else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
-        return TandemStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> TandemPromMetrics:
-        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Both sides.
 
