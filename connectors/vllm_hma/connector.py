@@ -349,11 +349,11 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return set() if self._store_worker is None else self._store_worker.not_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received, failed = self.worker.results()
+        sent, received, failed = self.worker.runtime.results()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self.worker.report()
+        report = self.worker.runtime.report()
         copies = None if self._store_worker is None else self._store_worker.report()
         requested = self._orders().report
         if report is None and (copies is not None or requested):
@@ -370,7 +370,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         if self._scheduler is None:
-            return self.worker.stats()
+            return self.worker.runtime.stats()
         stats = self._scheduler.stats() or TandemStats()
         if self._store_scheduler is not None:
             stats.aggregate(self._store_scheduler.stats())
@@ -389,7 +389,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def _spoil(self, orders: Orders) -> None:
         """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
         if self._store_worker is not None and self._store_worker.spoiled:
-            self.worker.spoil({chunk.request_id for chunk in orders.chunks}, "the load of a stored prefix failed")
+            requests = {chunk.request_id for chunk in orders.chunks}
+            self.worker.runtime.spoil(requests, "the load of a stored prefix failed")
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
