@@ -131,11 +131,9 @@ class EngineActor:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
         return ranked_metadata(self._rank_metadata)
 
-    async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Yield the items that answer a request to the RPC server of `rank`."""
-        async with aclosing(self.call(rank, request.call)) as answer:
-            async for item in answer:
-                yield item
+    def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+        """Return the items that answer a request to the RPC server of `rank`."""
+        return self.call(rank, request.call)
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
         """Yield Accepted, then the answer of `rank` to `call`.
