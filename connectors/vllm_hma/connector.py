@@ -33,8 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
-from connectors.protocol.agent_metadata import AgentMetadata, decode_agent_metadata
-from connectors.store.keys.names import ModelFingerprint
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache
@@ -42,6 +40,7 @@ from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
+from connectors.vllm_hma.model.identity import store_fingerprint
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
 from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
@@ -193,10 +192,11 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         encoded = {rank: each for rank, each in metadata.items() if isinstance(each, EncodedAgentMetadata)}
-        self.scheduler.publish(encoded)
+        engine = self.scheduler.publish(encoded)
         if self._store_scheduler is not None:
-            workers = [decode_agent_metadata(encoded[rank].agent_metadata) for rank in sorted(encoded)]
-            self._store_scheduler.publish([_rank_cache(worker) for worker in workers])
+            self._store_scheduler.publish(
+                [RankCache(worker.layout, store_fingerprint(worker.identity)) for worker in engine.workers]
+            )
 
     def on_new_request(self, request: Request) -> None:
         # Call the transfer's scheduler side first: it may remove the last token of a prefill
@@ -396,9 +396,3 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
-
-
-def _rank_cache(worker: AgentMetadata) -> RankCache:
-    model = worker.identity
-    fingerprint = ModelFingerprint(model.model, model.dtype, model.cache_dtype, model.engine_version)
-    return RankCache(worker.layout, fingerprint)

@@ -27,7 +27,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
-from connectors.store.keys.names import ModelFingerprint
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
@@ -35,7 +34,7 @@ from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_store
-from connectors.vllm_hma.model.identity import model_identity
+from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
 from connectors.vllm_hma.model.media import check_media
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 
@@ -161,10 +160,7 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.worker.register(engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        identity = model_identity(self._vllm_config, stored=True)
-        return self.worker.rank_cache(
-            ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
-        )
+        return self.worker.rank_cache(store_fingerprint(model_identity(self._vllm_config, stored=True)))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self.worker.load(self._orders())
