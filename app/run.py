@@ -39,7 +39,7 @@ from app.start_screen import (
     replicas_at_start,
     stage_line,
 )
-from configs.settings.base import RoleName, SettingsError
+from configs.settings.base import ROLES, SettingsError
 from configs.settings.parsing import changed_limits, parse_scaling, parse_settings
 from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 
@@ -285,8 +285,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     # Serve also accepts a dot instead of the colon.
     if str(policy.get("policy_function")).replace(":", ".") != POLICY.replace(":", "."):
         return
-    roles: tuple[RoleName, ...] = ("prefill", "decode")
-    fixed = [name for name in roles if not settings.role(name).scaled]
+    fixed = [name for name in ROLES if not settings.role(name).scaled]
     if settings.models:
         raise SettingsError(f"autoscaling_policy: {POLICY} scales one model; scale each role of `models` by itself")
     if fixed:

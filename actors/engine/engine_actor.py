@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import ray
 from pydantic import SecretStr
@@ -23,7 +23,7 @@ from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.telemetry.engine_status import read_status
 from actors.tls import TlsFiles, rpc_files, server_context
-from configs.settings.base import RoleName
+from configs.settings.base import ROLES, RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
 
@@ -73,8 +73,7 @@ class EngineActor:
 
     async def _follow_peers(self) -> None:
         """Apply the peers' adapter changes; start a task that repeats it every SYNC_INTERVAL_S."""
-        roles: tuple[RoleName, ...] = get_args(RoleName)
-        peers = [PeerReplicas(role, PEERS_S) for role in roles]
+        peers = [PeerReplicas(role, PEERS_S) for role in ROLES]
 
         async def sync() -> None:
             for each in peers:
