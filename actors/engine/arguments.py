@@ -8,14 +8,12 @@ import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from configs.settings.auth import VLLM_API_KEY_VARIABLE
-from configs.settings.base import RoleName, SettingsError
+from configs.settings.base import ROLES, RoleName, SettingsError
 from configs.settings.deployment import PlacementSettings, RoleSettings
 from configs.settings.service import ServiceSettings
-
-ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 OWNED = {
     "model": "set `model` of the service",

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import ray
 from pydantic import SecretStr
@@ -23,7 +23,7 @@ from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.telemetry.engine_status import read_status
 from actors.tls import TlsFiles, rpc_files, server_context
-from configs.settings.base import RoleName
+from configs.settings.base import ROLES, RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
 
@@ -73,8 +73,7 @@ class EngineActor:
 
     async def _follow_peers(self) -> None:
         """Apply the peers' adapter changes; start a task that repeats it every SYNC_INTERVAL_S."""
-        roles: tuple[RoleName, ...] = get_args(RoleName)
-        peers = [PeerReplicas(role, PEERS_S) for role in roles]
+        peers = [PeerReplicas(role, PEERS_S) for role in ROLES]
 
         async def sync() -> None:
             for each in peers:
@@ -115,7 +114,6 @@ class EngineActor:
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the methods available to routers on the RPC server of `rank`, by name."""
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
-            "ping": self.ping,
             "metrics": self.metrics,
             "status": self.status,
             "adapters": self.adapters,
@@ -132,11 +130,9 @@ class EngineActor:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
         return ranked_metadata(self._rank_metadata)
 
-    async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Yield the items that answer a request to the RPC server of `rank`."""
-        async with aclosing(self.call(rank, request.call)) as answer:
-            async for item in answer:
-                yield item
+    def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+        """Return the items that answer a request to the RPC server of `rank`."""
+        return self.call(rank, request.call)
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
         """Yield Accepted, then the answer of `rank` to `call`.
@@ -174,11 +170,6 @@ class EngineActor:
             **self.engine.describe(),
             **asdict(read_status(REGISTRY)),
         }
-
-    async def ping(self) -> str:
-        """Return the replica id. Raises EngineDownError as `check_health` does."""
-        await self.engine.check_health()
-        return self.replica
 
     async def engine_names(self) -> list[str]:
         """Return the ids of the ranks, as routers use them.

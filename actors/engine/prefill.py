@@ -45,18 +45,14 @@ class Prefill(EngineActor):
         ranks = zip(self._rank_metadata, self._producers, strict=True)
         return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
-    async def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
-        """Yield the items that answer a request to the RPC server of `rank`.
+    def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+        """Return the items that answer a request to the RPC server of `rank`.
 
         A request with a transfer id is a prefill leg; without one, prefill serves it alone.
         """
         if request.transfer_id is None:
-            answer = self.call(rank, request.call)
-        else:
-            answer = self.call_and_hold(rank, request.call, request.transfer_id, request.hold_s)
-        async with aclosing(answer):
-            async for item in answer:
-                yield item
+            return self.call(rank, request.call)
+        return self.call_and_hold(rank, request.call, request.transfer_id, request.hold_s)
 
     async def call_and_hold(
         self, rank: int, call: Call, transfer_id: str, hold_s: float

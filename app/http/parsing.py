@@ -64,7 +64,7 @@ async def read_request(
     ``client_priority``  whether the router forwards PRIORITY_HEADER
     """
     arrived_at = time.monotonic()
-    raw = await _read_body(request, max_body_bytes)
+    raw = await read_body(request, max_body_bytes)
     read_at = time.monotonic()
     if endpoint in FORM_ENDPOINTS:
         body = await parse_form(request, raw)
@@ -223,7 +223,8 @@ def _check_depth(body: dict[str, Any]) -> None:
     raise BadRequestError(f"the body has more than {MAX_DEPTH} levels of nesting; reduce them")
 
 
-async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+async def read_body(request: Request, max_body_bytes: int) -> bytes:
+    """Return the body. Raises BadRequestError if it is too large, and ClientDisconnect."""
     too_large = BadRequestError(
         f"the body is larger than {max_body_bytes} bytes; send a smaller one",
         status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

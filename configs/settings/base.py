@@ -1,10 +1,11 @@
 """Base class, field types and error of all settings models; a string with a masked `repr`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 RoleName = Literal["prefill", "decode"]
+ROLES: tuple[RoleName, ...] = get_args(RoleName)
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

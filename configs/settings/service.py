@@ -7,12 +7,12 @@ installed vLLM.
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from configs.settings.auth import AuthSettings
-from configs.settings.base import Frozen, RoleName
+from configs.settings.base import ROLES, Frozen, RoleName
 from configs.settings.deployment import CpuSettings, RoleSettings, RpcTlsSettings
 from configs.settings.kv import KVStoreSettings, TransferSettings
 from configs.settings.router import RouterSettings
@@ -185,10 +185,9 @@ class ServiceSettings(ModelSettings):
 
     def roles(self) -> list[tuple[str, RoleSettings]]:
         """Return the roles of all models, each with its path in `args` (`models.0.prefill`)."""
-        roles: tuple[RoleName, ...] = get_args(RoleName)
         if not self.models:
-            return [(role, self.role(role)) for role in roles]
-        return [(f"models.{i}.{role}", one.role(role)) for i, one in enumerate(self.models) for role in roles]
+            return [(role, self.role(role)) for role in ROLES]
+        return [(f"models.{i}.{role}", one.role(role)) for i, one in enumerate(self.models) for role in ROLES]
 
     def each_model(self) -> dict[str, "ServiceSettings"]:
         """Return the settings of each model in the form of a service with one model.

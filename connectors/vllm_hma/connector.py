@@ -33,15 +33,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
-from connectors.protocol.agent_metadata import AgentMetadata, decode_agent_metadata
-from connectors.store.keys.names import ModelFingerprint
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
-from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
+from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
+from connectors.vllm_hma.model.identity import store_fingerprint
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
 from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
@@ -55,7 +54,6 @@ from connectors.vllm_hma.worker_side.worker import WorkerConnector
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -69,7 +67,7 @@ register()
 end_coordinator_with_parent()
 
 
-class TandemConnector(KVConnectorBase_V1, SupportsHMA):
+class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     """Sends a prompt's KV from a prefill engine to a decode engine while prefill computes it.
 
     Both engines use this class. With ``store``, it also stores KV and loads stored KV. The
@@ -194,10 +192,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         encoded = {rank: each for rank, each in metadata.items() if isinstance(each, EncodedAgentMetadata)}
-        self.scheduler.publish(encoded)
+        engine = self.scheduler.publish(encoded)
         if self._store_scheduler is not None:
-            workers = [decode_agent_metadata(encoded[rank].agent_metadata) for rank in sorted(encoded)]
-            self._store_scheduler.publish([_rank_cache(worker) for worker in workers])
+            self._store_scheduler.publish(
+                [RankCache(worker.layout, store_fingerprint(worker.identity)) for worker in engine.workers]
+            )
 
     def on_new_request(self, request: Request) -> None:
         # Call the transfer's scheduler side first: it may remove the last token of a prefill
@@ -350,11 +349,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._store_worker is None else self._store_worker.not_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received, failed = self.worker.results()
+        sent, received, failed = self.worker.runtime.results()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self.worker.report()
+        report = self.worker.runtime.report()
         copies = None if self._store_worker is None else self._store_worker.report()
         requested = self._orders().report
         if report is None and (copies is not None or requested):
@@ -363,7 +362,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
             report.store, report.requested = copies, requested
         return report
 
-    # Metrics: on both sides, and in the API server process.
+    # Metrics, on both sides.
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV store's events. vLLM reports the blocks of received KV itself."""
@@ -371,25 +370,11 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         if self._scheduler is None:
-            return self.worker.stats()
+            return self.worker.runtime.stats()
         stats = self._scheduler.stats() or TandemStats()
         if self._store_scheduler is not None:
             stats.aggregate(self._store_scheduler.stats())
         return None if stats.is_empty() else stats
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
-        return TandemStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> TandemPromMetrics:
-        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Both sides.
 
@@ -404,15 +389,10 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def _spoil(self, orders: Orders) -> None:
         """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
         if self._store_worker is not None and self._store_worker.spoiled:
-            self.worker.spoil({chunk.request_id for chunk in orders.chunks}, "the load of a stored prefix failed")
+            requests = {chunk.request_id for chunk in orders.chunks}
+            self.worker.runtime.spoil(requests, "the load of a stored prefix failed")
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
-
-
-def _rank_cache(worker: AgentMetadata) -> RankCache:
-    model = worker.identity
-    fingerprint = ModelFingerprint(model.model, model.dtype, model.cache_dtype, model.engine_version)
-    return RankCache(worker.layout, fingerprint)

@@ -309,3 +309,21 @@ class TandemPromMetrics(KVConnectorPromMetrics):
                 # Ray's metrics cannot remove a series.
                 if hasattr(self._counters[counter], "remove"):
                     self._counters[counter].remove(*self.per_engine_labelvalues[engine_idx], own[0][1])
+
+
+class MetricHooks:
+    """vLLM's hooks, in the API server process, that build a connector's statistics and metrics."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
+        return TandemStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TandemPromMetrics:
+        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -103,12 +103,6 @@ class TandemMultiConnector(MultiConnector):
             if own:
                 child.set_xfer_handshake_metadata_pp_aware(own)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        for number, child in enumerate(self._connectors):
-            own = {rank: each for rank, all_of in metadata.items() if (each := _of_child(all_of, number)) is not None}
-            if own:
-                child.set_xfer_handshake_metadata(own)
-
 
 def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnectorHandshakeMetadata | None:
     assert isinstance(metadata, MultiHandshakeMetadata)

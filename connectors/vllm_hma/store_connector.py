@@ -27,22 +27,20 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
-from connectors.store.keys.names import ModelFingerprint
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
-from connectors.vllm_hma.metrics import TandemPromMetrics, TandemStats
+from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_store
-from connectors.vllm_hma.model.identity import model_identity
+from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
 from connectors.vllm_hma.model.media import check_media
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     """Stores chunks of requests, and loads stored chunks instead of computing them.
 
     ``StoreScheduler.new_request`` excludes requests whose KV has no stable name. The constructor
@@ -162,10 +160,7 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register(engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        identity = model_identity(self._vllm_config, stored=True)
-        return self.worker.rank_cache(
-            ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
-        )
+        return self.worker.rank_cache(store_fingerprint(model_identity(self._vllm_config, stored=True)))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self.worker.load(self._orders())
@@ -187,25 +182,11 @@ class TandemStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.report()
 
-    # Metrics: on both sides, and in the API server process.
+    # Metrics, on both sides.
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         stats = None if self._scheduler is None else self._scheduler.stats()
         return stats if stats is not None and not stats.is_empty() else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
-        return TandemStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> TandemPromMetrics:
-        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Both sides.
 

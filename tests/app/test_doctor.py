@@ -18,7 +18,7 @@ from app.doctor import configuration, machine, store
 from app.doctor.__main__ import CHECKS, examine, main
 from app.doctor.configuration import check_readable
 from app.doctor.transfer import check_transfer
-from app.run import read
+from app.run import PACKAGES, read
 from configs.settings.parsing import parse_settings
 from configs.settings.service import DEMO_MODEL_DIR, ServiceSettings
 from connectors.transport import selftest
@@ -345,7 +345,8 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions are compared with those that Tandem requires."""
-    monkeypatch.setattr(machine, "PACKAGES", {"Ray": (("ray",), "1.0.0"), "Nothing": (("not-there",), "1")})
+    monkeypatch.setitem(PACKAGES, "Nothing", ("not-there",))
+    monkeypatch.setattr(machine, "RELEASES", {"Ray": "1.0.0", "Nothing": "1"})
     found = [one for one in machine.check_python() if not one.ok]
     assert [one.what.split()[0] for one in found] == ["Ray", "Nothing"]
     assert "install Ray 1.0.0" in found[0].remedy

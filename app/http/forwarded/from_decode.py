@@ -8,7 +8,7 @@ from http import HTTPStatus
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from actors.errors import with_causes
 from actors.request import Call
@@ -31,7 +31,13 @@ class FromDecode:
         path = quote(scope["path"].removeprefix(scope.get("root_path", "")))
         query = scope["query_string"].decode("latin-1")
         call = Call(request.method, f"{path}?{query}" if query else path, forwarded_headers(request))
-        relay = _Relay(send)
+        has_begun = False
+
+        async def relay(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
             await until_disconnect(receive, self._relay(call, relay))
         except ClientDisconnect:
@@ -39,39 +45,22 @@ class FromDecode:
         except Exception as error:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("%s %s failed", request.method, path)
-            if not relay.has_begun:
+            if not has_begun:
                 await error_response(error, self._router.limits.retry_after_s)(scope, receive, send)
                 return
             logger.warning("the stream of a stored response was interrupted: %s", with_causes(error))
-            await relay.end(error_event(error, "/v1/responses"))
+            await send({"type": "http.response.body", "body": error_event(error, "/v1/responses"), "more_body": False})
 
-    async def _relay(self, call: Call, relay: "_Relay") -> None:
+    async def _relay(self, call: Call, send: Send) -> None:
         async with self._router.ask_decode(call) as (start, body):
             headers = [(name, value) for name, value in start.headers if name in RELAYED_HEADERS]
+            head = {"type": "http.response.start", "status": start.status, "headers": headers}
             if start.streams:
-                await relay.begin(start.status, headers)
+                await send(head)
                 async for piece in body:
-                    await relay.piece(piece)
-                await relay.end(b"")
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                last = b""
             else:
-                whole = b"".join([piece async for piece in body])
-                await relay.begin(start.status, headers)
-                await relay.end(whole)
-
-
-class _Relay:
-    """Sends the parts of one answer to the client, and records whether it has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.has_begun = False
-
-    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.has_begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def piece(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def end(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+                last = b"".join([piece async for piece in body])
+                await send(head)
+            await send({"type": "http.response.body", "body": last, "more_body": False})

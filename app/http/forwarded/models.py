@@ -17,7 +17,7 @@ from actors.router.models.adapters import CHANGE_S, AdapterError, load, unload
 from actors.router.models.model_router import ModelRouter
 from actors.router.router import Router
 from app.http.errors import BadRequestError, error_response, status_of
-from app.http.parsing import forwarded_headers, parse_body
+from app.http.parsing import forwarded_headers, parse_body, read_body
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
@@ -94,20 +94,12 @@ class AdapterEndpoints:
 
     async def _body(self, request: Request) -> bytes:
         timeout_s = self._router.limits.body_timeout_s
-        body = bytearray()
         try:
             async with asyncio.timeout(timeout_s):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > MAX_BODY_BYTES:
-                        raise BadRequestError(
-                            f"the body is larger than {MAX_BODY_BYTES} bytes; send a smaller one",
-                            status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                        )
+                return await read_body(request, MAX_BODY_BYTES)
         except TimeoutError:
             message = f"the body did not arrive within {timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
-        return bytes(body)
 
     async def _load(self, body: dict[str, Any]) -> str:
         name, path = _text(body, "lora_name"), _text(body, "lora_path")

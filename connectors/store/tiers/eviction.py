@@ -24,7 +24,7 @@ class _Entry:
 
 
 class EvictionOrder(Generic[K]):
-    """Objects by value. Operations take amortized logarithmic time, except for ``size_bytes``."""
+    """Objects by value. Operations take amortized logarithmic time."""
 
     def __init__(self) -> None:
         self._entries: dict[K, _Entry] = {}
@@ -37,11 +37,6 @@ class EvictionOrder(Generic[K]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._entries
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all objects. Takes linear time."""
-        return sum(entry.size_bytes for entry in self._entries.values())
 
     def add(self, key: K, size_bytes: int, cost: float) -> None:
         """Add an object, or update its size and cost; both count as a use.

@@ -84,7 +84,7 @@ class Files:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether no process writes to this file any more; False if unknown."""
+    """Return whether no process has locked this file; False if unknown."""
     try:
         with _opened(path, os.O_RDWR) as (fd, _):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

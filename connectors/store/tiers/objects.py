@@ -53,10 +53,6 @@ class ObjectHeader:
     cost_ns: int
     payload_digest: bytes
 
-    @property
-    def file_bytes(self) -> int:
-        return HEADER_BYTES + self.payload_bytes
-
 
 def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
     """Return the header of a payload, with the digest of the whole payload."""

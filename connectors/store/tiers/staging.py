@@ -7,6 +7,7 @@ a store is dropped, and a load covers a shorter prefix or none.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from connectors.errors import ConfigurationError, StoreError
+from connectors.store.tiers.files import is_abandoned
 
 _ALIGN = 4096
 SHARED_MEMORY = Path("/dev/shm")
@@ -149,14 +151,6 @@ class AttachedStaging:
 def _remove_abandoned(folder: Path) -> None:
     """Remove the staging memory of engines that have ended without ``close``."""
     for path in folder.glob(f"{_PREFIX}*"):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
+        if is_abandoned(path):
+            with contextlib.suppress(OSError):
+                path.unlink()

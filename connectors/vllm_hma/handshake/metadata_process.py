@@ -162,10 +162,7 @@ def serve() -> None:
     header = json.loads(source.read(length))
     rank_metadata = [source.read(size) for size in header["lengths"]]
     try:
-        # No pacing: this process has no other work that a flood of connections could delay.
-        server = MetadataServer(
-            header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]), pace_s=0.0
-        )
+        server = MetadataServer(header["host"], header["port"], rank_metadata, bytes.fromhex(header["identity"]))
     except ConfigurationError as error:
         print(json.dumps({"error": str(error)}), file=out, flush=True)
         return

@@ -8,9 +8,9 @@ secret, the connection is TLS, and only peers with the secret can complete the T
 
 Each connection is limited to TALK_S seconds, and each request to _MAX_REQUEST_BYTES. Above
 MAX_CONNECTIONS, the server closes the oldest connection. Engines run the server in its own process
-(``metadata_process.py``), so a flood of connections does not block the scheduler's interpreter. In
-other processes, it accepts at most one connection per PACE_S seconds. A client whose connection
-breaks retries until its deadline; a client whose connection is refused does not.
+(``metadata_process.py``), so a flood of connections does not block the scheduler's interpreter. A
+client whose connection breaks retries until its deadline; a client whose connection is refused does
+not.
 
     request    b"tandem/VERSION metadata\n"
     response   b"TDA" | version | n | n lengths | n agent metadata
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 TALK_S = 5.0
 MAX_CONNECTIONS = 512
 _NO_DESCRIPTOR_S = 0.05
-PACE_S = 0.002
 
 _METADATA_REQUEST = b"tandem/%d metadata\n" % PROTOCOL_VERSION
 _PREFIX = struct.Struct("<3sBI")
@@ -74,15 +73,11 @@ class MetadataServer:
     ``rank_metadata``  encoded agent metadata of each worker, by rank
     ``identity``       key of the TLS certificate (``Keys.identity``); empty: plain TCP for every
                        client
-    ``pace_s``         pause between accepted connections, in seconds
 
     Raises ConfigurationError if it cannot listen.
     """
 
-    def __init__(
-        self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"", pace_s: float = PACE_S
-    ) -> None:
-        self._pace_s = pace_s
+    def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
         lengths = struct.pack(f"<{len(rank_metadata)}I", *map(len, rank_metadata))
         self._answer = _PREFIX.pack(_METADATA, PROTOCOL_VERSION, len(rank_metadata)) + lengths + b"".join(rank_metadata)
         self._tls = tls_context(identity, server=True) if identity else None
@@ -150,7 +145,8 @@ class MetadataServer:
                 task = loop.create_task(self._talk(connection, str(address[0])))
                 self._open[task] = None
                 task.add_done_callback(lambda done: self._open.pop(done, None))
-            await asyncio.sleep(self._pace_s)
+            # Let open connections run: `sock_accept` does not yield while the backlog has others.
+            await asyncio.sleep(0)
 
     async def _talk(self, connection: socket.socket, who: str) -> None:
         """Serve one connection. Log an error of the connection or of the request, rate-limited."""

@@ -16,6 +16,7 @@ from vllm.transformers_utils.config import iter_rope_parameters
 
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import ModelIdentity
+from connectors.store.keys.names import ModelFingerprint
 from connectors.vllm_hma.model.weights import digest_weights
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) ->
         engine_version=vllm.__version__,
         draft=draft,
     )
+
+
+def store_fingerprint(identity: ModelIdentity) -> ModelFingerprint:
+    """Return the model's part of the store's namespace. The store keeps no KV of drafts."""
+    return ModelFingerprint(identity.model, identity.dtype, identity.cache_dtype, identity.engine_version)
 
 
 def _uses_long_rope(model: ModelConfig) -> bool:

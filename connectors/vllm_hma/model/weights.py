@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _KINDS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json"), ("*.pt",), ("*.gguf",))
 """File patterns of weights in vLLM's order: it loads the first kind that the folder contains."""
-_CHUNK_BYTES = 1 << 23
 _THREADS = 4
 _ATTEMPTS = 3
 
@@ -130,9 +129,5 @@ def _cache_file(state: str) -> Iterator[Path | None]:
 
 def digest_file(file: Path) -> str:
     """Return the xxh3_128 digest of a file's bytes, as 32 hexadecimal digits. Raises OSError."""
-    hasher = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            hasher.update(buffer[:count])
-    return str(hasher.hexdigest())
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

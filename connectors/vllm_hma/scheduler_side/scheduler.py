@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.errors import WireError
 from connectors.planning.layout import Group
-from connectors.protocol.agent_metadata import decode_agent_metadata, engine_metadata
+from connectors.protocol.agent_metadata import EngineMetadata, decode_agent_metadata, engine_metadata
 from connectors.protocol.params import (
     ConsumeParams,
     DiscardParams,
@@ -95,8 +95,8 @@ class SchedulerConnector:
 
     # Start and end.
 
-    def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> None:
-        """Start the side channel, after all workers have registered their memory.
+    def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> EngineMetadata:
+        """Start the side channel, after all workers have registered; return the engine's metadata.
 
         ``rank_metadata``  metadata of each worker, by (pipeline-parallel rank, TP rank)
 
@@ -104,7 +104,7 @@ class SchedulerConnector:
         the side channel cannot start.
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
-        engine_metadata(workers)
+        engine = engine_metadata(workers)
         encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
         self._server = MetadataProcess(
             self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity
@@ -121,6 +121,7 @@ class SchedulerConnector:
             self._config.side_channel_host,
             self._server.port,
         )
+        return engine
 
     def close(self) -> None:
         if self._server is not None:

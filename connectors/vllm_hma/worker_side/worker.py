@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,11 @@ from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.message_sender import agent_name
 from connectors.vllm_hma.handshake.processes import own_process
-from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.adapters import adapter_loads
 from connectors.vllm_hma.model.drafts import draft_identity, drafting
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
-from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.fence import StepFence
@@ -36,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConnector:
-    """Worker side of one rank: the calls of vLLM's hooks, with the checks of LoRA adapters.
+    """Worker side of one rank: its runtime, and vLLM's hooks that check LoRA adapters.
 
     The constructor raises UnsupportedCacheError if the connector does not support the cache specs.
     ``register`` starts the runtime.
@@ -127,18 +125,6 @@ class WorkerConnector:
         self._check_adapters()
         orders.receives = [self._adapters.receive(each) for each in orders.receives]
         self.runtime.after_forward(orders)
-
-    def spoil(self, request_ids: Set[str], reason: str) -> None:
-        self.runtime.spoil(request_ids, reason)
-
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        return self.runtime.results()
-
-    def report(self) -> WorkerReport | None:
-        return self.runtime.report()
-
-    def stats(self) -> TandemStats | None:
-        return self.runtime.stats()
 
     def close(self) -> None:
         if self._runtime is not None:

@@ -10,6 +10,7 @@ import pytest
 
 from actors.engine.prefill import Prefill
 from actors.request import Call, FirstTokenChunk, ResponseStart
+from actors.rpc.messages import RpcRequest
 
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream"),)
@@ -41,7 +42,9 @@ class Replica(Prefill):
     ],
 )
 async def test_a_call_is_held_if_its_prompt_was_computed(items: list[Any], held: bool):
-    call = Replica(items).call_and_hold(0, Call("POST", "/v1/completions"), "t", 3600.0)
+    replica = Replica(items)
+    request = RpcRequest(Call("POST", "/v1/completions"), "r", 0, transfer_id="t", hold_s=3600.0)
+    call = replica.serve_request(0, request)
     assert [await anext(call) for _ in items] == items
     rest = asyncio.ensure_future(anext(call, None))
     for _ in range(10):
@@ -50,3 +53,4 @@ async def test_a_call_is_held_if_its_prompt_was_computed(items: list[Any], held:
     rest.cancel()
     await asyncio.wait({rest})
     await call.aclose()
+    assert not replica._held  # noqa: SLF001
