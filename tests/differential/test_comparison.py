@@ -111,6 +111,21 @@ def test_named_events_are_put_together_too() -> None:
     assert lines(one, named((kind, {"delta": "ab", "logprobs": [1, 2]})))
 
 
+@pytest.mark.parametrize(
+    ("last", "equal"), [({"token": "</s>"}, True), ({"token": "b"}, False)], ids=["without text", "with text"]
+)
+def test_the_logprobs_of_a_last_token_without_text_do_not_count(last: dict[str, str], equal: bool) -> None:
+    def response(logprobs: list[dict[str, str]]) -> Reply:
+        kind = "response.output_text"
+        return named(
+            (f"{kind}.delta", {"delta": "ab", "logprobs": logprobs}),
+            (f"{kind}.done", {"text": "ab", "logprobs": logprobs}),
+        )
+
+    first = {"token": "ab"}
+    assert (lines(response([first]), response([first, last])) == []) == equal
+
+
 def test_an_error_is_compared_whole() -> None:
     error = {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}
     one = Reply(400, "application/json", json.dumps({"error": error}).encode())

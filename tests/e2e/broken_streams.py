@@ -30,6 +30,10 @@ ATTEMPTS = 30
 HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))
 
 
+class NothingLeftError(AssertionError):
+    """In all attempts, the chunk that had the token of the death had all remaining tokens too."""
+
+
 async def start_decode() -> VllmEngine:
     """The demo model's decode engine, started as the Decode actor starts it."""
     os.environ.update(engine_environment(SETTINGS, "decode"))
@@ -39,14 +43,15 @@ async def start_decode() -> VllmEngine:
 async def stream(engine: VllmEngine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None = None) -> bytes:
     """Return the client's stream if the first engine dies after `dies_at` tokens.
 
-    vLLM joins outputs that the serving layer has not read. After a pause of the machine, the
-    engine's last output may contain all remaining tokens: then nothing is left to resume.
+    vLLM joins outputs that the serving layer has not read, and sends nothing for a token that a
+    tool parser waits with. So the chunk with this token may have all remaining tokens, and nothing
+    is left to resume. Raises NothingLeftError if this is so in each of ATTEMPTS streams.
     """
     for _ in range(ATTEMPTS):
         sent, resumed = await _stream(engine, endpoint, body, dies_at)
         if resumed == (dies_at is not None):
             return sent
-    raise AssertionError("the engine was to die before the end, and to be missed")
+    raise NothingLeftError(f"no chunk ended at or after token {dies_at} and before the last token")
 
 
 async def _stream(

@@ -16,7 +16,7 @@ from actors.engine.vllm_engine import VllmEngine
 from actors.errors import CannotResumeError
 from testing.sse import said
 from testing.streams import KINDS, MODEL, PARAMETERS, PROMPT, TOKENS, completion
-from tests.e2e.broken_streams import start_decode, stream
+from tests.e2e.broken_streams import NothingLeftError, start_decode, stream
 
 pytestmark = pytest.mark.engine
 
@@ -54,8 +54,14 @@ def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Vllm
 
     async def run() -> None:
         whole = said(await stream(engine, *KINDS[kind]))
-        for cut in range(1, whole["usage"]["completion_tokens"]) if EVERYWHERE else CUTS:
-            assert said(await stream(engine, *KINDS[kind], dies_at=cut)) == whole, f"cut at token {cut}"
+        last_cut = whole["usage"]["completion_tokens"] - 1
+        for cut in range(1, last_cut + 1) if EVERYWHERE else CUTS:
+            try:
+                resumed = said(await stream(engine, *KINDS[kind], dies_at=cut))
+            except NothingLeftError:
+                assert cut == last_cut  # a tool parser sends the last two tokens together
+                continue
+            assert resumed == whole, f"cut at token {cut}"
 
     runner.run(run())
 

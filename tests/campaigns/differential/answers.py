@@ -192,4 +192,29 @@ def _read_events(frames: list[str]) -> dict[str, Any]:
                 last["delta"][key] = value if key == "type" else last["delta"].get(key, "") + value
         else:
             events.append(event)
-    return {"events": events}
+    return {"events": _without_textless_ends(events)}
+
+
+def _without_textless_ends(value: Any) -> Any:
+    """Return events without the logprobs of last tokens that have no text, such as EOS.
+
+    In streams of /v1/responses, vLLM omits them if the token comes in an output of its own, and
+    sends them if the frontend has joined it with the token before (`resolve_target_state` in
+    vllm/entrypoints/openai/responses/streaming_events.py). Timing decides.
+    """
+    if isinstance(value, list):
+        return [_without_textless_ends(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    value = {key: _without_textless_ends(one) for key, one in value.items()}
+    text = value.get("text", value.get("delta"))
+    if isinstance(text, str):
+        logprobs = value.get("logprobs")
+        while logprobs and _has_no_text(logprobs[-1], text):
+            logprobs.pop()
+    return value
+
+
+def _has_no_text(logprob: Any, text: str) -> bool:
+    token = logprob.get("token") if isinstance(logprob, dict) else None
+    return token is not None and not (token and text.endswith(token))
