@@ -86,7 +86,7 @@ async def test_both_ways_decode_the_same(size: int) -> None:
 
 @pytest.mark.parametrize("end", [b"", b"]", b"9" * 5000 + b"]}"])
 def test_a_large_malformed_body_has_the_error_of_a_small_one(end: bytes) -> None:
-    with pytest.raises(MalformedError, match="(valid|as) JSON"):
+    with pytest.raises(MalformedError, match=r"(valid|as) JSON"):
         parse_body(b'{"prompt": [' + b"1, " * OFF_LOOP_BYTES + end)
 
 
