@@ -59,6 +59,7 @@ class Instant(Prefill):
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.running = 0
         self._held = set()
+        self._changes_adapters = False
         self._producers = [ProducerAddress.from_params(WHERE)]
         llm: Any = NoLLM()
         self.engine = VllmEngine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
