@@ -49,9 +49,10 @@ def test_an_engine_that_steps_keeps_its_consumers(
         alive[0] += b'"alive"' in payload
 
     producer.transport.notify = counted  # type: ignore[method-assign]
-    for turn in range(30):  # six seconds on the clock of both workers
+    for turn in range(30):  # more than six seconds on the clock of both workers
         producer.step()
-        now[0] += STEP.alive_s
+        # More than alive_s: a sum of floats may round to slightly less.
+        now[0] += 1.1 * STEP.alive_s
         until(lambda turn=turn: alive[0] > turn)  # type: ignore[misc]
         assert consumer.runtime.results() == (set(), set(), set())
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
