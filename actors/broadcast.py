@@ -18,11 +18,11 @@ Applies to each method of a role. Serve cannot call replicas that are still star
 """
 
 _logged_at: dict[tuple[str, str], float] = {}
-"""Monotonic time in seconds of the last of these warnings, by role and method."""
+"""Monotonic time in seconds of the last warning (LOG_EVERY_S), by role and method."""
 
 
 class Role(Protocol):
-    """Part of the interface of a Serve handle."""
+    """The method of Serve's DeploymentHandle that this module calls."""
 
     def broadcast(self, method: str, /, *arguments: object) -> DeploymentBroadcastResponse:
         """Call a method of all replicas."""
@@ -41,14 +41,19 @@ async def ask_all(role: str, handle: Role, method: str, timeout_s: float, *argum
         now = time.monotonic()
         if now - _logged_at.get((role, method), -LOG_EVERY_S) >= LOG_EVERY_S:
             _logged_at[role, method] = now
-            logger.warning("%s: cannot call %s replicas (starting?), so results are missing: %r", method, role, error)
+            logger.warning(
+                "%s: cannot call the %s replicas, perhaps because they are starting; continuing without results: %r",
+                method,
+                role,
+                error,
+            )
         return []
 
 
 async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
     """Return the results that arrive within `timeout_s`; log replicas that fail or time out.
 
-    Raises Serve's error if Serve cannot call any replica, TimeoutError if Serve does not list the
+    Raises Serve's error if no replica can be called, TimeoutError if Serve does not list the
     replicas within `timeout_s`.
     """
     until = asyncio.get_running_loop().time() + timeout_s
@@ -58,9 +63,9 @@ async def replies_of(role: str, method: str, asked: DeploymentBroadcastResponse,
     replies = await asyncio.gather(*waiting, return_exceptions=True)
     for reply in replies:
         if isinstance(reply, TimeoutError):
-            logger.warning("%s: a %s replica did not answer within %g s", method, role, timeout_s)
+            logger.warning("%s: a %s replica did not answer within %g s; omitting its result", method, role, timeout_s)
         elif isinstance(reply, BaseException):
-            logger.warning("%s failed on a %s replica: %r", method, role, reply)
+            logger.warning("%s: the call failed on a %s replica; omitting its result: %r", method, role, reply)
     return [reply for reply in replies if not isinstance(reply, BaseException)]
 
 

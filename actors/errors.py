@@ -12,7 +12,7 @@ class UnavailableError(TandemError):
 
 
 class BusyError(UnavailableError):
-    """No replica that could answer has had a free slot in time."""
+    """No replica that can answer the call had a free slot before the deadline."""
 
 
 class SilentError(UnavailableError):
@@ -60,9 +60,9 @@ class EngineStartError(TandemError):
 
 
 def with_causes(error: BaseException) -> str:
-    """Return the message of an error with those of its causes, for logs.
+    """Return the message of an error and the messages of its causes, for logs.
 
-    Clients receive the error's own message, without the causes' names of replicas.
+    Clients receive only the error's own message, because the messages of causes name replicas.
     """
     messages = [str(error)]
     while (cause := error.__cause__) is not None:

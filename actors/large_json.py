@@ -2,7 +2,7 @@
 
 A thread alone does not help: the C scanner of `json` holds the GIL for a whole body. So large
 bodies are decoded with hooks for objects and numbers, written in Python. The interpreter may switch
-threads when the scanner calls them.
+threads when the scanner calls a hook.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ Decoded = TypeVar("Decoded")
 
 
 def loads(raw: bytes) -> Any:
-    """Return the result of `json.loads`.
+    """Decode JSON as `json.loads` does, with the same errors.
 
-    In a large `raw`, other threads can run at each object and number.
+    While `raw` of more than OFF_LOOP_BYTES is decoded, other threads can run at each object and
+    number.
     """
     if len(raw) <= OFF_LOOP_BYTES:
         return json.loads(raw)

@@ -19,7 +19,7 @@ from actors.telemetry.timestamps import CallTimestamps
 
 
 class RecordedGroups:
-    """Groups of one stream in the router; takes 4 bytes per token and 4 bytes per group."""
+    """Token groups of one stream in the router; takes 4 bytes per token and 4 bytes per group."""
 
     def __init__(self) -> None:
         self._tokens = array("I")
@@ -30,21 +30,21 @@ class RecordedGroups:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all groups."""
+        """Number of tokens in all token groups."""
         return len(self._tokens)
 
     def extend(self, groups: Sequence[TokenGroup]) -> None:
-        """Append groups."""
+        """Append token groups."""
         for group in groups:
             self._tokens.extend(group)
             self._sizes.append(len(group))
 
     def clear(self) -> None:
-        """Remove all groups."""
+        """Remove all token groups."""
         del self._tokens[:], self._sizes[:]
 
     def replay_log(self) -> ReplayLog:
-        """Return the groups as the replay log of a call."""
+        """Return the token groups as the replay log of a call."""
         tokens = iter(self._tokens)
         return tuple(tuple(islice(tokens, size)) for size in self._sizes)
 
@@ -82,28 +82,31 @@ class ServedCall:
     _began: bool = False
 
     def begin(self) -> bool:
-        """Mark a generation as begun; return whether it is the first, the only one to record."""
+        """Mark a generation of the call as begun; return whether it is the first.
+
+        Only the first generation is recorded.
+        """
         first, self._began = not self._began, True
         return first
 
     def record(self, tokens: Sequence[int]) -> None:
-        """Record a group before the serving layer receives it."""
+        """Record an output's token ids as a token group, before the serving layer receives them."""
         if tokens:
             self._new.append(tuple(tokens))
 
     def sampled(self) -> None:
-        """Mark the next chunk as one with tokens, also if their group is not recorded."""
+        """Make the next chunk a StreamChunk, even if no token group is recorded."""
         self._sampled = True
 
     def sampled_first(self) -> None:
-        """Report the first token of an answer that is not streamed."""
+        """Complete `first_token`, unless it is None or done."""
         if self.first_token is not None and not self.first_token.done():
             self.first_token.set_result(None)
 
     def chunk(self, body: bytes) -> bytes | StreamChunk:
         """Return `body`, as a StreamChunk if tokens or timings are new since the last chunk.
 
-        The StreamChunk has the groups recorded since then; it is a FirstTokenChunk if
+        The StreamChunk has the token groups recorded since then; it is a FirstTokenChunk if
         `prompt_tokens` is set.
         """
         timings = self.timestamps.take_timings()
@@ -127,7 +130,7 @@ class ServedCall:
         return problem
 
     def check(self) -> None:
-        """Raise the recorded error, if any; vLLM's serving layer converts it to a response."""
+        """Raise the recorded error, if any: vLLM's serving layer has converted it to a response."""
         if self.problem is not None:
             raise self.problem
 

@@ -79,7 +79,7 @@ class ProducerAddress:
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request to an engine; `replay_log` is empty unless it resumes a stream."""
+    """An HTTP request to an engine; `replay_log` is empty unless the call resumes a stream."""
 
     method: str
     path: str
@@ -95,7 +95,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """First item of the answer to each call that the engine accepts.
 
     ``replica``  id of the engine that has accepted the call
-    ``ongoing``  number of the engine's sequences, this call's included
+    ``ongoing``  number of the engine's ongoing sequences, this call's included
     """
 
     replica: str
@@ -103,7 +103,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The engine core has answered a liveness check, or sampled a first token (`tokens`)."""
+    """Signal that the engine core has answered a no-op request or sampled a first token."""
 
     tokens: bool = False
     """Whether the engine has sampled the first token of an answer that is not streamed.
@@ -162,8 +162,8 @@ class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Part of a response body that comes with new tokens or with timings.
 
-    ``groups``  token groups recorded since the previous chunk; empty for an answer without record,
-                which another engine cannot resume
+    ``groups``  token groups recorded since the previous chunk; empty if the answer is not recorded.
+                No other engine can resume such an answer
     """
 
     body: bytes

@@ -1,4 +1,4 @@
-"""TLS of the router's port and of the connections to engines: files, reloaded when they change."""
+"""TLS contexts of the router's port and of connections to engines; reloads changed files."""
 
 import logging
 import ssl
@@ -86,7 +86,7 @@ class TlsFiles:
     def signature(self) -> Signature:
         """Return a value that changes when a file is written or replaced.
 
-        Raises OSError if a file cannot be found.
+        Raises OSError if a file does not exist or cannot be examined.
         """
         files = (self.certfile, self.keyfile, *([self.ca_certs] if self.ca_certs else ()))
         return tuple((found.st_ino, found.st_mtime_ns, found.st_size) for found in (file.stat() for file in files))
@@ -95,18 +95,18 @@ class TlsFiles:
 class _ReloadedTls:
     """TLS context of files that may change.
 
-    Files that cannot be loaded, for example half of a rotation or a certificate that is not valid
-    yet, leave the previous ones in use. Each handshake tries them again.
+    If changed files cannot be loaded, for example during a rotation or before the certificate is
+    valid, the previous context stays in use. `context` tries to load them again at each call.
     """
 
     def __init__(self, files: TlsFiles, client: bool) -> None:
-        """Load the files. Raises ConfigurationError."""
+        """Load the files. Raises ConfigurationError if they cannot be loaded."""
         self._files = files
         self._client = client
         self._loaded = _signature(files)
         self._context = files.load(client)
         self._problem = ""
-        """Error that was logged last for files that cannot be loaded; empty after a load."""
+        """Last logged error of files that cannot be loaded; empty after a successful load."""
 
     def context(self) -> ssl.SSLContext:
         """Return the context for a new connection; load the files first if they have changed."""
@@ -116,7 +116,7 @@ class _ReloadedTls:
             except ConfigurationError as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    logger.error("the previous TLS certificate stays in use: %s", error)
+                    logger.error("cannot load the changed TLS files, so the previous ones stay in use: %s", error)
             else:
                 self._loaded, self._problem = found, ""
                 logger.info("loaded the new TLS certificate %s", self._files.certfile)
@@ -124,7 +124,7 @@ class _ReloadedTls:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a server's context, whose handshakes use changed files (`_ReloadedTls`).
+    """Return a server's context; each handshake uses the current files (`_ReloadedTls`).
 
     Raises ConfigurationError if the files cannot be loaded now.
     """
@@ -140,10 +140,10 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class ClientTls(_ReloadedTls):
-    """TLS contexts of a client; the next connection uses changed files (`_ReloadedTls`)."""
+    """TLS contexts of a client; new connections use the current files (`_ReloadedTls`)."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Load the files. Raises ConfigurationError."""
+        """Load the files. Raises ConfigurationError if they cannot be loaded."""
         super().__init__(files, client=True)
 
 

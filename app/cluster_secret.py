@@ -13,9 +13,9 @@ KEY = b"peer-secret"
 def fallback_secret(settings: ServiceSettings) -> SecretStr:
     """Return the secret for engines without one in their own environment.
 
-    It is the operator's, from `settings` or from the environment of this process, which builds the
-    application. If there is none, it is the Ray cluster's (`cluster_secret`). Raises SettingsError
-    as `operators_secret` does.
+    The operator's secret, from `settings` or from the environment of this process, takes precedence
+    over the Ray cluster's (`cluster_secret`). Raises SettingsError if the secret in the environment
+    is too short.
     """
     return settings.transfer.operators_secret() or SecretStr(cluster_secret())
 

@@ -1,13 +1,13 @@
-"""Serve's deployment options for an engine replica: its resources and placement. Pure.
+"""Serve's deployment options for an engine replica: its resources and placement. Pure functions.
 
     executor  resources of a replica
     mp        an actor with all GPUs of its engine; the ranks are processes of the actor
     ray       a placement group with one GPU per rank, on as few nodes as possible; the actor is on
               the node of the first rank
 
-Serve spreads `mp` replicas over nodes. With RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 in its
-controller's environment, it packs them onto nodes in use, unless a role has executor `ray`
-(`_use_pack_strategy` in ray/serve/_private/deployment_scheduler.py).
+Serve spreads `mp` replicas over nodes. With RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 in the
+environment of its controller, Serve packs them onto nodes in use, unless a role on the cluster has
+executor `ray` (`_use_pack_strategy` in ray/serve/_private/deployment_scheduler.py).
 """
 
 from typing import Any

@@ -142,7 +142,7 @@ class HttpRouter(RouterReplica):
     async def __del__(self) -> None:
         """Close the HTTP server, then the router; Serve's hook for a stopping replica.
 
-        Serve calls it after the last request that its proxies have sent to this replica.
+        Serve calls it after the end of the last request that its proxies have sent to this replica.
         """
         try:
             if (server := getattr(self, "_http_server", None)) is not None:

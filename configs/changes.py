@@ -31,7 +31,7 @@ ALL = Change("all")
 USER_CONFIG = Change("live", "user_config")
 
 DEPLOYMENTS = {"prefill": "Prefill", "decode": "Decode", "router": "Router"}
-"""Deployment of each section of `args` that configures one, in a service without `models`."""
+"""Deployment by the section of `args` that configures it, in a service without `models`."""
 
 OPTIONS = {
     "replicas": Change("live", "num_replicas"),

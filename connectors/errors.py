@@ -19,9 +19,11 @@ class ConfigurationError(TandemError):
 
 
 class UnsupportedCacheError(TandemError):
-    """The connector does not support a layer of this engine's KV cache, or its grid of ranks.
+    """The connector does not support a layer of the engine's KV cache, or the engine's parallelism.
 
-    ``layer``  name of the layer; ``*`` stands for all layers
+    ``layer``   name of the layer; ``*`` stands for all layers
+    ``what``    what the connector does not support
+    ``remedy``  what the operator can do
 
     Raised while the engine starts, before it accepts requests.
     """
@@ -34,13 +36,13 @@ class UnsupportedCacheError(TandemError):
 class PlanError(TandemError):
     """The bytes to copy, to hash or to store cannot be determined.
 
-    For example, a cache layout, a grid of ranks, a block id, a range of tokens or an object of the
+    For example, a cache layout, a parallel size, a block id, a range of tokens or an object of the
     KV store is invalid, is missing or does not fit the others.
     """
 
 
 class CoverError(PlanError):
-    """Plans would miss requested bytes, write bytes twice or write other bytes, or rows overlap."""
+    """Plans miss a requested byte, write a byte twice or write another byte; or rows overlap."""
 
 
 class IncompatiblePeerError(TandemError):

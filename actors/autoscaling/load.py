@@ -1,4 +1,4 @@
-"""Measures the load of an engine from its finished work. Pure: callers pass the time.
+"""Measures the load of an engine from its finished work. Reads no clock: callers pass the time.
 
 Means are exponential with the time constant `window_s`, in seconds. `tokens_per_busy_s` and
 `prompt_tokens` are means over the time in which the engine computes prompts, so an idle engine
@@ -28,7 +28,7 @@ class Fading:
 
 
 class LoadMeter:
-    """Load of one engine that started at `began_s`, on the clock of all `now_s`."""
+    """Load of one engine. `began_s` is its start; all times are seconds of one monotonic clock."""
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
         self._began_s = began_s
@@ -55,7 +55,7 @@ class LoadMeter:
         self._busy_s.add(busy_s, self._busy_clock_s)
 
     def tokens(self, gap_s: float, now_s: float, count: float = 1) -> None:
-        """Count one token of each of `count` sequences, `gap_s` after the previous one of each."""
+        """Count a new token of each of `count` sequences, `gap_s` after its previous token."""
         self._token_gaps_s.add(gap_s * count, now_s)
         self._tokens.add(count, now_s)
 

@@ -55,8 +55,8 @@ class ScaleTogether:
         """Return the number of replicas by deployment id, and no state. Called by Serve.
 
         A role without metrics keeps its number, unless the bounds or the ratio of the roles require
-        another one. An exception would end the update of all applications in Serve's controller
-        (`ApplicationStateManager.update`), each time.
+        another one. An exception would end the loop of Serve's controller over all applications
+        (`ApplicationStateManager.update`).
         """
         by_name = {context.deployment_name: (key, context) for key, context in contexts.items()}
         if "Prefill" not in by_name or "Decode" not in by_name:

@@ -1,6 +1,6 @@
 """Computes the number of replicas of each role from the load of each running replica. Pure.
 
-    need      number of replicas for the configured utilisation; not rounded
+    *_need    number of replicas for the configured utilisation; not rounded
     settle    whole number of replicas, with hysteresis
     together  both roles: keep the ratio between them within its limits
 
@@ -65,10 +65,10 @@ class Bounds:
 
 
 def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the need for arriving and queued prompts; None until a rate is measured.
+    """Return the number of prefill replicas needed for arriving and queued prompts, not rounded.
 
-    ``queued_requests`` is the number of requests waiting in routers. Their lengths are unknown, so
-    each counts as a prompt of mean length.
+    Returns None until a rate is measured. ``queued_requests`` is the number of requests waiting in
+    routers. Their lengths are unknown, so each counts as a prompt of mean length.
     """
     rates = [load.tokens_per_busy_s for load in loads if load.tokens_per_busy_s > 0]
     if not rates:
@@ -81,11 +81,11 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 
 
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the need for KV or for `tpot_s`, the larger one; None without a report.
+    """Return the number of decode replicas needed for KV or `tpot_s`, the larger one, not rounded.
 
-    Assumes that the time between tokens is proportional to the number of sequences on a replica. In
-    fact part of this time is constant. So one call adds or removes too few replicas for `tpot_s`,
-    and later calls correct the number.
+    Returns None if no replica has reported. Assumes that the time between tokens is proportional to
+    the number of sequences on a replica. In fact part of this time is constant. So one call adds or
+    removes too few replicas for `tpot_s`, and later calls correct the number.
     """
     if not loads:
         return None

@@ -1,10 +1,11 @@
-"""LoRA adapters of one engine, changed at run time and synchronized with the engine's peers.
+"""LoRA adapters of one engine, changed at run time and synchronized with its peers.
 
-Each load or unload has a version, normally the time at which the router began it. An unload that
-reverts a load, or whose router's clock is behind, has the previous version + 1. An engine stores
-the newest change of each adapter name, unloads included, and applies newer changes of its peers. So
-a replica that starts, or that missed a change, gets its peers' adapters; it retries those that it
-cannot load. When all engines have ended, adapters loaded at run time are lost, as in vLLM.
+The peers of an engine are the other engines of its model. Each load or unload has a version,
+normally the time at which the router began it. An unload that reverts a load, or whose router's
+clock is behind, has the previous version + 1. An engine stores the newest change of each adapter
+name, unloads included, and applies newer changes of its peers. So a replica that starts, or that
+missed a change, gets its peers' adapters; it retries those that it cannot load. When all engines
+have ended, adapters loaded at run time are lost, as in vLLM.
 """
 
 import asyncio
@@ -94,8 +95,8 @@ class EngineAdapters:
         """Unload the adapter if its last change is the load with `version`.
 
         The router calls it on all engines of a model when a load has failed and some of them may
-        have loaded the adapter. An engine without the adapter records the revert, so that it does
-        not take the load from a peer that has missed the revert, and that peer unloads it.
+        have loaded the adapter. An engine without the adapter records the revert. So it does not
+        apply the load of a peer that has missed the revert, and that peer unloads the adapter.
         """
         async with self._lock:
             state = self._states.get(name)
@@ -131,8 +132,8 @@ class EngineAdapters:
     async def _take(self, name: str, change: AdapterState) -> str | None:
         """Apply one change of a peer. Return None, or why the adapter cannot be loaded.
 
-        First unloads this engine's adapter of the name, also if the load then fails: a load follows
-        an unload, so the previous weights must not answer.
+        First unloads this engine's adapter `name`, even if the load then fails: a load follows an
+        unload, so the previous weights must not be used.
         """
         if name in self._models.lora_requests:
             await self._unload(name, change.version)

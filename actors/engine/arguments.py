@@ -230,7 +230,7 @@ def _not_among(given: Iterable[str], known: Collection[str], where: str, whose: 
 
 
 def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
-    """Return the first error that Serve's schema finds in `label_selector`, or an empty list."""
+    """Return a list with Serve's first error for `label_selector`; empty if there is none."""
     from pydantic import ValidationError
     from ray.serve.schema import RayActorOptionsSchema
 
@@ -244,8 +244,8 @@ def _bad_selector(where: str, deployment: PlacementSettings) -> list[str]:
 def _bad_autoscaling(where: str, role: RoleSettings) -> list[str]:
     """Return the errors of `replicas` as Serve's autoscaling_config.
 
-    They are unknown keys, and the errors that Serve finds or, if it finds none, 0 minimum or
-    initial replicas.
+    They are unknown keys and Serve's own errors. If Serve finds none, they also include a minimum
+    or initial number of 0 replicas.
     """
     from pydantic import ValidationError
     from ray.serve.config import AutoscalingConfig

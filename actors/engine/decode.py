@@ -89,4 +89,4 @@ class Decode(EngineActor):
     async def _fetch(self, rank: int, probe: ProbeParams) -> None:
         await self.engine.consume_probe(probe, self._probe_s, rank)
         self._warm[rank].add(probe["remote_engine_id"])
-        logger.info("the probe of prefill engine %s has run", probe["remote_engine_id"])
+        logger.info("warm-up with prefill engine %s is complete: its probe has run", probe["remote_engine_id"])

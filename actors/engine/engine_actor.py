@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
 
 PEERS_S = 5.0
-"""Timeout of the `adapters` calls to other replicas in seconds; PeerReplicas adds CALL_MARGIN_S."""
+"""Timeout in seconds of the `adapters` calls to other replicas; PeerReplicas adds CALL_MARGIN_S."""
 
 FIRST_REQUEST_TIMEOUT_S = 120.0
-"""Timeout of the first request to each rank of an engine in seconds; vLLM may compile kernels."""
+"""Timeout in seconds of the first request to each rank of an engine; vLLM may compile kernels."""
 
 
 class EngineActor:
@@ -53,7 +53,7 @@ class EngineActor:
 
         Serve may build the application on a node without this role's environment variables. So a
         secret in the settings or in this process's environment takes precedence over
-        `fallback_secret`. Raises SettingsError if the one in the environment is too short, and
+        `fallback_secret`. Raises SettingsError if the secret in the environment is too short, and
         EngineStartError with the cause if the start fails.
         """
         settings = settings.with_secret(fallback_secret)
@@ -72,7 +72,7 @@ class EngineActor:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
     async def _follow_peers(self) -> None:
-        """Apply the peers' adapter changes; start a task that repeats it every SYNC_INTERVAL_S."""
+        """Apply the peers' adapter changes, now and in a task every SYNC_INTERVAL_S seconds."""
         peers = [PeerReplicas(role, PEERS_S) for role in ROLES]
 
         async def sync() -> None:

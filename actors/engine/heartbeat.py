@@ -3,9 +3,9 @@
 A request may wait for minutes in the queue of a busy engine, or be preempted. While calls run, the
 actor sends a no-op request to the engine core, `BEAT_S` after the answer to the previous one. The
 core answers between two steps; after each answer the actor sends a heartbeat on every call without
-a complete response. A core that hangs, or whose workers hang, does not answer. Routers leave its
-engine after `silence_timeout_s`. The no-op request stays open, and after `transfer.step_s` and a
-margin the health check fails.
+a complete response. A core that hangs, or whose workers hang, does not answer. After
+`silence_timeout_s`, routers stop waiting for this engine. The no-op request stays open, and after
+`transfer.step_s` and a margin the health check fails.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ With this margin, vLLM's own limit for a step ends the engine first and logs the
 
 
 class HeartbeatMonitor:
-    """Awaits `ask` while calls run, and notifies them after each answer.
+    """Awaits `ask` repeatedly while calls run, and notifies the calls after each answer.
 
-    Pauses for `every_s` before each `ask`.
+    Pauses for `every_s` seconds before each `ask`.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[object]], every_s: float = BEAT_S) -> None:

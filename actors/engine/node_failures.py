@@ -52,7 +52,7 @@ def grace_s(node_lost_s: float | None) -> float:
         raise EngineStartError(
             f"transfer.node_lost_s must be at least {ends_s:g} s, not {node_lost_s:g} s: on a node that is cut off, "
             f"actors may run for {ends_s:g} s (RAY_grpc_client_keepalive_timeout_ms, {RECONNECT_VARIABLE}). "
-            "Raise it, or leave it unset"
+            "Raise node_lost_s, or leave it unset"
         )
     return node_lost_s
 

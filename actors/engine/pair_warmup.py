@@ -76,7 +76,12 @@ class PeerReplicas:
         except (RayError, RayServeException, TimeoutError) as error:
             logger.debug("no replica can be called: %r", error)
         except Exception as error:  # the caller continues without these replicas
-            logger.warning("cannot call %s replicas (%s): %r", self.role, method, error)
+            logger.warning(
+                "cannot call the %s replicas (method %s); continuing without their results: %r",
+                self.role,
+                method,
+                error,
+            )
         return []
 
 

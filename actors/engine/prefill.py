@@ -78,10 +78,10 @@ class Prefill(EngineActor):
             self._held.discard(transfer_id)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank whose engine id is not in `known`, on all ranks at once.
+        """Compute a probe on each rank whose engine id is not in `known`, in parallel.
 
         Return the transfer parameters of the probes (`ProbeParams`), without those that take longer
-        than `probe_timeout_s`. Logs these; raises other errors.
+        than `probe_timeout_s`. Logs timeouts; raises other errors.
         """
         ranks = [
             rank
@@ -98,7 +98,7 @@ class Prefill(EngineActor):
         return [probe for probe in probes if not isinstance(probe, BaseException)]
 
     async def _warm_up_pairs(self) -> None:
-        """Ask all ranks of running decode replicas to fetch a probe of each rank of this one."""
+        """Make all ranks of running decode replicas fetch a probe of each rank of this replica."""
         decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("engine_names")
         names = [name for names in replicas for name in names]

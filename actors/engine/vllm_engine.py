@@ -284,7 +284,7 @@ class VllmEngine:
         )
 
     async def lose(self, engines: str) -> None:
-        """Report all engines with the id prefix `engines` as lost to the connectors of all ranks.
+        """Report to the connectors of all ranks that engines with the id prefix `engines` are lost.
 
         Runs no forward pass. Returns when the messages to the engine cores are sent.
         """

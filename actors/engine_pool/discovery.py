@@ -45,7 +45,8 @@ def engine_names(replica: str, ranks: int) -> list[str]:
 def ranked_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a replica's metadata for Serve from its ranks' metadata; `publish` splits it again.
 
-    It is the first rank's metadata. For several ranks, its entry `ranks` has the metadata of each.
+    The result is the first rank's metadata. For several ranks, the entry `ranks` has the metadata
+    of each.
     """
     return dict(ranks[0]) | ({"ranks": list(ranks)} if len(ranks) > 1 else {})
 
@@ -55,8 +56,10 @@ def rank(
 ) -> list[str]:
     """Return the engine ids in `ongoing` that are not in `avoid`, best first.
 
-    Those in `prefer` come first, in its order, then those with the fewest ongoing sequences. `turn`
-    rotates engines with equal numbers.
+    Those in `prefer` come first, in that order, then those with the fewest ongoing sequences.
+    `turn` rotates engines with equal numbers.
+
+    ``ongoing``  number of ongoing sequences by engine id
     """
     ranked = [name for name in prefer if name in ongoing and name not in avoid]
     names_left = sorted(ongoing.keys() - avoid - set(ranked), key=lambda name: (ongoing[name], name))

@@ -119,7 +119,7 @@ class EngineCall:
         return item
 
     def cancel(self) -> None:
-        """Cancel the call, here and in the engine; a call that has ended keeps its end."""
+        """Cancel the call, here and in the engine, unless it has ended."""
         if self._channel is not None:
             self._channel.cancel(self._stream)
         if not self._is_over:
@@ -249,7 +249,7 @@ class EnginePool:
         replies = await self.tell_all(method, timeout_s)
         for name, reply in replies.items():
             if isinstance(reply, Exception):
-                logger.warning("%s of replica %s failed: %r", method, name, reply)
+                logger.warning("method %s of replica %s failed, so its result is omitted: %r", method, name, reply)
         return [reply for reply in replies.values() if not isinstance(reply, Exception)]
 
     async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from actors.engine_pool import discovery
 class DiscoveryRouter(FIFOMixin, RequestRouter):
     """Serve's request router of the engine deployments; publishes their replicas.
 
-    Tandem's routers send requests to the engines directly, not through it.
+    Tandem's routers send requests to the engines directly, not through this class.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -25,7 +25,10 @@ class DiscoveryRouter(FIFOMixin, RequestRouter):
         self._publish()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Publish the remaining replicas; Serve's hook, called before its controller's update."""
+        """Publish the remaining replicas.
+
+        Serve's hook for the death of a replica's actor, called before the controller's update.
+        """
         super().on_replica_actor_died(replica_id)
         self._publish()
 

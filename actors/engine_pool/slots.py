@@ -37,9 +37,9 @@ causes an attempt at once.
 """
 
 REMEMBERED_S = 5.0
-"""Maximum age in seconds of an engine's report that this router uses.
+"""Age in seconds from which this router ignores the last `Accepted.ongoing` of an engine.
 
-From a report it computes the number of other routers' sequences on the engine.
+From that number, the router computes how many sequences of other routers the engine has.
 """
 
 
@@ -58,7 +58,7 @@ class SlotWaiter:
 class FullReplica:
     """A replica believed full. One request at a time may probe it, with back-off.
 
-    When an accepted call of this router ends there, another request may probe it at once.
+    When an accepted call of this router to it ends, another request may probe it at once.
 
     ``ask_at``  time on the event loop's clock from which a request may probe it
     ``wait_s``  current back-off in seconds
@@ -128,7 +128,7 @@ class SlotPool:
         """Return the known number of ongoing sequences of each replica that accepts calls.
 
         It is the number of this router's sequences, plus the number of other routers' sequences if
-        the replica reported it within REMEMBERED_S.
+        the replica accepted a call of this router within REMEMBERED_S.
         """
         now = _now()
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
@@ -192,8 +192,8 @@ class SlotPool:
     def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
         """Release the slots of a call, and grant free slots to waiting requests.
 
-        ``served``  whether the engine accepted the call; if it is believed full, a request may then
-                    probe it at once
+        ``served``  whether the replica accepted the call. If it did and is believed full, a request
+                    may probe it at once
         """
         self._taken[name] -= sequences
         if not self._taken[name]:
@@ -206,7 +206,7 @@ class SlotPool:
     def record_accepted(self, name: str, ongoing: int) -> None:
         """Record that a replica accepted a call and has `ongoing` sequences of all routers.
 
-        It is then no longer believed full.
+        The replica is then no longer believed full.
         """
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)

@@ -17,7 +17,7 @@ from actors.policy.options import Options
 from configs.settings.router import RoutingSettings
 
 FAILING_S = 5.0
-"""Time in seconds after a failed call for which options with this replica come last.
+"""Time in seconds for which options with a replica come last after a call to it failed.
 
 Without calls, such a replica would seem idle until Serve detects its failure.
 """
@@ -25,12 +25,12 @@ Without calls, such a replica would seem idle until Serve detects its failure.
 SILENT_S = 300.0
 """Time in seconds for which options with a replica come last after it was silent.
 
-It ends earlier if the replica computes something.
+The time ends earlier if the replica computes something.
 
 A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the defaults
 of `transfer.step_s` and `silence_timeout_s`, Serve replaces the engine within this time
-(`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`). With a longer `transfer.step_s`, a request may
-find the hung engine each time this time is over.
+(`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`). With a longer `transfer.step_s`, one request may
+wait for the hung engine after each SILENT_S.
 """
 
 Key = Callable[[Estimate], tuple[float, ...]]
@@ -63,9 +63,10 @@ def score(settings: RoutingSettings, estimate: Estimate) -> float:
 
 
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
-    """Return the decision with all usable replicas of its route in order; none if UNSEEN.
+    """Return the decision with all usable replicas of its route, best first.
 
-    The dispatcher needs the whole order, because the first replica may have no free slot.
+    The dispatcher needs all of them, because the first replica may have no free slot. The decision
+    has none if its reason is UNSEEN, or if no decode replica is usable.
     """
     key = _key(settings, options, asked.session)
     local = sorted(options.local, key=key)

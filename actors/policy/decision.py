@@ -24,14 +24,14 @@ None accepted it within `prefill_wait_s`, or the queue for prefill slots was ful
 PREFILL_FAILED = "prefill_failed"
 """Prefill rejected this request, or failed it and no attempt, replica or free slot is left.
 
-A late leg, and a pair that was silent, count as a failure.
+A late leg or a silent pair counts as a failure.
 """
 
 SEVERAL_CHOICES = "n"
 """A request for several choices, and a prefill engine without `first_token_multiple`.
 
-Its model has states or drafts, which decode's prefix cache could not share among the choices, or it
-may not sample first tokens for another reason (docs/decisions/0056).
+Its model has states or drafts, which decode's prefix cache could not share among the choices. Or
+the engine may not sample first tokens for another reason (docs/decisions/0056).
 """
 
 POLICY = "policy"

@@ -22,7 +22,10 @@ MEMORY = 50.0
 """Number of measurements after which an older one has the weight 1/e."""
 
 TRUSTED = 3.0
-"""Number of measurements from which new ones are clipped to a factor OUTLIER of the estimate."""
+"""Number of measurements from which new ones are clipped.
+
+A clipped measurement is within a factor OUTLIER of the estimate.
+"""
 
 OUTLIER = 4.0
 
@@ -45,9 +48,10 @@ Components = tuple[float, ...]
 
 
 class Level:
-    """Factor on an expected cost: geometric mean of the measured ratios.
+    """Factor on an expected cost: weighted geometric mean of the measured ratios.
 
-    Without new measurements it decays towards 1 with the time constant `fades_s`.
+    The weight of measurements decays with the time constant `fades_s` in seconds. Without new
+    measurements, the factor returns to 1.
     """
 
     def __init__(self, fades_s: float) -> None:

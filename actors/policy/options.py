@@ -19,6 +19,7 @@ NOTHING = EngineLoad()
 class Options:
     """Candidate replicas of one request. Their order decides between equal options.
 
+    ``answer_tokens``                    expected number of tokens of all answers
     ``decode``, ``prefill``              ongoing sequences of each replica (`EnginePool.ongoing`)
     ``decode_held``, ``prefill_held``    estimated prompt tokens in each replica's cache
     ``decode_loads``, ``prefill_loads``  work of this router on each replica
@@ -93,8 +94,9 @@ class Options:
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:
-        """(answer time after the first token, delay of other streams) in seconds, by decode
-        replica.
+        """Expected seconds by decode replica.
+
+        (answer after its first token, delay of other streams)
         """
         return {decode: self._decoding_on(decode) for decode in self.decode}
 

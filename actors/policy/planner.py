@@ -188,7 +188,7 @@ class Planner:
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
         """Record the end of the legs; ignore later calls.
 
-        The prefixes of the prefill engine lose the pieces in `added` if it was not `prefilled`.
+        If the prefill engine has not computed the prompt, its prefixes lose the pieces in `added`.
 
         ``answer_tokens``  recorded tokens in the decode engine's stream
         ``broken``         whether decode may have no KV of the prompt; its prefixes then lose the

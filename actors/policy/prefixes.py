@@ -107,7 +107,7 @@ class Prefixes:
         return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
 
     def drop(self, engine: str, pieces: Iterable[int]) -> None:
-        """Remove pieces that `engine` did not compute or receive, for all prompts with them."""
+        """Remove pieces that `engine` did not compute or receive; other prompts may share them."""
         if engine in self._trees:
             for piece in pieces:
                 self._trees[engine].pieces.pop(piece, None)

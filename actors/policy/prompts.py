@@ -2,8 +2,8 @@
 
 The router does not tokenize. Text is measured in bytes, and the planner estimates the bytes per
 token; a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of
-a conversation extends it. An image, a recording or a file is ``MEDIA_BYTES``, made from the hash of
-its data or URL.
+a conversation extends it. An image, a recording or a file counts as MEDIA_BYTES bytes, which repeat
+the hash of its data or URL.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def explanation(self) -> str | None:
-        """Routing decision and its inputs as JSON; None unless the client asked for them."""
+        """Routing decision and its estimates as JSON; None unless the client asked for them."""
         return self._first.decision.explain() if self._attempts.request.explain else None
 
     @property
@@ -161,7 +161,7 @@ class Answer:
                         if not released:
                             self._attempt.release()
                             released = True
-                error = UnavailableError("the engine closed a stream before its end")
+                error = UnavailableError("the engine closed a stream before its end; try again")
             except UnavailableError as death:
                 error = death
             except TandemError:
@@ -200,14 +200,14 @@ class Answer:
                     return
 
     def _check_first(self, item: StreamChunk) -> None:
-        """Compare decode's first token with the one that prefill sampled, once, and count it.
+        """Compare decode's first token with prefill's, once, and count the result in the metrics.
 
         Raises HandoverError if they differ.
         """
         expected, self._first_group = self._first_group, None
         if expected is not None and item.groups[:1] != (expected,):
             self._metrics.first_tokens.labels("replayed").inc()
-            raise HandoverError(f"prefill sampled the first token {expected}, decode {item.groups[:1]}")
+            raise HandoverError(f"prefill sampled the first token {expected}, but decode sampled {item.groups[:1]}")
         if expected is not None:
             self._metrics.first_tokens.labels("repeated").inc()
 

@@ -55,7 +55,7 @@ class RouterReplica(Router):
         }
 
     def _counts(self) -> dict[str, int]:
-        """Return the counts of this replica since its start, of all models."""
+        """Return this replica's `RouterMetrics.counts`, summed over all models."""
         counts = Counter(self.metrics.counts())
         for model in self.models:
             if model.names:

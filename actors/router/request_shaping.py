@@ -3,7 +3,7 @@
 Both legs carry transfer parameters with the same single-use transfer id. The rest of the decode leg
 is the client's request. The prefill leg has the same prompt, asks for one token, and omits fields
 that concern only the output. If prefill samples the first token, its leg is the client's request,
-too, and the router adds the same `seed` to both legs if they need one (`needs_seed`).
+too. The router then adds the same `seed` to both legs if they need one (`needs_seed`).
 """
 
 from collections.abc import Mapping
@@ -133,7 +133,7 @@ def why_decode_samples(endpoint: Endpoint, body: Body) -> str | None:
 
 
 def is_one_token(endpoint: Endpoint, body: Body) -> bool:
-    """Return whether a prompt's answer has at most one token, so that prefill can generate it.
+    """Return whether the answer is one choice of at most one token, which prefill can generate.
 
     False for `/v1/responses`, because only decode engines store responses.
     """

@@ -127,14 +127,14 @@ class Router:
         """Return the model that serves requests for `name`: its own name, an alias or an adapter.
 
         Without the setting `models`, the only model gets every request: its engines check the name.
-        Otherwise raises NoModelNamedError for an empty name, UnknownModelError for an unknown one,
-        or UnavailableError if the engines of a model that may have the adapter do not answer. A
-        name that is not a string goes to the first model.
+        Otherwise raises NoModelNamedError for a missing or empty name, UnknownModelError for an
+        unknown one, or UnavailableError if the engines of a model that may have the adapter do not
+        answer. A name that is not a string goes to the first model.
         """
         if not self._by_name:
             return self.models[0]
         if not name:
-            raise NoModelNamedError(f"name one of the models {', '.join(self._by_name)} in `model`")
+            raise NoModelNamedError(f"the request names no model; set `model` to one of {', '.join(self._by_name)}")
         if not isinstance(name, str):
             return self.models[0]  # its engines refuse a name of another type
         found = self._by_name.get(name) or await self.adapters.model_of(name)

@@ -37,7 +37,7 @@ class Deferred:
             try:
                 do()
             except Exception:
-                logger.exception("cannot update the routing policy with a measured cost")
+                logger.exception("cannot update the routing policy with a measured cost; ignoring the measurement")
 
 
 Ongoing = Callable[[], Mapping[str, int] | None]
@@ -54,7 +54,7 @@ class RoutingFeedback:
         self._prefill = prefill
         self._decode = decode
         self.planner = Planner(settings, Deferred())
-        """Receives the outcome of each attempt (`Attempt` in `dispatch/attempt.py`)."""
+        """Routing policy; `Attempt` (`dispatch/attempt.py`) reports each outcome to it."""
         self._metrics = metrics
 
     def reconfigure(self, settings: RoutingSettings) -> None:

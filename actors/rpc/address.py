@@ -9,8 +9,8 @@ LOST_S = 30
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": LOST_S * 1000}
 """TCP options of a connection, with the same limit LOST_S for an idle and for a busy one.
 
-Idle: the kernel sends probes, and TCP_USER_TIMEOUT overrides TCP_KEEPCNT (`man 7 tcp`). Data in
-flight, which heartbeats keep there while calls run: the kernel sends no probes, and would
+On an idle connection the kernel sends probes, and TCP_USER_TIMEOUT overrides TCP_KEEPCNT (`man 7
+tcp`). While calls run, heartbeats keep data in flight: the kernel sends no probes, and would
 retransmit for about 15 minutes without TCP_USER_TIMEOUT. That option also limits how long a peer
 may have no room for more data.
 """
@@ -26,7 +26,7 @@ class RpcAddress:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Let the kernel close a connection whose host is lost or whose peer reads nothing (LOST_S).
+    """Let the kernel close a connection whose peer acknowledges or reads no data for LOST_S.
 
     Accepted connections inherit these options from their listener. Skips options that the platform
     lacks.

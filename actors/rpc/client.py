@@ -17,7 +17,7 @@ CONNECT_S = 5.0
 """Timeout of a TCP connect with its TLS handshake, in seconds; it normally takes milliseconds."""
 
 IDLE_CONNECTION_S = 60.0
-"""Time in seconds after which the router closes a connection without calls."""
+"""Time in seconds after which the router closes a connection without calls or methods."""
 
 
 class Listener(Protocol):
@@ -29,8 +29,8 @@ class Listener(Protocol):
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         """Receive the end of the call.
 
-        ``lost``     reason why the connection ended before the call; None if the engine ended it
-        ``failure``  reason that the engine sent if its answer is missing or incomplete, else None
+        ``lost``     why the connection ended before the call; None if the engine ended the call
+        ``failure``  the engine's reason for a missing or incomplete answer; None without one
         """
 
 
@@ -78,7 +78,7 @@ class Channel(asyncio.Protocol):
     def streams(self) -> int:
         """Number of calls and methods without an end from the engine.
 
-        Includes those that the router has cancelled after it had sent them.
+        Includes those that the router cancelled after sending them.
         """
         return self._protocol.streams
 
@@ -115,12 +115,12 @@ class Channel(asyncio.Protocol):
         self._flush()
 
     def close(self) -> None:
-        """Close the connection; the listeners of its calls receive their end."""
+        """Close the connection; each listener receives the end of its call."""
         self._connecting.cancel()
         self._end("the router closed the connection")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the Hello; asyncio's hook."""
+        """Enable keepalive and send the Hello; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         enable_keepalive(transport.get_extra_info("socket"))
         self._flush()

@@ -22,8 +22,8 @@ class RpcRequest:
     """One call, and the state of the router that sends it.
 
     ``router``       id of the router's engine pool, new at each start of the router
-    ``queued``       number of requests and of later prompts of lists that wait in the router for a
-                     slot of this role
+    ``queued``       number of the router's requests that wait for a slot of this role; of a list
+                     of prompts, each waiting prompt counts
     ``transfer_id``  transfer of a prefill leg; None for other calls
     ``hold_s``       longest time in seconds for which a prefill leg stays ongoing after its answer
     ``maybe_full``   whether the router believes the engine full, so that `Accepted` must not be
@@ -90,7 +90,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Cancels a stream: the engine aborts its call or method, and the router discards the rest.
 
-    May cross the end of the stream.
+    May arrive after the stream has ended.
     """
 
     stream: int
@@ -99,7 +99,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Grants credit for consumed items of `size` bytes (`item_bytes`).
 
-    May cross the end of the stream.
+    May arrive after the stream has ended.
     """
 
     stream: int
@@ -164,7 +164,7 @@ class FrameReader:
             (length,) = LENGTH.unpack_from(self._rest, at)
             end = at + LENGTH.size + length
             if self.most_bytes is not None and length > self.most_bytes:
-                raise RpcProtocolError(f"frame of {length} bytes; the limit is {self.most_bytes}")
+                raise RpcProtocolError(f"a frame has {length} bytes; the limit is {self.most_bytes}")
             if len(self._rest) < end:
                 break
             try:

@@ -102,7 +102,7 @@ def common_version(offered: int, newest: int = NEWEST_VERSION, oldest: int = OLD
     """Return the newest version up to `offered` that this side supports; None if there is none.
 
     `offered` is the router's newest version. The router also checks the engine's choice with this
-    function: it may be older than all versions that the router supports.
+    function, because the engine may choose a version that the router no longer supports.
 
     >>> common_version(3, newest=2, oldest=1), common_version(1, newest=2, oldest=1)
     (2, 1)
@@ -258,7 +258,7 @@ class EngineProtocol(_Endpoint):
 
     def _grant(self, credit: Credit) -> None:
         if not 0 < credit.size <= WINDOW_BYTES:
-            raise RpcProtocolError(f"Credit of {credit.size} bytes; it must be 1 to {WINDOW_BYTES} bytes")
+            raise RpcProtocolError(f"a Credit grants {credit.size} bytes; it must grant 1 to {WINDOW_BYTES} bytes")
         self._credit[credit.stream] = min(self._credit.get(credit.stream, 0) + credit.size, WINDOW_BYTES)
 
 
@@ -285,7 +285,7 @@ class RouterProtocol(_Endpoint):
         return stream
 
     def cancel(self, stream: int) -> None:
-        """Cancel a stream; remove its call from the queue if it has not been sent.
+        """Cancel a stream; if its Open or Ask is still queued, remove it and send no Cancel.
 
         Ignores streams that have ended or are cancelled.
         """

@@ -56,7 +56,10 @@ class RpcServerSnapshot:
 
 
 class RpcServer:
-    """RPC server of one engine. `open` it after the engine's start, `close` it before its end."""
+    """RPC server of one engine.
+
+    Call `open` after the engine's start and `close` before the engine's end.
+    """
 
     def __init__(
         self,
@@ -105,8 +108,8 @@ class RpcServer:
     def queued(self) -> int:
         """Return the number of requests that wait in routers for engines of this role.
 
-        Adds up the last `RpcRequest.queued` of each router that has sent a call within
-        REMEMBERED_S, and forgets the reports of the others.
+        Adds up the last `RpcRequest.queued` of each router that has sent a call in the last
+        REMEMBERED_S seconds, and forgets the reports of the others.
         """
         oldest = time.monotonic() - REMEMBERED_S
         self._queued = {router: told for router, told in self._queued.items() if told[1] > oldest}
@@ -131,8 +134,8 @@ class RpcServer:
     async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Return the encoded result of one of `methods`.
 
-        Raises the method's errors, and ValueError for an unknown method or a result that msgpack
-        cannot encode.
+        Raises the method's errors, and ValueError for an unknown method or a result of a type
+        that msgpack cannot encode.
         """
         if method not in self._methods:
             raise ValueError(f"this engine has no method {method!r} for routers")
@@ -185,7 +188,9 @@ class RpcServer:
         except CannotResumeError as error:
             return RpcFailure("cannot_resume", str(error))
         except Exception as error:
-            logger.exception("%s %s failed", request.call.method, request.call.path)
+            logger.exception(
+                "%s %s failed in this engine; sending the error to the router", request.call.method, request.call.path
+            )
             return RpcFailure("error", repr(error))
         return None
 

@@ -15,20 +15,20 @@ HELLO_S = 5.0
 """Timeout in seconds for the authentication of a new connection."""
 
 LINGER_S = 0.002
-"""Maximum delay of `Accepted` and `ResponseStart` in seconds.
+"""Maximum delay in seconds of `Accepted` and `ResponseStart`.
 
 They are sent with the next item if it follows in this time, because each frame wakes the router's
 process.
 """
 
 Serve = Callable[[RpcRequest, "ServedStream"], Coroutine[Any, Any, RpcFailure | None]]
-"""Sends the items of an answer on the stream; returns the failure of an incomplete one, or None.
+"""Function that sends an answer on a stream; returns the failure of an incomplete answer, or None.
 
-Cancelled if the router cancels the call, the connection ends or the server closes.
+It is cancelled if the router cancels the call, the connection ends or the server closes.
 """
 
 Answer = Callable[[str, tuple[Any, ...]], Coroutine[Any, Any, Any]]
-"""Returns the result of a method, by name and arguments. Cancelled as `Serve` is."""
+"""Function that returns the result of a method, by name and arguments; cancelled as `Serve` is."""
 
 
 class ServedStream:
@@ -171,7 +171,7 @@ class ServerConnection(asyncio.Protocol):
     def _run(self, stream: ServedStream, answer: Coroutine[Any, Any, Any], reply: bool = False) -> None:
         """Run `answer` in the stream's task; its end ends the stream.
 
-        ``reply``  whether to send the result of `answer`, which is a method
+        ``reply``  whether `answer` runs a method, whose result is sent as a Reply
         """
         stream.task = asyncio.create_task(answer, name="answers-a-call")
         stream.task.add_done_callback(lambda task: self._ended(stream.number, task, reply))
@@ -194,7 +194,9 @@ class ServerConnection(asyncio.Protocol):
         if task.cancelled():
             failure = RpcFailure("engine_down", "the engine is stopping")
         elif (error := task.exception()) is not None:
-            logger.error("answering stream %d of a router failed", number, exc_info=error)
+            logger.error(
+                "answering stream %d of a router failed; sending the error to the router", number, exc_info=error
+            )
             failure = RpcFailure("error", repr(error))
         elif reply:
             self._protocol.reply(number, task.result())

@@ -178,7 +178,7 @@ def _ms(seconds: float) -> float:
 def open_access_log(folder: Path, replica: str) -> Callable[[str], None]:
     """Return a function that appends a line to `access-<replica>.log` in `folder`.
 
-    Rotates the file at FILE_BYTES.
+    Rotates the file at FILE_BYTES. Raises OSError if the file cannot be opened.
     """
     handler = RotatingFileHandler(folder / f"access-{replica}.log", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -234,7 +234,7 @@ def _partition(
 
 
 def _monotonic(chain: Chain, start: float) -> Chain:
-    """Return the chain with times that never decrease; unadjusted ones may if a clock drifts."""
+    """Return the chain with non-decreasing times; clock drift may make the given times decrease."""
     latest = start
     return [(latest := max(latest, until), part) for until, part in chain]
 

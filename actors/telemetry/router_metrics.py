@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
 FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons of local requests that prefill failed or rejected, or had no available engine for."""
+"""Reasons of local requests for which prefill failed, rejected the prompt or had no free slot."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -145,9 +145,8 @@ class RouterMetrics:
     def counts(self) -> dict[str, int]:
         """Return counts since this router started.
 
-        They are the requests by route, where local ones with a reason in FALLBACKS count as
-        `fallback`, and the numbers of retries, disconnects, broken and resumed streams, and
-        discards.
+        They are the requests by route, and the numbers of retries, disconnects, broken and resumed
+        streams, and discards. Local requests with a reason in FALLBACKS count as `fallback`.
         """
         counts: dict[str, int] = {"remote": 0, "local": 0, "fallback": 0, "refused": 0, "left": 0}
         for sample in next(iter(self.requests.collect())).samples:

@@ -1,4 +1,4 @@
-"""Ray's control store, log directory, replica results and timeouts, without public API in 2.60.
+"""Access to private parts of Ray 2.60: control store, log directory, replica results, timeouts.
 
 Source: https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/experimental/internal_kv.py
 """

@@ -25,7 +25,7 @@ HEAD_S = 30.0
 
 
 class HeadTooLargeError(Exception):
-    """Stops the parser; uvicorn treats it as an unreadable request."""
+    """Exception that stops the parser; uvicorn then handles the request as an invalid one."""
 
 
 class UnframedCycle(RequestResponseCycle):

@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
             try:
                 await loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl)
             except OSError as error:
-                logger.info("a client disconnected before its connection was accepted: %s", error)
+                logger.info("a client's connection failed at shutdown, before its first request; closing it: %s", error)
                 connection.close()
         for _ in range(LOOKS):
             if not any(_is_new(connection) for connection in self.server_state.connections):

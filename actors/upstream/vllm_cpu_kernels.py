@@ -2,9 +2,9 @@
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. If all LoRA slots are in use, its LoRA
-kernels for CPUs apply an adapter to requests without one. Its CPU build supports neither expert
-parallelism nor data parallelism for models with experts.
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`. If all LoRA slots are in use, vLLM's
+LoRA kernels for CPUs apply an adapter to requests without one. vLLM's CPU build supports neither
+expert parallelism nor data parallelism for models with experts.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, extended so that seeded requests work whose prompts need several steps.
+"""vLLM's CPU worker, extended for seeded requests with prompts that need several steps.
 
 vLLM samples in every step of a prompt and discards the result in all but the last. For a seeded
 request it then rewinds the generator by an offset (`GPUModelRunner._bookkeeping_sync`), which

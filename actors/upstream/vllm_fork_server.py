@@ -55,10 +55,17 @@ def use_fork_server() -> None:
         modules = [importlib.import_module(name) for name in USERS]
         originals = {module.get_mp_context for module in modules}
     except (ImportError, AttributeError) as error:
-        logger.warning("spawning engine processes, which is slower: vLLM has changed: %r", error)
+        logger.warning(
+            "spawning engine processes, which is slower, because vLLM has changed: %r; "
+            "update actors/upstream/vllm_fork_server.py",
+            error,
+        )
         return
     if len(originals) != 1:
-        logger.warning("spawning engine processes, which is slower: vLLM uses several contexts to start them")
+        logger.warning(
+            "spawning engine processes, which is slower, because vLLM uses several contexts to start them; "
+            "update actors/upstream/vllm_fork_server.py"
+        )
         return
     (original,) = originals
     if getattr(original, "__module__", None) == __name__:

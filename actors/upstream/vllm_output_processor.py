@@ -7,9 +7,8 @@ expect the number that one engine would report, which excludes tokens computed f
 (`max_tokens` is 1). At this end the frontend would report a finish reason and release text held
 back for stop strings, although decode continues the answer.
 
-*Reports of first tokens*: before the end of an answer that is not streamed, AsyncLLM passes on
-nothing of it. The router needs to know earlier that decode has the KV, so the processor reports the
-first token.
+*Reports of first tokens*: if an answer is not streamed, AsyncLLM yields nothing before its end. The
+router needs to know earlier that decode has the KV, so the processor reports the first token.
 
 AsyncLLM has no parameter for an output processor, so `take_over` replaces the class of AsyncLLM's
 own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
@@ -54,9 +53,9 @@ class SharedRequestOutputs(OutputProcessor):
         processor.unfinished = set()
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
-        """Register an engine request, and the first one of a `ServedCall` as the call's own.
+        """Register an engine request; connect the first one of a `ServedCall` to the call.
 
-        Of several choices, the first one receives the KV.
+        If a call has several choices (`n`), the engine request of the first one receives the KV.
         """
         served = SERVED_CALL.get()
         first = served is not None and served.timestamps.request_id is None

@@ -48,7 +48,7 @@ def make_replayable(config: VllmConfig) -> None:
 
 
 class ReplayCollector:
-    """Passes a request's outputs to vLLM's collector, one group of the replay log at a time.
+    """Passes a request's outputs to vLLM's collector, one token group of the replay log at a time.
 
     Without a replay log, only the first output is a group of its own: a prefill engine may have
     sent its token to the client. The collector merges unread outputs, so without this class the
@@ -137,7 +137,7 @@ def _always(logger: StatLoggerBase) -> StatLoggerFactory:
 
 
 class ReplayingLLM(AsyncLLM):
-    """An AsyncLLM that records the groups of a streamed `ServedCall` and repeats its replay log.
+    """An AsyncLLM that records a streamed `ServedCall`'s token groups and repeats its replay log.
 
     Also records the call's timestamps up to the first token.
     """

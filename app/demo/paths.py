@@ -1,4 +1,4 @@
-"""Path of the committed demo checkpoint."""
+"""Path of the embedded demo checkpoint."""
 
 from pathlib import Path
 

@@ -70,8 +70,8 @@ def _directory(folder: Path) -> Iterator[Finding]:
 def _unreadable(path: Path) -> str | None:
     """Return the reason why a checkpoint file is unreadable or visibly incomplete, else None.
 
-    Detects Git LFS pointers, truncated safetensors files and a `config.json` that is not JSON.
-    Reads the first FIRST_BYTES of the file, or all of `config.json`.
+    Detects Git LFS pointers, safetensors files that end within their header, and a `config.json`
+    that is not JSON. Reads the first FIRST_BYTES of the file, or all of `config.json`.
     """
     try:
         with path.open("rb") as file:

@@ -120,7 +120,7 @@ def check_temporary_directory() -> Iterator[Finding]:
 
 
 def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that the configured ports are free, and at least two of each UCX_TCP_PORT_RANGE."""
+    """Check that configured ports, and at least two of each UCX_TCP_PORT_RANGE, are free."""
     if config.get("proxy_location") != "Disabled":
         http = config.get("http_options") or {}
         yield _port(http.get("host", "127.0.0.1"), http.get("port", 8000), "http_options.port")

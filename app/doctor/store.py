@@ -38,7 +38,7 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
 def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding:
     """Return the finding of one tier; `key` and `budget_key` name its settings in `store`.
 
-    A missing folder that this user can create passes: the first engine creates it.
+    A missing folder is no error if this user can create it, as the first engine does.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:

@@ -74,7 +74,10 @@ class PerKeyLimiter:
 
 
 class Authenticated:
-    """ASGI middleware that checks API keys and their request limits. Without keys, admits all."""
+    """ASGI middleware that checks API keys and their request limits.
+
+    Without configured keys, it admits all requests.
+    """
 
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes]) -> None:
         self._app = app

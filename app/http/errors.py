@@ -69,7 +69,7 @@ def error_body(status: HTTPStatus, message: str, param: str | None = None, kind:
 
 
 def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error body of OpenAI's format in Anthropic's, with the same `type`, as in vLLM."""
+    """Convert an error from OpenAI's format to Anthropic's; keep its `type`, as vLLM does."""
     return {"type": "error", "error": {key: body["error"][key] for key in ("type", "message")}}
 
 

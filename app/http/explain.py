@@ -2,8 +2,8 @@
 
 A client that sends `x-tandem-explain: 1` receives two headers, unless the answer is an error:
 `x-tandem-decision`, the routing decision and its inputs, and `Server-Timing`, the latency breakdown
-in the W3C format that browsers' developer tools display. A stream that has begun with keep-alive
-comments has them as SSE comments.
+in the W3C format that browsers' developer tools display. If a stream has begun with keep-alive
+comments, the router sends the two headers as SSE comments.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,7 +47,7 @@ class Observer:
     """Reports one request in its response headers, metrics, recent requests, access log and trace.
 
     The router must answer `request`, not the original one: if the request is traced, the headers of
-    `request` have the trace's span as parent.
+    `request` name the trace's span as parent.
     """
 
     model: ModelRouter

@@ -56,7 +56,7 @@ class Tally:
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self.metrics = metrics
-        """Metrics that count the request: the router's until its model is known."""
+        """Metrics that count the request: the router's until the request's model is known."""
         self._counted = False
 
     def count(self, route: str, reason: str | None, status: int) -> None:
@@ -93,7 +93,7 @@ class Generate:
         except Exception as error:
             status = status_of(error)
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.exception("a request to %s failed", self._endpoint)
+                logger.exception("a request to %s failed; the client gets an internal error", self._endpoint)
             tally.count(REFUSED, None, int(status))
             if keep_alive.started:
                 await self._refuse_late(error_event(error, self._endpoint), status, scope.get(ENTRY), send)
@@ -105,7 +105,8 @@ class Generate:
     async def _read(self, request: Request) -> ClientRequest:
         """Read the request within `body_timeout_s`, which limits the time of a slow upload.
 
-        Raises BadRequestError, or ClientDisconnect if the client closes the connection.
+        Raises BadRequestError for an invalid request, or with status 408 after the timeout, and
+        ClientDisconnect if the client closes the connection.
         """
         limits = self._router.limits
         try:
@@ -217,9 +218,13 @@ class Generate:
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _broken(self, error: Exception, observer: Observer) -> bytes:
-        """Count and log an error after the response has started; return its events."""
+        """Count and log an error after the response has started; return its error events."""
         observer.model.metrics.broken_streams.inc()
-        logger.warning("a stream was interrupted: %s", with_causes(error), exc_info=not isinstance(error, TandemError))
+        logger.warning(
+            "a stream was interrupted; ending it with an error event: %s",
+            with_causes(error),
+            exc_info=not isinstance(error, TandemError),
+        )
         return error_event(error, self._endpoint)
 
 

@@ -71,7 +71,7 @@ class HttpServer:
         """Create the server.
 
         ``leave_s``  time between `close` and the end of the listener
-        ``service``  id of the service, by default of this process's Serve application
+        ``service``  id of the service; None: the id of this process's Serve application
         ``ready``    returns whether the router can serve requests
         ``tls``      certificate files; None: plain HTTP
         """
@@ -186,7 +186,7 @@ class HttpServer:
 
 
 def certificate_required() -> JSONResponse:
-    """Return the answer to a client without a certificate."""
+    """Return the 403 response for a client without a certificate."""
     status = HTTPStatus.FORBIDDEN
     return JSONResponse(error_body(status, "a client certificate is required; connect with one"), status_code=status)
 
@@ -199,7 +199,10 @@ def this_service() -> str:
 
 
 def _bind(host: str, port: int, shared: bool) -> socket.socket:
-    """Return a listener, with SO_REUSEPORT if `shared`; `::` includes IPv4. Raises OSError."""
+    """Return a listener, with SO_REUSEPORT if `shared`; `::` includes IPv4.
+
+    Raises OSError if the address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server(
         (host, port), family=family, backlog=BACKLOG, reuse_port=shared, dualstack_ipv6=host == "::"

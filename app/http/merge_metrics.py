@@ -1,7 +1,7 @@
 """Merges the Prometheus expositions of several processes and adds the labels role and replica.
 
-Groups and labels lines as text. Parsing and formatting the numbers took 40 ms per engine and
-blocked the router's event loop.
+Groups and labels lines as text. Parsing and formatting the numbers would block the router's event
+loop for 40 ms per engine.
 """
 
 import re

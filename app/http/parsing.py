@@ -58,10 +58,13 @@ PRIORITY_HEADER = b"x-vllm-priority"
 async def read_request(
     request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31, client_priority: bool = False
 ) -> ClientRequest:
-    """Read and check a request. Raises BadRequestError or ClientDisconnect.
+    """Read and check a request.
 
     ``max_prompts``      maximum of the number of prompts times `n`
     ``client_priority``  whether the router forwards PRIORITY_HEADER
+
+    Raises BadRequestError for an invalid request, and ClientDisconnect if the client closes the
+    connection before the end of the body.
     """
     arrived_at = time.monotonic()
     raw = await read_body(request, max_body_bytes)
@@ -224,7 +227,11 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """Return the body. Raises BadRequestError if it is too large, and ClientDisconnect."""
+    """Return the body.
+
+    Raises BadRequestError with status 413 if it is too large, and ClientDisconnect if the client
+    closes the connection before its end.
+    """
     too_large = BadRequestError(
         f"the body is larger than {max_body_bytes} bytes; send a smaller one",
         status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

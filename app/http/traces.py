@@ -34,7 +34,7 @@ class RequestTrace:
         )
         self._context = set_span_in_context(self._span)
         self.request = request.with_metadata(headers=self._forwarded(request.headers))
-        """The request for the engines, whose trace headers have this span as parent."""
+        """The request for the engines; its trace headers name this span as parent."""
 
     def refused(self, status: int) -> None:
         """Record the status of an engine's answer that is an error (400 or higher)."""
@@ -91,7 +91,7 @@ class Traces:
         return RequestTrace(self._tracer, request)
 
     def flush(self) -> None:
-        """Export queued spans; blocks."""
+        """Export all queued spans; block until the exporter has sent them or failed."""
         self._provider.force_flush()
 
 

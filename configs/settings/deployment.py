@@ -89,9 +89,9 @@ class RoleSettings(PlacementSettings):
     start_attempts: int = Field(
         3,
         ge=1,
-        description="failed starts in a row, at most three per replica, after which the deployment fails. If that "
-        "happens during an update, Serve starts no replica of this role until the next `serve deploy` "
-        "([upgrades](operations.md#upgrades-and-restarts))",
+        description="number of failed starts in a row after which the deployment fails; three per replica if that is "
+        "fewer. If the deployment fails during an update, Serve starts no replica of this role until the next "
+        "`serve deploy` ([upgrades](operations.md#upgrades-and-restarts))",
     )
     drain_s: Seconds = Field(30.0, description="time for which a stopping replica may finish its requests")
 

@@ -58,14 +58,14 @@ class TransferSettings(Frozen):
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
-        description="full: decode compares digests of all bytes moved before it runs the request, computed on the "
-        "device that holds the KV; off: no digests; auto: same as full",
+        description="full: before decode runs the request, it compares digests of all bytes moved, which the devices "
+        "that hold the KV compute; off: no digests; auto: same as full",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
         description="chunk: prefill sends KV after each chunk of the prompt; layer: it also sends the last chunk "
         "layer by layer; auto: the one with the lower measured cost, or chunk where the KV lies on an accelerator. "
-        "With speculative drafts or ubatching, it is always chunk",
+        "With ubatching, or with KV of speculative drafts in the cache, it is always chunk",
     )
     trace_path: str = Field("", description="file to which each transfer event is appended as a JSON line; empty: none")
     handshake_s: Seconds = Field(30.0, description="timeout of a handshake, the first contact of two engines")
@@ -103,7 +103,7 @@ class TransferSettings(Frozen):
         ge=1800.0,
         allow_inf_nan=False,
         description="silence after which prefill forgets a decode worker without an open transfer and closes its "
-        "connection; decode forgets an unused prefill engine after half of it",
+        "connection; decode forgets an unused prefill engine after half of this time",
     )
     node_lost_s: Seconds | None = Field(
         None,

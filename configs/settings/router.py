@@ -155,8 +155,8 @@ class RouterLimits(Frozen):
     )
     first_token: Literal["prefill", "decode"] = Field(
         "decode",
-        description="engine that samples the first token of a stream, or answers a request for one token, with a "
-        "remote route. prefill: the client receives it before the KV has moved, where this is exact "
+        description="role that samples the first token of a split request that streams or asks for one token. prefill: "
+        "the client receives the token before the KV has moved, if the model and the request permit this "
         "([HTTP API](http-api.md#first-token)); decode: always decode",
     )
     routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")

@@ -15,8 +15,8 @@ class ScalingSettings(Frozen):
         0.7,
         gt=0,
         le=1,
-        description="target fraction of time in which prefill engines compute prompts, estimated from the prompt "
-        "tokens per second that they were measured to compute while busy",
+        description="target fraction of time in which prefill engines compute prompts, estimated from their measured "
+        "prompt tokens per busy second",
     )
     catch_up_s: Seconds = Field(10.0, description="time in which queued prompt tokens should be computed")
     kv_use: float = Field(0.7, gt=0, le=1, description="target fraction of decode engines' KV cache in use")

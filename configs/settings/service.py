@@ -165,7 +165,7 @@ class ServiceSettings(ModelSettings):
                 if port and role.replicas != 1 and role.placement != "apart":
                     raise ValueError(
                         f"{name}.placement must be `apart`: two replicas on one node cannot share "
-                        f"{setting} {port}; 0 takes any free port"
+                        f"{setting} {port}; alternatively, set the port to 0 for any free port"
                     )
                 if port and port + role.data_parallel_size - 1 > LAST_PORT:
                     raise ValueError(
@@ -207,7 +207,7 @@ class ServiceSettings(ModelSettings):
     def with_secret(self, fallback: SecretStr) -> "ServiceSettings":
         """Return these settings with the operator's secret, or with `fallback` if there is none.
 
-        Raises SettingsError as `operators_secret` does.
+        Raises SettingsError if the secret is from the environment and too short.
         """
         secret = self.transfer.operators_secret() or fallback
         return self.model_copy(update={"transfer": self.transfer.model_copy(update={"secret": secret})})

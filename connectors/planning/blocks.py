@@ -1,4 +1,4 @@
-"""Selects the blocks and units of a request that a transfer or a load of the KV store must fill.
+"""Selects the blocks and units of a request that a transfer or a load from the KV store must fill.
 
 position  index into a group's block table; position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the
           request, ``B`` being the block size in tokens
@@ -43,7 +43,7 @@ class BlockSet:
 
     def __post_init__(self) -> None:
         if self.positions.shape != self.ids.shape or self.positions.ndim != 1:
-            raise PlanError("positions and ids must be vectors of equal length")
+            raise PlanError("BlockSet: positions and ids must be vectors of equal length")
 
     def __len__(self) -> int:
         return len(self.positions)

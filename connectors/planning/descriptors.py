@@ -1,8 +1,8 @@
 """Applies plans to block ids: returns the contiguous byte ranges to copy (*runs*) as numpy vectors.
 
 Adjacent runs are merged. No Python object is created per block: 10,000 blocks take a few numpy
-operations. In a copy between a rank's cache and the KV store, objects in the memory of this process
-are the consumer of a store and the producer of a load (``store/planning/layout.py``).
+operations. For the KV store, objects in this process's memory take the consumer's role when KV of a
+rank is stored, and the producer's role when KV is loaded (``store/planning/layout.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from connectors.planning.plan import GroupPlan, PairPlan
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """N copies of contiguous bytes, from the producer's memory to the consumer's.
+    """N contiguous byte ranges to copy from the producer's memory to the consumer's.
 
     ``src``     addresses in the producer's memory, shape (N,)
     ``dst``     addresses in the consumer's memory, shape (N,)
-    ``length``  bytes of each copy, shape (N,)
+    ``length``  bytes of each range, shape (N,)
     """
 
     src: Ints

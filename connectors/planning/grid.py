@@ -93,7 +93,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         if min(self.tp_size, self.pp_size, self.pcp_size, self.dcp_size, self.interleave_tokens) <= 0:
-            raise PlanError(f"the sizes of a grid must be positive: {self}")
+            raise PlanError(f"parallel sizes must be positive: {self}")
         if self.pcp_size == 1 and self.tp_size % self.dcp_size:
             raise PlanError(f"tp_size {self.tp_size} must be a multiple of dcp_size {self.dcp_size}")
         if self.pcp_size > 1 and self.dcp_size not in (1, self.pcp_size, self.pcp_size * self.tp_size):

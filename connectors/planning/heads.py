@@ -66,7 +66,10 @@ def holdings(grid: Grid, kv_heads: int, *, sharded: bool) -> list[Holding]:
 
 
 def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: int = 0) -> tuple[HeadShare, ...]:
-    """Return the shares of one layer between engines with tensor parallelism only."""
+    """Return the shares of one layer between engines with tensor parallelism only.
+
+    Other arguments and the order are as in ``shares_of_layer``.
+    """
     return shares_of_layer(Grid(producer_tp), Grid(consumer_tp), kv_heads, layer_index, (False, False))
 
 

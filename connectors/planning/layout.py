@@ -287,7 +287,7 @@ class EngineLayout:
     def _check_share(self, group: Group) -> None:
         """Raise PlanError unless the group's shard and layers fit this rank.
 
-        The shard is this rank's in the grid, or all tokens.
+        The shard must be the one that ``grid`` gives to this rank, or all tokens.
         """
         if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
             raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its shard in the grid is {shard}")

@@ -41,8 +41,8 @@ class Digest(Protocol):
 class Send:
     """Send ``message`` to ``peer``.
 
-    If it cannot be sent, the owner calls ``Consumer.undelivered``. It may also be lost without an
-    error: every wait for an answer has a deadline.
+    If the message cannot be sent, the owner calls ``Consumer.undelivered``. The message may also be
+    lost without an error: every wait for an answer has a deadline.
     """
 
     peer: Peer
@@ -107,8 +107,8 @@ class Due:
     ``failure``    None if the producer is about to compute the prompt or has computed it: vLLM can
                    allocate the request's blocks. Else the reason why no KV will arrive; this engine
                    then computes the prompt
-    ``cancelled``  whether this rank cancels the transfer at its partners; the other ranks have not
-                   queued the request, and must ``release`` it
+    ``cancelled``  whether this rank cancels the transfer at its partners. The other ranks have not
+                   queued the request: their owners must call ``Consumer.release``
     """
 
     request_id: str
@@ -137,8 +137,8 @@ class Verify:
     def problem(self) -> str | None:
         """Add the received bytes to ``digest``, and compare it with ``expected``. Call this once.
 
-        Return None if they are equal, else a description of the difference. Raises what ``digest``
-        raises.
+        Return None if they are equal, else a description of the difference. Raises PlanError for a
+        block that does not exist at this end, and torch's errors if the cache is on an accelerator.
         """
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)

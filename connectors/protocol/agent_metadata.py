@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Properties besides the layout that must be equal for two engines to exchange KV.
+    """Properties that must be equal for two engines to exchange KV; layouts may differ.
 
     ``model``           digest of the model's configuration and of a string that identifies its
                         weights (``weights_identity``). For a hub model without a known commit, and
@@ -104,7 +104,7 @@ class EngineMetadata:
 def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
     """Raise IncompatiblePeerError with the first difference that prevents a correct transfer.
 
-    Differences of transport, identity or layout count.
+    This function compares transport, identity and layout.
     """
     if producer.transport != consumer.transport:
         raise IncompatiblePeerError(
@@ -135,7 +135,10 @@ def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
 
 
 def decode_agent_metadata(payload: bytes) -> AgentMetadata:
-    """Parse agent metadata. Raises WireError if malformed, too large or of another version."""
+    """Parse agent metadata.
+
+    Raises WireError if it is malformed, too large or of another protocol version.
+    """
     if len(payload) > MAX_METADATA_BYTES:
         raise WireError(f"agent metadata has {len(payload)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:
@@ -161,8 +164,8 @@ def decode_agent_metadata(payload: bytes) -> AgentMetadata:
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
     """Combine the agent metadata of all n workers of an engine, by rank.
 
-    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with one grid and the
-    same layers of the model in each group.
+    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with equal parallel
+    sizes and the same layers of the model in each group.
     """
     rank_metadata = tuple(workers[rank] for rank in sorted(workers))
     if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):
@@ -173,12 +176,15 @@ def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
         layout, first = agent_metadata.layout, rank_metadata[0].layout
         if (layout.rank, layout.grid.size) != (rank, len(rank_metadata)):
             raise WireError(
-                f"agent metadata {rank} of {len(rank_metadata)} describes rank {layout.rank} of {layout.grid.size}"
+                f"the agent metadata of rank {rank} of {len(rank_metadata)} describes rank {layout.rank} of "
+                f"{layout.grid.size}"
             )
         if layout.grid != first.grid or [g.model_layers for g in layout.groups] != [
             g.model_layers for g in first.groups
         ]:
-            raise WireError(f"agent metadata {rank} describes another grid or other layers than agent metadata 0")
+            raise WireError(
+                f"the agent metadata of rank {rank} describes other parallel sizes or other layers than that of rank 0"
+            )
     return EngineMetadata(rank_metadata[0].incarnation, rank_metadata)
 
 
@@ -186,7 +192,7 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
     axes = {key: _few(fields[key], key) for key in _AXES}
     _few(_few(fields["tp_size"], "tp_size") * axes["pp_size"] * axes["pcp_size"], "the number of ranks")
     if axes["dcp_size"] * axes["interleave_tokens"] > _MOST_INTERLEAVED:
-        raise WireError(f"dcp_size * interleave_tokens exceeds the limit of {_MOST_INTERLEAVED}")
+        raise WireError(f"agent metadata: dcp_size * interleave_tokens exceeds the limit of {_MOST_INTERLEAVED}")
     return EngineLayout(
         tp_rank=_whole(fields["tp_rank"], "tp_rank"),
         tp_size=_few(fields["tp_size"], "tp_size"),
@@ -221,15 +227,17 @@ def _layout(fields: dict[str, Any]) -> EngineLayout:
 def _pages(fields: dict[str, Any]) -> LayerPages:
     pages = _checked(LayerPages, fields)
     if max(pages.kernel_blocks, pages.rows, pages.heads, pages.stripes) > _MOST_ROWS:
-        raise WireError(f"layer {pages.layer!r} has more than {_MOST_ROWS} rows, stripes, heads or kernel blocks")
+        raise WireError(
+            f"agent metadata: layer {pages.layer!r} has more than {_MOST_ROWS} rows, stripes, heads or kernel blocks"
+        )
     return pages
 
 
 def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
     """Build a dataclass of strings and whole numbers.
 
-    Raises WireError for other values, TypeError for unknown or missing fields, and what the class
-    raises.
+    Raises WireError for other values, TypeError for unknown or missing fields, and the errors of
+    the class itself, for example PlanError.
     """
     built = kind(**values)
     for field in fields_of(kind):  # type: ignore[arg-type]
@@ -246,13 +254,13 @@ def _whole(value: object, key: str) -> int:
 
 def _block_tokens(value: object) -> int:
     if _whole(value, "block_tokens") > _MOST_BLOCK_TOKENS:
-        raise WireError(f"a block has {value!r} tokens; the limit is {_MOST_BLOCK_TOKENS}")
+        raise WireError(f"agent metadata: a block has {value!r} tokens; the limit is {_MOST_BLOCK_TOKENS}")
     return _whole(value, "block_tokens")
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"caches_prefixes must be true or false, not {value!r}")
+        raise WireError(f"agent metadata: caches_prefixes must be true or false, not {value!r}")
     return value
 
 

@@ -37,8 +37,8 @@ Silence is progress_s without a message of one partner; during a handshake, hand
 From OFFERED on, Cancel goes to all partners that may write. If there is none and no verification
 runs, a failed reception skips ENDING. A request of a known engine skips CONNECTING unless the
 engine is stale: its last handshake failed, or since then a message could not be sent, a worker was
-lost or removed, or a transfer went into quarantine. An id counts as used while it is queued, and
-until lease_s after its reception has ended.
+lost or removed, or a transfer went into quarantine. An id counts as used while it is queued or has
+a reception, and for lease_s after its reception has ended.
 
 A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives, its Offer cannot
 be sent, or the owner reports its death. Failed does not end this period: parts of a write may still
@@ -126,7 +126,7 @@ class Consumer:
         self._used: dict[str, float] = {}
 
     def queue(self, request_id: str, transfer_id: str, producer: EngineAddress, now: float) -> list[ConsumerAction]:
-        """Queue a request without blocks until Due, ``start`` or ``release``. A used id fails."""
+        """Queue a request until Due, ``start`` or ``release``. For a used id, Due has a failure."""
         if self._is_used(transfer_id):
             return [Due(request_id, transfer_id, _USED_TWICE)]
         return self._queue.add(request_id, transfer_id, producer, now)
@@ -218,7 +218,7 @@ class Consumer:
         )
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove an engine of which the owner evicts a worker.
+        """Remove an engine because the owner evicts one of its workers.
 
         If the engine has queued requests or receptions, also in quarantine, only mark it stale. In
         both cases the engine's next request starts with a handshake.
@@ -302,7 +302,7 @@ class Consumer:
         return self._engines.addresses()
 
     def engines(self) -> set[str]:
-        """Return the incarnations of producer engines, known, requested or owed a Cancel."""
+        """Return the incarnations of engines that are known, in use or have pending Cancels."""
         waited_for = (address.incarnation for address in self._producers())
         return {*self._engines.partners, *self._engines.releases, *waited_for}
 

@@ -82,8 +82,8 @@ class Delivery:
     ``ending``          final message, sent when no write is in flight, unless a write has failed or
                         the consumer is gone
     ``closed``          True once ``ending`` is set and no write is in flight
-    ``last_sent``       time from which alive_s counts: of the last AwaitStart, Offer, Starting or
-                        Alive, in seconds
+    ``last_sent``       time in seconds of the last AwaitStart, Offer, Starting or Alive; alive_s
+                        counts from it
     ``offered_blocks``  number of blocks in the offer, counted against the consumer's pool until the
                         delivery is closed
     ``moved_at``        time at which a write was last started or completed, in seconds
@@ -209,7 +209,9 @@ class Allowance:
                 del self.early[transfer.consumer]
 
     def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
-        """Accept an offer and return True; False if open offers would exceed the consumer's pool.
+        """Accept an offer, unless open offers would then exceed the consumer's pool.
+
+        Return whether the offer was accepted.
 
         ``pool_blocks``  number of blocks in the consumer worker's pool
         """
@@ -275,7 +277,7 @@ def take(
 
     The first call that can serve the offer records its units as pending in ``delivery``, and
     creates the digest if the offer needs one. Each call removes the units of the returned moves
-    from the pending ones, so the caller must write the moves. ``moves`` is empty with a problem.
+    from the pending ones, so the caller must write the moves. A problem comes with no moves.
 
     ``consumer`` is None if the consumer worker is dead or has been removed.
     """

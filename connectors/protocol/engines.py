@@ -56,6 +56,8 @@ class ProducerEngines:
     ``stale``     incarnations of known engines whose next request starts with a handshake
     ``releases``  transfers to cancel after the next handshake, with the time in seconds at which
                   each became pending, by incarnation
+
+    ``now`` is the current time in seconds.
     """
 
     def __init__(self, limits: TransferLimits) -> None:
@@ -88,7 +90,7 @@ class ProducerEngines:
         self.mark_stale(incarnation)
 
     def mark_stale(self, incarnation: str) -> None:
-        """Require a handshake before the next request of a known engine."""
+        """Require a handshake before the next request that uses a known engine."""
         if incarnation in self.partners:
             self.stale.add(incarnation)
 

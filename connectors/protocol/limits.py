@@ -29,13 +29,13 @@ class TransferLimits:
 
     ``handshake_s``  limit of a handshake with an engine, the fetch of its agent metadata included
     ``progress_s``   time without a message of a producer rank about a queued or offered transfer
-                     after which the consumer gives the transfer up; also the time without progress
-                     of a delivery's writes (``hang_s``) after which the producer sends no Alive to
-                     the consumer rank
+                     after which the consumer gives the transfer up. Also the time without progress
+                     of a delivery's writes, as defined in ``hang_s``, after which the producer
+                     sends no Alive to the consumer rank
     ``cancel_s``     interval between Cancels to producer ranks that do not answer; after the first
                      interval, the engine quarantines the request's blocks and, unless the request
-                     was aborted, computes it in other blocks. Also the limit of a question to a
-                     witness whether a suspect's process has ended
+                     was aborted, computes the prompt in other blocks. Also the limit of a request
+                     to a witness for the state of a suspect's process
     ``lease_s``      time for which a producer holds finished blocks without an offer, and keeps
                      messages of a transfer whose prefill request has not arrived; also the time for
                      which both sides keep ids of ended transfers, and a consumer keeps a Cancel

@@ -139,8 +139,8 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
 def whole_blocks(prompt_tokens: int, multiple: int) -> int:
     """Return the number of prompt tokens whose KV a producer sends if it samples the first token.
 
-    The result is the largest multiple of ``multiple`` that is below ``prompt_tokens``: the consumer
-    computes at least one token itself.
+    The result is the largest multiple of ``multiple`` (above 0) that is below ``prompt_tokens``:
+    the consumer computes at least one token itself.
 
     >>> [whole_blocks(tokens, 16) for tokens in (1, 16, 17, 32, 33)]
     [0, 0, 16, 16, 32]

@@ -44,8 +44,8 @@ The producer can write layers during a step: ``begin``, ``layers_computed``, the
                                                  has ended (docs/decisions/0009)
 
 The producer never writes for a closed delivery: Fin, Aborted and Cancelled allow the consumer to
-use or free its blocks. Failed does not. After a failed write, the producer answers messages of the
-consumer worker about this transfer with Failed until ``engine_lost``, even if both are removed.
+use or free its blocks. Failed does not. After a failed write, the producer answers the worker's
+messages about the transfer with Failed until ``engine_lost``, even if it has removed both.
 
 The producer keeps the ids of ended transfers for lease_s. It answers offers with such an id with
 Aborted, or not at all while a write for that consumer rank is in flight. After lease_s, it keeps
@@ -54,7 +54,7 @@ answers offers up to that number with Aborted: if a cancelled offer that arrives
 new, the producer would write into blocks of another request.
 
 A consumer worker is known from ``welcome`` until ``peer_lost``, or until forget_s without a message
-and without an open delivery. When a removed worker has none, the producer returns Forget for it.
+and without an open delivery. A Forget follows once a removed worker has no open delivery.
 ``Allowance`` limits the state that a consumer can create in this rank.
 """
 
@@ -111,7 +111,7 @@ class Producer(Production):
     def expect(
         self, request_id: str, transfer_id: str, prompt_tokens: int, prompt_digest: str, now: float
     ) -> list[ProducerAction]:
-        """Add a prefill request. Send no KV if its transfer is live, held, ended or discarded."""
+        """Add a prefill request. Send no KV if its transfer id is in use, ended or discarded."""
         transfer = self._transfers.get(transfer_id)
         if transfer_id in self._gone or (transfer is not None and transfer.stage is not Stage.EARLY):
             # The id is in use, ended or discarded: this rank sends nothing, and vLLM can free the
@@ -157,8 +157,8 @@ class Producer(Production):
     def begin(self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int) -> None:
         """Handle the start of a step after which ``computed_tokens`` tokens have KV.
 
-        Only for steps that report computed layers. ``new_ids`` are as in ``progress``, which still
-        ends the chunk, without new ids.
+        Only for steps that report computed layers. ``new_ids`` are as in ``progress``. The owner
+        then ends the chunk with ``progress`` and empty ``new_ids``.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -168,7 +168,7 @@ class Producer(Production):
         transfer.coming_tokens = computed_tokens
 
     def layers_computed(self, request_ids: Iterable[str], group: int, stop: int, now: float) -> list[ProducerAction]:
-        """Write layers of a group, of which the current step has computed the first ``stop``."""
+        """Write the first ``stop`` layers of a group, which the current step has computed."""
         actions: list[ProducerAction] = []
         for request_id in request_ids:
             transfer = self._by_request.get(request_id)

@@ -239,7 +239,7 @@ class Production:
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
         """End a transfer after lease_s; with writes in flight, only when they have ended.
 
-        HELD: an offer did not arrive. EARLY: the prefill request did not arrive.
+        A held transfer lacks an offer, an early one its prefill request.
         """
         reason = (
             "the lease expired before an offer arrived"

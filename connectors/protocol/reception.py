@@ -26,8 +26,7 @@ class Order:
     """The KV that one request needs on this rank.
 
     ``producer``       engine that computes the prompt
-    ``end_token``      first token that this engine computes itself; the transfer supplies the KV of
-                       the tokens before it
+    ``end_token``      first token that this engine computes itself: only earlier tokens need KV
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``)
     ``groups``         blocks to fill, one set per group
     """
@@ -128,7 +127,7 @@ class RequestQueue:
         return []
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """End the waits without a message from ``asked``, or a handshake, for too long.
+        """End waits that have had no message from ``asked``, or no handshake, for ``silence_s``.
 
         Cancel their transfers.
         """

@@ -82,9 +82,9 @@ class AwaitStart:
 
     ``number``  message number (``Offer``)
 
-    Once the prefill request has arrived, the producer answers with Alive every alive_s until it is
-    about to compute the prompt, then with Starting every alive_s until the Offer arrives; or with
-    Aborted or Failed.
+    Once the prefill request has arrived, the producer sends Alive every alive_s. When it is about
+    to compute the prompt, it sends Starting, and repeats it every alive_s until the Offer arrives.
+    Aborted or Failed ends the wait.
     """
 
     transfer_id: str
@@ -104,8 +104,7 @@ class Starting:
 class Offer:
     """A consumer worker's blocks to fill. Valid once per transfer and consumer worker.
 
-    ``end_token``      first token that the consumer computes itself: the producer sends the KV of
-                       the tokens before it
+    ``end_token``      first token that the consumer computes itself: only earlier tokens need KV
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``), compared by the producer
     ``groups``         blocks to fill, one set per group
     ``digest``         whether Fin must have a digest of the written bytes
@@ -155,7 +154,10 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A write of this producer rank failed; parts of it may still arrive. No acknowledgement."""
+    """A write of this producer rank failed; this is no acknowledgement.
+
+    Parts of the write may still arrive.
+    """
 
     transfer_id: str
     reason: str
@@ -166,7 +168,8 @@ class Failed:
 class Cancel:
     """The consumer needs no KV of the transfer, or no more of it.
 
-    It keeps its blocks until Fin, Aborted or Cancelled arrives, or the producer rank is dead.
+    The consumer keeps its blocks until Fin, Aborted or Cancelled arrives, or the producer rank is
+    dead.
 
     ``number``  number of the cancelled Offer or, without an Offer, a new number
     """
@@ -261,7 +264,10 @@ def decode(frame: bytes, key: bytes = b"") -> Envelope:
         )
     end = len(frame) - _TAG_BYTES
     if not hmac.compare_digest(_tag(memoryview(frame)[:end], key), frame[end:]):
-        raise WireError("the frame's tag is wrong: the frame is damaged, or the sender has another secret")
+        raise WireError(
+            "the frame's tag is wrong: the frame is damaged, or the sender has another secret; set the same "
+            "transfer.secret (kv_connector_extra_config: secret) on both engines"
+        )
     body_at = _PREFIX.size + head_bytes
     if body_at > end:
         raise WireError(f"a frame of {len(frame)} bytes is truncated: its header has {head_bytes} bytes")
@@ -281,7 +287,7 @@ def decode(frame: bytes, key: bytes = b"") -> Envelope:
 def _message(header: dict[str, Any], body: bytes) -> Message:
     kind = header.get("kind")
     if kind not in (Hello.kind, Offer.kind) and body:
-        raise WireError(f"{reprlib.repr(kind)} has a body of {len(body)} bytes, but must have none")
+        raise WireError(f"a message of kind {reprlib.repr(kind)} has a body of {len(body)} bytes, but must have none")
     match kind:
         case "hello":
             return Hello(body)
@@ -315,7 +321,7 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
 
 def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
     if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
-        raise WireError("'blocks' of an offer must be a list with the number of blocks of each group")
+        raise WireError("header field 'blocks' must be a list with the number of blocks of each group")
     if len(body) != 16 * sum(counts):
         raise WireError(f"an offer of {sum(counts)} blocks has {len(body)} bytes, not 16 per block")
     numbers = np.frombuffer(body, "<i8").astype(np.int64)
@@ -336,7 +342,7 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
 def _text(fields: Mapping[str, object], key: str) -> str:
     value = fields.get(key)
     if not isinstance(value, str):
-        raise WireError(f"{key!r} must be a string, not {reprlib.repr(value)}")
+        raise WireError(f"header field {key!r} must be a string, not {reprlib.repr(value)}")
     return value
 
 
@@ -347,26 +353,26 @@ def _id(fields: Mapping[str, object]) -> str:
     """
     value = _text(fields, "id")
     if len(value) > MAX_ID_CHARACTERS:
-        raise WireError(f"'id' has {len(value)} characters; the limit is {MAX_ID_CHARACTERS}")
+        raise WireError(f"header field 'id' has {len(value)} characters; the limit is {MAX_ID_CHARACTERS}")
     return value
 
 
 def _flag(fields: Mapping[str, object], key: str) -> bool:
     value = fields.get(key)
     if not isinstance(value, bool):
-        raise WireError(f"{key!r} must be true or false, not {reprlib.repr(value)}")
+        raise WireError(f"header field {key!r} must be true or false, not {reprlib.repr(value)}")
     return value
 
 
 def _digest(fields: Mapping[str, object], key: str) -> str:
     value = _text(fields, key)
     if value and not _DIGEST.fullmatch(value):
-        raise WireError(f"{key!r} must be empty or 32 hexadecimal digits, not {reprlib.repr(value)}")
+        raise WireError(f"header field {key!r} must be empty or 32 hexadecimal digits, not {reprlib.repr(value)}")
     return value
 
 
 def _count(fields: Mapping[str, object], key: str) -> int:
     value = fields.get(key)
     if type(value) is not int or not 0 <= value < 2**63:
-        raise WireError(f"{key!r} must be a whole number of at most 63 bits, not {reprlib.repr(value)}")
+        raise WireError(f"header field {key!r} must be a whole number of at most 63 bits, not {reprlib.repr(value)}")
     return value

@@ -36,8 +36,7 @@ class Fetched:
     ``start_token``  number of tokens in the engine's own cache when the fetch began
     ``end_token``    number of tokens with KV after the load; ``start_token`` without a load
     ``offsets``      offset in staging of each verified object that the load needs
-    ``present``      objects that a tier has, as far as lookups were answered in time; without those
-                     that no tier could read
+    ``present``      objects that lookups found in time, without those that no tier could read
     ``tier``         label of the slowest tier from which an object was verified; without a verified
                      object, label of the fastest tier
     ``read_bytes``   payload bytes of the objects in ``offsets``
@@ -107,7 +106,7 @@ class Fetches:
     ``plan``        spans of the KV cache groups
     ``sizes``       payload bytes of an object, by index of each group that has objects
     ``tiers``       tiers, fastest first
-    ``slot_calls``  calls that use slots of ``staging``; gets the reads of ended fetches
+    ``slot_calls``  calls that use slots of ``staging``; ``Fetches`` adds reads of ended fetches
     ``writer``      copies objects to the tiers that are faster than the one they were read from
     ``counts``      number of events since the start, by event
     ``seconds``     total duration of reads, by tier label, in seconds

@@ -2,8 +2,8 @@
 
 A *load* reads stored KV of the prompt from files; the prefill engine then transfers only KV that
 was not loaded. Waiting pays only if the load takes less time than the transfer of the same bytes.
-Once transfers have been measured, the wait is limited to their estimated time for the same bytes,
-so it about doubles the time for these bytes at worst. Sans-I/O: the caller measures.
+Once transfers have been measured, the wait is at most the estimated transfer time of the same
+bytes, so these bytes take at most about twice as long. Sans-I/O: the caller measures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MixCosts:
     """Measured rates of loads and transfers.
 
     The time of a transfer includes prefill's computation, so the fastest transfer estimates the
-    link's rate. The time of a load does not include it, so the mean rate estimates loads.
+    link's rate. The time of a load includes no computation, so the mean rate estimates loads.
     """
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ class KVStore:
             tier.removed = deque(maxlen=_KEPT_CHANGES)
 
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return what this process has stored and what it has removed since the last call.
+        """Return the objects that this process has stored, and removed, since the last call.
 
         Each entry is (tier label, object). A removed object was evicted or corrupt; at most the
         last _KEPT_CHANGES removals of each tier are returned. Both lists are empty without
@@ -123,7 +123,9 @@ class KVStore:
         return not self._slot_calls.pending
 
     def close(self) -> None:
-        """Fail queued calls and reject new ones. Objects that are not written yet are lost.
+        """Fail queued calls, reject new ones, and remove the staging file.
+
+        Objects that are not written yet are lost.
 
         Waits at most a second per tier for threads that hold its ledger's lock.
         """

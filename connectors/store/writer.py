@@ -25,7 +25,7 @@ class ObjectWriter:
 
     ``sizes``       payload bytes of an object, by index of each group that has objects
     ``tiers``       tiers, fastest first
-    ``slot_calls``  calls that use slots of ``staging``; gets the writes
+    ``slot_calls``  calls that use slots of ``staging``; the writer adds its writes
     ``counts``      number of events since the start, by event
     ``seconds``     total duration of writes, by tier label, in seconds
     """
@@ -73,7 +73,7 @@ class ObjectWriter:
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int, cost_ns: int) -> None:
         """Queue writes of an object to all tiers, after all ranks have filled its slot.
 
-        Its slot is freed after the writes. Counts a dropped store per tier that does not accept it.
+        Its slot is freed after the writes. Counts a dropped store per tier that rejects it.
 
         ``cost_ns``  time to recompute the object, in nanoseconds; orders evictions
         """

@@ -1,6 +1,6 @@
 """Hashes KV on the torch device where it lies; only 8 bytes per segment move to the host.
 
-Both ends of a transfer use its hashes of *streams* (``digest.py``) if either cache lies on an
+Both ends of a transfer use these hashes of *streams* (``digest.py``) if either cache lies on an
 accelerator. There, xxh3 would be slow because it reads a stream sequentially. This module divides
 each piece of a stream into segments of at most 16 KiB, and each segment into little-endian signed
 32-bit words ``w``. It pads the last word with zeros:
@@ -55,8 +55,8 @@ class CacheMemory:
     def shared_with(self, peer: MemoryKind) -> Memory:
         """Return this cache with the hash that both ends use if the peer's cache is in ``peer``.
 
-        xxh3_128 between two host memories, else the hash of this module. Raises ConfigurationError
-        for a region of device memory that no tensor holds.
+        The hash is xxh3_128 between two host memories, else the hash of this module. Raises
+        ConfigurationError for a region of device memory that no tensor holds.
         """
         # Two threads may each create an object; both objects give equal hashes.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":

@@ -3,9 +3,8 @@
 Each worker has one agent, by default with the UCX backend. NIXL's own progress thread is off,
 because it spins and takes a core per worker, idle or not. The owner calls ``poll`` and
 ``notifications`` often enough for writes and messages to progress (docs/decisions/0003). NIXL's
-errors become TransportErrors that name the peer, or this agent if no peer is involved. Not
-converted are errors of ``metadata`` and of NIXL's list of backends; errors while a peer, a write or
-memory is released are ignored.
+errors become TransportErrors that name the peer, or this agent if no peer is involved. Errors of
+``metadata`` are not converted; errors while a peer, a write or memory is released are ignored.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ class NixlTransport:
             raise FailedWriteError(peer, f"posting a write failed: {error}") from error
         if state == "ERR":
             self.discard(xfer)
-            raise FailedWriteError(peer, "posting a write failed")
+            raise FailedWriteError(peer, "posting a write failed: NIXL reports its state as ERR")
         self._next_handle += 1
         self._handles[self._next_handle] = (peer, xfer)
         return self._next_handle
@@ -191,7 +190,7 @@ class NixlTransport:
         del self._handles[handle]
         self.discard(xfer)
         if state == "ERR":
-            raise FailedWriteError(peer, "a write failed")
+            raise FailedWriteError(peer, "a write failed: NIXL reports its state as ERR")
         return True
 
     def notify(self, peer: str, payload: bytes) -> None:

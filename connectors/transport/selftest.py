@@ -153,7 +153,7 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
 def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> int:
     """Run one end in this child process and return its exit status.
 
-    It writes JSON lines to `pipe`, and the parent's JSON lines arrive on stdin.
+    The end writes JSON lines to `pipe` and reads the parent's JSON lines from stdin.
     """
     from connectors.errors import TandemError
 

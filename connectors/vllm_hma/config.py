@@ -76,8 +76,8 @@ class ConnectorConfig:
         ``devices`` takes precedence, then the environment variable UCX_NET_DEVICES. An engine with
         its side channel on a loopback address has peers on this host only and uses ``lo``. On a
         host with RDMA devices, UCX chooses. On other hosts, the result is the interface with the
-        address ``reachable_host``, if there is one: if UCX chose, it could bind to a transient
-        interface and hang when that interface disappears (docs/decisions/0006).
+        address ``reachable_host``, if there is one. UCX itself could choose a transient interface,
+        and hang when that interface disappears (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices

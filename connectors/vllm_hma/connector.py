@@ -99,8 +99,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             # vLLM gives each rank of a model without experts a size of 1, but its own index.
             if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
                 raise ConfigurationError(
-                    "kv_connector_extra_config: store: not tested with several data-parallel ranks; remove it, or use "
-                    "one rank"
+                    "kv_connector_extra_config: store is not tested with several data-parallel ranks; remove store, or "
+                    "use one rank"
                 )
         self._only_states_can_lag = only_states_can_lag(kv_cache_config)
         # An engine id may be configured; the instance id makes the incarnation new at every start.
@@ -157,8 +157,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """True if vLLM may use a cached full-attention prefix without the states at its end.
 
-        A transfer then supplies the states. False if blocks of other layers can also be missing
-        from such a prefix (``only_states_can_lag``).
+        A transfer then supplies the states. False for a model without states, or if blocks of other
+        layers can also be missing from such a prefix (``only_states_can_lag``).
         """
         return self._only_states_can_lag
 
@@ -285,7 +285,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request of an engine with one KV cache group.
 
-        vLLM's MultiConnector calls this if another child lacks HMA support.
+        Return as ``SchedulerConnector.finished``. vLLM's MultiConnector calls this if another child
+        lacks HMA support.
         """
         return self.request_finished_all_groups(request, (block_ids,))
 
@@ -365,7 +366,10 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     # Metrics, on both sides.
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the KV store's events. vLLM reports the blocks of received KV itself."""
+        """Return the KV store's events; none without a store.
+
+        vLLM reports the blocks of received KV itself.
+        """
         return [] if self._store_scheduler is None else self._store_scheduler.take_events()
 
     def get_kv_connector_stats(self) -> TandemStats | None:

@@ -21,7 +21,7 @@ def has_rdma(where: Path = _RDMA) -> bool:
 def interface_of(address: str) -> str | None:
     """Return the name of this host's interface with ``address``.
 
-    Return None for host names and addresses of other hosts.
+    Return None for a host name, and for an address that no interface has.
     """
     for name, addresses in psutil.net_if_addrs().items():
         # psutil appends a scope to IPv6 addresses; the kernel appends a label to names of secondary

@@ -1,6 +1,6 @@
 """Prometheus metrics of the connectors, collected from their worker sides and scheduler side.
 
-With each step, vLLM merges the ``KVConnectorStats`` of all ranks and of the scheduler side and
+With each step, vLLM merges the ``KVConnectorStats`` of all ranks and of the scheduler side. It
 passes the result to the API server process, where ``build_prom_metrics`` has registered the
 metrics. An idle engine takes no steps and reports changes with its next step. An engine that holds
 blocks for a transfer continues to step until the transfer has ended.
@@ -176,7 +176,7 @@ class TandemStats(KVConnectorStats):
         arrivals[request_id] = [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]]
 
     def fetched(self, request_id: str, began_at: float, ended_at: float) -> None:
-        """Record the times of a request's fetch from the KV store, which has ended."""
+        """Record the start and end of a request's fetch from the KV store, as in ``fetches``."""
         fetches = self.data["fetches"]
         fetches.pop(request_id, None)
         if len(fetches) >= ARRIVALS_KEPT:

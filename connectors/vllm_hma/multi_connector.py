@@ -7,8 +7,8 @@
         kv_connector_extra_config={"connectors": [{...}, {...}], "load_weights": [1.0, 2.0]},
     )
 
-A child's score for a request is the product of its matched tokens and its weight. The request is
-loaded from the child with the highest score; a child that has not answered yet is left out. vLLM's
+A child's score for a request is the product of its matched tokens and its weight. The request's KV
+is loaded from the child with the highest score, among those that have answered. vLLM's
 MultiConnector instead waits until all children have answered, and selects the first child with a
 matched token. Both store with all children.
 """
@@ -53,7 +53,8 @@ class TandemMultiConnector(MultiConnector):
     """Loads from the child with the highest score among the children that have answered.
 
     Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid, and TypeError if the
-    hybrid KV cache manager is on and a child does not support it.
+    hybrid KV cache manager is on and a child does not support it. Also raises what the constructors
+    of the children raise.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -133,7 +134,7 @@ def _parse_weights(transfer: KVTransferConfig) -> list[float]:
     given = transfer.kv_connector_extra_config.get("load_weights", [1.0] * number)
     if not isinstance(given, list) or len(given) != number or not all(map(_is_weight, given)):
         raise ConfigurationError(
-            f"kv_connector_extra_config: load_weights must be {number} positive numbers, one for each of connectors, "
+            f"kv_connector_extra_config: load_weights must be {number} positive numbers, one per entry of connectors, "
             f"not {given!r}"
         )
     return [float(weight) for weight in given]

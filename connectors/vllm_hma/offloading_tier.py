@@ -103,7 +103,7 @@ class _Job:
 
     ``began_at``   time of its submission, in ``time.monotonic()`` seconds
     ``ends_at``    its deadline, on the same clock
-    ``calls``      call on a lane, by key; None if the lane rejected it
+    ``calls``      call on a ``Lane``, by key; None if the lane rejected it
     ``progress``   progress of each key's read; empty for stores
     ``abandoned``  True once the job has ended or the tier is shut down: vLLM may then reuse or
                    release the job's chunks of the CPU tier
@@ -132,9 +132,9 @@ class TandemStoreTier(SecondaryTierManager):
     ``load_s``            time limit of a load job, in seconds
     ``store_s``           time limit of a store job, in seconds
     ``revision``          commit of a Hugging Face Hub model, required for such a model
-    ``identity``          text that differs between engines with different hf_overrides,
-                          quantization, dtype beside a quantized cache, content of adapters, or
-                          max_model_len of a LongRoPE model, which vLLM does not report to tiers
+    ``identity``          text that must differ between engines with different settings that vLLM
+                          does not report to tiers: hf_overrides, quantization, content of adapters,
+                          dtype if the cache is quantized, max_model_len of a LongRoPE model
     ``media_is_hashed``   whether vLLM names images and audio by content: with
                           ``mm_processor_cache_gb`` above 0 or with prefix caching. Must be True for
                           models with images or audio
@@ -368,9 +368,9 @@ class TandemStoreTier(SecondaryTierManager):
         self._jobs = running
 
     def _hangs(self, job: _Job, now: float) -> bool:
-        """Return whether the disk has delivered nothing to a load for ``lookup_s``.
+        """Return whether no read of a load has progressed for ``lookup_s``; False for stores.
 
-        False for stores.
+        A queued read progresses with the other reads of the tier (``store/tiers/reads.py``).
         """
         if not job.job.is_promotion:
             return False
@@ -420,7 +420,7 @@ class TandemStoreTier(SecondaryTierManager):
 
     def _load(self, job: _Job, name: ObjectName, chunk: int, progress: Progress) -> bool:
         if job.abandoned:
-            raise StoreError("the transfer has ended")  # queued behind a disk that hung
+            raise StoreError("the load job has ended, so its chunk is not read")  # queued behind a disk that hung
         payload = np.empty(self.block_size_bytes, np.uint8)
         self._verified.read(name, payload.data, progress)
         with self._memory_lock:
@@ -433,9 +433,9 @@ class TandemStoreTier(SecondaryTierManager):
         Raises StoreError if the job has ended, the tier is shut down, or the chunk does not exist.
         """
         if job.abandoned or self._rows is None:
-            raise StoreError("the transfer has ended")
+            raise StoreError("the job has ended or the tier is shut down, so its chunk is not copied")
         if not 0 <= chunk < len(self._rows):
-            raise StoreError(f"the CPU tier has no chunk {chunk}")
+            raise StoreError(f"vLLM's CPU tier has no chunk {chunk}, so nothing is copied")
         return self._rows[chunk]
 
     def name(self, key: OffloadKey) -> ObjectName:
@@ -474,7 +474,10 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
 
 
 def _locality(name: str | None) -> Locality | None:
-    """Return vLLM's locality of this name, or None without one. Raises ConfigurationError."""
+    """Return vLLM's locality of this name; None for None.
+
+    Raises ConfigurationError for an unknown name.
+    """
     try:
         return None if name is None else Locality(name)
     except ValueError:

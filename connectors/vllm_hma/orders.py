@@ -16,7 +16,7 @@ from connectors.vllm_hma.model.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """vLLM has queued a prefill request whose KV this engine sends.
+    """New prefill request, whose KV this engine sends.
 
     ``prompt_tokens``  number of prompt tokens that this engine computes for the consumer
     ``prompt_digest``  digest of the prompt without ``adapter``; each worker adds the adapter's
@@ -48,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A prefill request with a transfer has ended, or ``reset_cache`` has ended only its transfer.
+    """End of a prefill request with a transfer, or, by ``reset_cache``, of its transfer alone.
 
     After ``reset_cache``, a second ``Finished`` follows when the request itself ends.
 
@@ -63,7 +63,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A decode request waits, without blocks, until its producer is about to start the prompt.
+    """Decode request that waits, without blocks, until its producer is about to start the prompt.
 
     Rank 0 requests a report from the producer (``AwaitStart``).
     """
@@ -98,7 +98,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A decode request needs no KV from its producer and has offered it no blocks.
+    """Decode request that needs no KV from its producer and has offered no blocks.
 
     Every rank cancels the transfer at its partners in the producer engine.
     """

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 
 class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
-    """Stores chunks of requests, and loads stored chunks instead of computing them.
+    """Stores KV of requests in chunks, and loads stored chunks instead of computing them.
 
     ``StoreScheduler.new_request`` excludes requests whose KV has no stable name. The constructor
     raises ConfigurationError for invalid settings, and ConfigurationError or UnsupportedCacheError
     for an engine that the store does not support. ``register_kv_caches`` raises ConfigurationError
-    for a cache on an accelerator.
+    for a cache on an accelerator, and as ``engine_layout`` and ``StoreWorker.register``.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -98,7 +98,7 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a dropped store is only a later miss.
+        """False: KV that is not stored only causes a miss later.
 
         With True, vLLM would discard the outputs in flight of each request that it preempts, and
         compute them again.

@@ -2,8 +2,8 @@
 
 The transfer of an earlier chunk overlaps with the next chunk's computation. The transfer of the
 last chunk, often the only one, delays the request. If this chunk is sent layer by layer, most of
-its transfer overlaps with the computation of later layers. But it needs more and smaller writes,
-and engine time to hand each layer to the thread that writes it. Pure: no clock.
+its transfer overlaps with the computation of later layers. But this mode needs more and smaller
+writes, and engine time to hand each layer to the progress thread. Pure: no clock.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Governor:
     def cost(self, by_layers: bool, exposed_s: float, engine_s: float) -> None:
         """Record the measured cost of a step that ended a prompt and posted writes.
 
-        ``by_layers``  mode of the step
+        ``by_layers``  whether the step sent its last chunks layer by layer
         ``exposed_s``  time from the end of the step to the end of the last write that was then in
                        progress, in seconds
         ``engine_s``   engine time spent on handing layers to the progress thread, in seconds

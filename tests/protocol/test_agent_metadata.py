@@ -73,8 +73,8 @@ def test_an_engine_metadata_holds_all_ranks_in_order() -> None:
         ({}, "ranks must be 0, 1, 2, ... without gaps, not \\[\\]"),
         ({1: agent_metadata(1, 2)}, "ranks must be 0, 1, 2, ... without gaps, not \\[1\\]"),
         ({0: agent_metadata(0, 2), 1: agent_metadata(1, 2, incarnation="engine-b")}, "one incarnation"),
-        ({0: agent_metadata(0, 2)}, "agent metadata 0 of 1 describes rank 0 of 2"),
-        ({0: agent_metadata(1, 2), 1: agent_metadata(0, 2)}, "agent metadata 0 of 2 describes rank 1 of 2"),
+        ({0: agent_metadata(0, 2)}, "agent metadata of rank 0 of 1 describes rank 0 of 2"),
+        ({0: agent_metadata(1, 2), 1: agent_metadata(0, 2)}, "agent metadata of rank 0 of 2 describes rank 1 of 2"),
     ],
 )
 def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata], says: str) -> None:

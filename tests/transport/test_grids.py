@@ -76,7 +76,7 @@ def test_metadata_of_one_engine_describes_one_grid() -> None:
     with pytest.raises(WireError, match="describes rank 0 of 6"):
         engine_metadata({0: workers[0]})
     other = make_engine(EngineShape(Grid(1, 3, pcp_size=2, dcp_size=2), 1), 4)[5].layout
-    with pytest.raises(WireError, match="agent metadata 5 describes another grid"):
+    with pytest.raises(WireError, match="agent metadata of rank 5 describes other parallel sizes"):
         engine_metadata(workers | {5: replace(workers[5], layout=other)})
 
 

@@ -202,7 +202,7 @@ def test_a_store_is_refused_on_data_parallel_ranks() -> None:
     )
     made = config(MODEL_DIR, kv_transfer_config=transfer)
     made.parallel_config.data_parallel_index = 1
-    with pytest.raises(ConfigurationError, match="store: not tested with several data-parallel ranks"):
+    with pytest.raises(ConfigurationError, match="store is not tested with several data-parallel ranks"):
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
 
 

@@ -109,7 +109,7 @@ def test_a_kernel_block_size_of_its_own() -> None:
         assert (part.kernel_blocks, part.kernel_block_stride_bytes) == (2, BLOCK_ELEMENTS * 4 // 2)
         assert part.block_stride_bytes == BLOCK_ELEMENTS * 4
     assert layout.groups[0].block_bytes == BLOCK_ELEMENTS * 4
-    with pytest.raises(UnsupportedCacheError, match="8 blocks of 32 tokens, but vLLM's view has 12 of 32"):
+    with pytest.raises(UnsupportedCacheError, match="8 blocks of 32 tokens, but vLLM's view has 12 blocks of 32"):
         engine_layout(vllm_config(), cache, {"f": torch.zeros(12, HEADS, BLOCK_TOKENS, CONTENT)}, tp_rank=0)
 
 
@@ -136,7 +136,7 @@ def test_chunked_attention_is_a_kind_of_its_own() -> None:
 def test_a_view_that_is_not_the_spec_is_refused() -> None:
     """A view with other heads than the spec's is refused."""
     cache = cache_config((["f"], full(num_kv_heads=2)))
-    with pytest.raises(UnsupportedCacheError, match="2 heads or slots, but vLLM's view has 4"):
+    with pytest.raises(UnsupportedCacheError, match="2 heads or head slots, but vLLM's view has 4"):
         engine_layout(vllm_config(), cache, views(cache), tp_rank=0)
 
 

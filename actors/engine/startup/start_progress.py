@@ -75,7 +75,7 @@ class StartProgress:
         return str(self._logs[-1].with_name(f"{self._role}-{self._replica}.out")) if self._logs else ""
 
     def _cause(self, error: Exception) -> str:
-        """Return the cause in the logs (`root_cause`), stderr's first, or `error` without one."""
+        """Return the cause in the logs (`root_cause`), stderr's first; else the text of `error`."""
         texts = [_tail(path, self._begins[path]) for path in self._logs]
         return next(filter(None, map(root_cause, texts)), None) or f"{type(error).__name__}: {error}"
 
@@ -103,7 +103,9 @@ class StartProgress:
                 key = PREFIX + f"{self._role}/{self._replica}".encode()
                 ray_private.store_put(key, json.dumps(report).encode())
         except Exception as problem:  # a failed report must not stop the engine
-            logger.warning("cannot report the start of this engine: %r", problem)
+            logger.warning(
+                "cannot report this engine's start to the launcher, which may show an earlier stage: %r", problem
+            )
 
 
 class StartWatch:
@@ -113,7 +115,10 @@ class StartWatch:
         ray_private.store_put(WATCHED, b"")
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """Return the latest report of each engine, by `role/replica`."""
+        """Return the latest report of each engine, by `role/replica`.
+
+        Keys of a report: `role`, `stage`, `error` (None without a failure) and `log`.
+        """
         keys = ray_private.store_keys(PREFIX)
         values = {key: ray_private.store_get(key) for key in keys}
         return {key.removeprefix(PREFIX).decode(): json.loads(value) for key, value in values.items() if value}

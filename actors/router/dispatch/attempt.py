@@ -23,8 +23,8 @@ class Attempt:
     """One attempt at a request: both legs, or one engine alone.
 
     Leaving the context closes the attempt unless an answer has started; after that, call `close`.
-    If the routing decision names replicas, the planner counts the attempt from then on, before the
-    attempt has slots, so that concurrent decisions take each other into account.
+    If the routing decision names replicas, the planner counts the attempt before it has slots:
+    concurrent decisions then take each other into account.
     """
 
     start: ResponseStart
@@ -83,10 +83,10 @@ class Attempt:
         self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
     def prefilled(self, body: object) -> None:
-        """Record that prefill has computed the prompt; with `body`, report it to the planner.
+        """Record that prefill has computed the prompt; with `body`, also report it to the planner.
 
-        ``body``  None when the prompt is computed, then prefill's answer with the token count.
-                  Without an answer, the report follows when decode answers or the attempt ends
+        ``body``  prefill's answer with the token count (bytes or FirstTokenChunk), None before it
+                  arrives. Without an answer, `opened` or the end of the attempt makes the report
         """
         if self._prefilled_at is None:
             self._prefilled_at = _now()
@@ -97,8 +97,8 @@ class Attempt:
     def opened(self, response: Response) -> Self:
         """Keep the calls open after the start of decode's answer, which may be an error.
 
-        Unless it is an error, marks prefill's KV as delivered and reports to the planner. Reports
-        the time of the first token for streams only: it is unknown for other answers.
+        Unless the answer is an error, marks prefill's KV as delivered and reports the answer to the
+        planner. The time of the first token is known, and reported, for streams only.
         """
         self.start, self.items = response
         self._is_open = True
@@ -145,7 +145,7 @@ class Attempt:
         """Release the prefill leg after decode's first token of an answer that is not streamed.
 
         The leg still waits for prefill's answer, which arrives soon if decode received the KV.
-        Whether it did is unknown until decode's answer arrives with its timings.
+        Whether decode received it is unknown until decode's answer arrives with its timings.
         """
         assert self.prefill is not None
         self.prefill.delivered()

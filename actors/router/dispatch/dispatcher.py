@@ -55,11 +55,12 @@ SEED_BITS = 31
 class Dispatcher:
     """Makes the attempts of one request; each split attempt has a new transfer id.
 
-    Excludes a replica after it has failed the request, a suspect decode replica only while another
-    one is available. Retries a failed leg on another replica. Each leg has `limits.attempts`
-    attempts, besides refused ones. After the last one of prefill, or at once if prefill rejects the
-    request, decode computes the prompt. A failed or refused decode leg resets the number of
-    prefill's attempts. A new event for the client resets the number of decode's attempts.
+    Excludes a replica after it has failed the request. Excludes a suspect decode replica only while
+    another one is available. Retries a failed leg on another replica. Each leg has
+    `limits.attempts` attempts, besides refused ones. After the last one of prefill, or at once if
+    prefill rejects the request, decode computes the prompt. A failed or refused decode leg resets
+    the number of prefill's attempts. A new event for the client resets the number of decode's
+    attempts.
     """
 
     def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
@@ -79,7 +80,7 @@ class Dispatcher:
         self._suspect_decode: set[str] = set()
         """Replicas that sent nothing for `silence_timeout_s`, perhaps because of the transfer.
 
-        Tried again only if no other replica is available.
+        The router tries them again only if no other replica is available.
         """
         self._without_response: set[str] = set()
         """Replicas without the stored response of `previous_response_id`."""
@@ -136,7 +137,7 @@ class Dispatcher:
             async with deadline(self.limits.idle_timeout_s, "decode's answer after the first token"):
                 broken = await self._until_decode_opens(attempt)
         except RefusedError as error:
-            raise HandoverError(f"decode refused a request after its first token: {error}") from error
+            raise HandoverError(f"decode refused a request after prefill's first token: {error}") from error
         if broken is not None:
             raise HandoverError(f"the handover broke after prefill's first token, with the outcome `{broken}`")
         if not attempt.start.streams:
@@ -173,7 +174,9 @@ class Dispatcher:
         down = isinstance(error.__cause__, EngineDownError)
         self._failed_decode |= self._fleet.decode.same_replica(self._decode_replica) if down else {self._decode_replica}
         self._fleet.feedback.failed(self._decode_replica, isinstance(error, SilentError))
-        logger.warning("decode replica %s has failed a request: %s", self._decode_replica, with_causes(error))
+        logger.warning(
+            "decode replica %s failed a request, which no longer uses it: %s", self._decode_replica, with_causes(error)
+        )
         self._decode_replica = None
         self._decode_tries += 1
         self._last_error = error
@@ -182,9 +185,9 @@ class Dispatcher:
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
-        """Exclude a prefill replica, with all its ranks, that failed as the only engine.
+        """Exclude a prefill replica, with all its ranks, after it failed as the only engine.
 
-        Also reports it to the routing policy.
+        Also reports the failure to the routing policy.
         """
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
         self._fleet.feedback.failed(replica, isinstance(error, SilentError))
@@ -249,7 +252,7 @@ class Dispatcher:
             except TandemError as error:
                 replica = "none" if slot is None else slot.replica_id
                 logger.warning(
-                    "prefill replica %s did not serve a one-token request; trying it with decode: %s",
+                    "prefill replica %s did not serve a one-token request; trying again with a decode engine: %s",
                     replica,
                     with_causes(error),
                 )
@@ -329,10 +332,10 @@ class Dispatcher:
     async def _until_decode_opens(self, attempt: Attempt) -> str | None:
         """Wait until decode's answer starts. Return None, or the outcome of a broken leg.
 
-        After a broken leg, excludes the replica that failed, and reports failures to the routing
-        policy. After decode's first token the prefill leg no longer matters. Raises the errors of
-        the decode leg, among them SilentError if decode sends nothing for `silence_timeout_s` after
-        this token.
+        After a broken leg, excludes the replicas that may have caused it, unless prefill refused
+        the call. Reports failures to the routing policy. After decode's first token the prefill leg
+        no longer matters. Raises the errors of the decode leg, among them SilentError if decode
+        sends nothing for `silence_timeout_s` after this token.
         """
         prefill, opening, sampled, pair = attempt.prefill, attempt.opening, attempt.decode.sampled, attempt.pair
         assert prefill is not None
@@ -347,7 +350,9 @@ class Dispatcher:
                 raise SilentError(f"the decode engine sent nothing for {silence_s:g} s; try again")
         if not alive:
             silence_s = self.limits.silence_timeout_s
-            logger.warning("decode sent nothing for %g s after the prompt was computed", silence_s)
+            logger.warning(
+                "decode sent nothing for %g s after the prompt was computed; trying other replicas", silence_s
+            )
             self._failed_prefill.add(pair.prefill)
             assert pair.decode is not None
             self._suspect_decode.add(pair.decode)
@@ -384,7 +389,8 @@ class Dispatcher:
     def _response_is_elsewhere(self, attempt: Attempt) -> bool:
         """Return whether another replica may have the stored response that this one lacks.
 
-        False unless this replica answered 404 to a `previous_response_id`; then excludes it.
+        False unless this replica answered 404 to a `previous_response_id`; in that case, excludes
+        this replica.
         """
         if attempt.start.status != HTTPStatus.NOT_FOUND or not self.request.body.get("previous_response_id"):
             return False
@@ -410,7 +416,7 @@ class Dispatcher:
             return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=late))
 
     def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
-        """Send the call to decode; `legs` cancels it when it unwinds."""
+        """Send the call to decode; `legs` cancels the call when the stack unwinds."""
         decode = Leg("decode", self._fleet.decode.dispatch(slot, call))
         legs.callback(decode.close)
         return decode
@@ -439,12 +445,12 @@ class Dispatcher:
     ) -> tuple[Slot, Slot | None]:
         """Take slots on a decode replica, then a slot on a prefill replica.
 
-        The prefill slot is None if no prefill replica has one in time. It is taken last: a request
-        waiting for decode must not hold one.
+        The prefill slot is None if no prefill replica has one in time, or if the queue for prefill
+        slots is full. Takes the prefill slot last: a request waiting for decode must not hold one.
 
         Raises UnavailableError if no decode engine runs, and OverloadedError if the queue for
         decode slots is full. If only decode replicas run that this request avoids, raises the
-        error of the last one that failed, or DeadlineError if none has.
+        error of the last one that failed, or DeadlineError if none failed.
         """
         decode = await self._choose_decode(stack, decision)
         try:

@@ -19,7 +19,10 @@ ACCEPT_S = 5.0
 
 @asynccontextmanager
 async def deadline(seconds: float, what: str) -> AsyncGenerator[None, None]:
-    """Raise DeadlineError when the block takes longer than `seconds`."""
+    """Raise DeadlineError when the block takes longer than `seconds`.
+
+    ``what``  name of the block in the error message
+    """
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -91,8 +94,8 @@ class Leg:
         """Return the response with the first bytes of a stream, or with the whole body.
 
         Some streams start with events before the first token. With `to_first_token`, wait for the
-        first chunk with a token, which proves that the engine has the KV of the prompt, or for the
-        end of the answer. Raises the errors of `start`.
+        first chunk with a token, or for the end of the answer. Such a chunk proves that the engine
+        has the KV of the prompt. Raises the errors of `start`.
         """
         return await self.rest(await self.start(silence_s), silence_s, to_first_token)
 
@@ -127,8 +130,8 @@ class Leg:
         """Return the next item except heartbeats, or None at the end of the call.
 
         Raises UnavailableError if the engine has died or its connection is lost, SilentError if it
-        sends nothing for `silence_s`, DeadlineError at time `until` of the event loop's clock, and
-        RefusedError, CannotResumeError or EngineError if the engine reports such an error.
+        sends nothing for `silence_s`, DeadlineError at time `until` of the event loop's clock. Also
+        raises RefusedError, CannotResumeError or EngineError if the engine reports such an error.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -157,7 +160,7 @@ class Leg:
                 raise
             if until is not None and bound.when() == until:
                 raise DeadlineError(
-                    f"the {self.role} engine sent nothing for this request before its deadline; try again"
+                    f"the {self.role} engine sent no further part of the answer before its deadline; try again"
                 ) from None
             raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s; try again") from None
 
@@ -201,7 +204,7 @@ async def choose(
     except TimeoutError as error:
         if engines.has_engines():
             raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None
-        raise UnavailableError(f"no {role} engine is running: it may still be starting, see /health") from error
+        raise UnavailableError(f"no {role} engine is running; one may still be starting, see /health") from error
     stack.callback(engines.give_back, slot)
     return slot
 

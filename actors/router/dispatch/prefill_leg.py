@@ -156,14 +156,18 @@ class PrefillLeg:
             logger.warning("%s", error)
         except RefusedError as error:
             outcome = "refused"
-            logger.info("prefill of transfer %s: %s", self._transfer_id, error)
+            logger.info("the prefill engine refused transfer %s; trying again: %s", self._transfer_id, error)
         except TandemError as error:
             outcome = "failed"
             self.silent = isinstance(error, SilentError)
-            logger.warning("prefill of transfer %s failed: %s", self._transfer_id, with_causes(error))
+            logger.warning(
+                "prefill of transfer %s failed; trying again unless decode answers: %s",
+                self._transfer_id,
+                with_causes(error),
+            )
         except Exception:
             outcome = "failed"
-            logger.exception("prefill of transfer %s failed", self._transfer_id)
+            logger.exception("prefill of transfer %s failed; trying again unless decode answers", self._transfer_id)
         finally:
             self._metrics.prefill_legs.labels(outcome).inc()
             if outcome in {"refused", "rejected", "failed"}:

@@ -65,8 +65,8 @@ class AdapterNames:
         """Return the model that has the adapter `name`, or None.
 
         Reads the engines' adapters first if the name is unknown, as another router may have just
-        loaded it, or if the known names are older than NAMES_AGE_S. Raises UnavailableError if no
-        model that answers has the adapter and another model does not answer.
+        loaded it, or if the known names are older than NAMES_AGE_S. Raises UnavailableError if the
+        name is then still unknown and the decode engines of a model have not answered.
         """
         if not self._with(name) or time.monotonic() - self._read_at > NAMES_AGE_S:
             await self._read()
@@ -120,7 +120,10 @@ class AdapterNames:
 
 
 def _loaded(engines: Sequence[Mapping[str, tuple[int, str | None, bool]]]) -> frozenset[str]:
-    """Return the names of adapters whose newest change in `engines` is a load."""
+    """Return the names of adapters whose newest change in `engines` is a load.
+
+    ``engines``  `AdapterStates` of each engine (`actors/engine/adapters.py`)
+    """
     newest: dict[str, tuple[int, str | None, bool]] = {}
     for adapters in engines:
         for name, state in adapters.items():
@@ -178,7 +181,7 @@ async def unload(model: ModelRouter, name: str) -> None:
 
 
 async def _tell(model: ModelRouter, method: str, *arguments: object) -> Replies:
-    """Call `method` of all engines; then raise UnavailableError if none is for decode."""
+    """Call `method` of all engines; then raise UnavailableError if none is a decode engine."""
     replies = await model.tell_engines(method, CHANGE_S, *arguments)
     if not any(role == "decode" for role, _ in replies):
         raise UnavailableError("no decode engine of this model runs; retry later")

@@ -16,7 +16,7 @@ from actors.telemetry.recent_requests import Pair
 from configs.settings.base import RoleName
 
 READY_PIECES = 64
-"""Number of pieces not yet passed on to the client at which the streams wait."""
+"""Number of pieces (items of `Answer.body`), not yet passed on, at which the streams pause."""
 
 Serve = Callable[[ClientRequest], AbstractAsyncContextManager[Answer]]
 """Serves the request of one prompt; its context yields the answer."""
@@ -115,8 +115,8 @@ class ListAnswer:
 
         The first ones are `at_once` prompts of a stream, else all prompts. Also returns when the
         queue of pieces is full. The prompts that have started would otherwise hold their slots
-        until the others have slots. Raises the error of a prompt, among the
-        first ones, that gets no answer.
+        until the others have slots. Raises the error of a prompt, among the first ones, that gets
+        no answer.
         """
         self._tasks = [
             asyncio.create_task(self._run(index, request), name=f"prompt-{index}-{self._parent_id}")
@@ -138,7 +138,7 @@ class ListAnswer:
         """Yield whole events of a stream, or the complete body of an answer that is not streamed.
 
         After `open` has returned, raises the error of a prompt whose stream breaks, or that gets no
-        answer.
+        answer. Raises ValueError for an error response that is not JSON.
         """
         answer_id = f"cmpl-{self._parent_id}"
         if self.start.status >= HTTPStatus.BAD_REQUEST:

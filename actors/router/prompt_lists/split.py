@@ -19,8 +19,8 @@ def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRe
     """Return one request per prompt, or [] if the request is not split.
 
     The id of each request is the id of the list's request plus the prompt's index: with one id, an
-    engine would abort them together. Each request has a copy of the other fields; a list whose
-    copies have more than `most_bytes` is not split.
+    engine would abort all prompts together. Each request has a copy of the other fields. A list
+    whose copies have more than `most_bytes` is not split.
     """
     prompts: Any = request.body.get("prompt")
     if request.endpoint != "/v1/completions" or not _is_list_of_prompts(prompts):

@@ -48,7 +48,9 @@ class FromDecode:
             if not has_begun:
                 await error_response(error, self._router.limits.retry_after_s)(scope, receive, send)
                 return
-            logger.warning("the stream of a stored response was interrupted: %s", with_causes(error))
+            logger.warning(
+                "the stream of a stored response was interrupted; ending it with an error event: %s", with_causes(error)
+            )
             await send({"type": "http.response.body", "body": error_event(error, "/v1/responses"), "more_body": False})
 
     async def _relay(self, call: Call, send: Send) -> None:

@@ -55,7 +55,9 @@ class ModelList:
                 # A list without the model would tell clients that it does not exist.
                 return error_response(error, self._router.limits.retry_after_s)
             except (TandemError, ValueError, KeyError, TypeError) as error:
-                logger.warning("cannot list the models of %s: %s", model.names[0], with_causes(error))
+                logger.warning(
+                    "cannot list the models of %s, so /v1/models omits them: %s", model.names[0], with_causes(error)
+                )
         if not answered:
             nobody = UnavailableError("no decode engine has listed its models; retry later")
             return error_response(nobody, self._router.limits.retry_after_s)
@@ -72,7 +74,7 @@ class AdapterEndpoints:
     async def load(self, request: Request) -> Response:
         """Load an adapter on all engines of its model; after a failure, unload it again.
 
-        An engine that does not answer may keep it.
+        An engine that does not answer may keep the adapter.
         """
         return await self._answer(request, self._load)
 
@@ -89,7 +91,7 @@ class AdapterEndpoints:
             return JSONResponse(error.body, status_code=error.status)
         except Exception as error:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.exception("cannot load or unload an adapter")
+                logger.exception("cannot load or unload an adapter; the client gets HTTP 500")
             return error_response(error, self._router.limits.retry_after_s)
 
     async def _body(self, request: Request) -> bytes:
@@ -178,8 +180,9 @@ class AdapterEndpoints:
     def _model(self, name: str) -> ModelRouter:
         """Return the model named by `base_model_name`; with one model, the name is optional.
 
-        Raises BadRequestError without a necessary name, for an unknown one, and for a named model
-        whose adapters clients may not change. A service without `models` accepts any name.
+        Raises BadRequestError for an unknown name, for no name if there are several models, and for
+        a named model whose adapters clients may not change. A service without `models` accepts any
+        name.
         """
         models = self._router.models
         if len(models) == 1 and not name:

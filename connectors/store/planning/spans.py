@@ -74,7 +74,10 @@ class StorePlan:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Distinct spans of the groups that have objects, ascending. Objects end at multiples."""
+        """Distinct spans, in tokens, of the groups that have objects, ascending.
+
+        Each object ends at a multiple of its group's span.
+        """
         return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
 
     @cached_property

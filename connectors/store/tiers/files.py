@@ -101,12 +101,12 @@ def _opened(path: Path, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_
         fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CorruptObjectError("the file is a symbolic link") from error
+            raise CorruptObjectError(f"{path} is a symbolic link") from error
         raise
     try:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
-            raise CorruptObjectError("the file is not a regular file")
+            raise CorruptObjectError(f"{path} is not a regular file")
         yield fd, state
     finally:
         os.close(fd)

@@ -283,7 +283,8 @@ class FolderTier:
     def _evict_bytes(self, size_bytes: int, deadline: float) -> None:
         """Evict objects of at least ``size_bytes``. Requires the ledger's lock.
 
-        Raises StoreError without enough objects or after ``deadline``, and OSError.
+        Raises StoreError without enough objects or after ``deadline``, and OSError if files cannot
+        be removed or counted.
         """
         freed_bytes = 0
         while freed_bytes < size_bytes:
@@ -316,20 +317,24 @@ class FolderTier:
         cannot be removed or counted.
         """
         if size_bytes > self.budget_bytes:
-            raise StoreError(f"{self.path}: {size_bytes} bytes exceed the budget of {self.budget_bytes}")
+            raise StoreError(
+                f"{self.path}: the object's {size_bytes} bytes exceed the budget of {self.budget_bytes} bytes; raise "
+                "disk_gib or memory_gib"
+            )
         while self._ledger.used_bytes + size_bytes > self.budget_bytes:
             if self._evict_next(deadline) is None:
                 raise StoreError(
-                    f"{self.path}: {size_bytes} bytes do not fit into the budget of {self.budget_bytes}: files being "
-                    "written, or objects that other processes have just stored, use the rest"
+                    f"{self.path}: {size_bytes} bytes do not fit into the budget of {self.budget_bytes} bytes: files "
+                    "being written, or objects that other processes have just stored, use the rest"
                 )
 
     def _evict_next(self, deadline: float) -> int | None:
         """Evict the object of least value; return its bytes, 0 if it was missing.
 
         Without a known object, counts the files again, in case other processes have stored objects,
-        and returns 0; None within _RESCAN_S of the last count. Requires the ledger's lock. Raises
-        StoreError after ``deadline``, and OSError if files cannot be removed or counted.
+        and returns 0. If the last count is not older than _RESCAN_S, returns None instead. Requires
+        the ledger's lock. Raises StoreError after ``deadline``, and OSError if files cannot be
+        removed or counted.
         """
         freed_bytes = 0
         with self._order_lock:

@@ -134,7 +134,11 @@ class Lane:
             except StoreError as error:
                 logger.debug("%s: %s", self.name, error)
             except Exception:
-                logger.exception("Tandem: KV store, %s: a call failed unexpectedly; please report it", self.name)
+                logger.exception(
+                    "Tandem: KV store, threads %s: a call failed with an unexpected error, and the engine continues "
+                    "without its result; please report the error",
+                    self.name,
+                )
             call.seconds = time.monotonic() - started_at
             with self._condition:
                 del self._calls[number]

@@ -112,8 +112,8 @@ class Ledger:
     def close(self) -> None:
         """Make ``locked`` fail from now on, and close the folder's descriptor.
 
-        Waits at most _CLOSE_S for a thread that holds the lock; if it still does, the descriptor
-        stays open.
+        Waits at most _CLOSE_S for a thread that holds the lock. If the thread keeps the lock, the
+        descriptor stays open.
         """
         self._closed = True
         if not self._thread_lock.acquire(timeout=_CLOSE_S):
@@ -151,7 +151,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _opened(self, folder: int) -> Iterator[None]:
-        """Open the ledger file in the folder."""
+        """Open the ledger file in the folder with descriptor ``folder``; close it at the end."""
         self._fd = os.open("ledger", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
         try:
             yield

@@ -1,6 +1,6 @@
-"""Frees slots of staging when calls have ended: writes, and reads that outlast their fetch.
+"""Frees the staging slots of writes, and of reads that outlast their fetch, once the calls end.
 
-Until the end of its call, a thread of a tier may access the slot.
+Until a call ends, a thread of a tier may access its slot.
 """
 
 from __future__ import annotations

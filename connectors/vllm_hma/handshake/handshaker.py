@@ -181,7 +181,9 @@ class Handshaker:
         try:
             work(*arguments)
         except TandemError as error:
-            logger.warning("Tandem: handshake failed: %s", error)
+            logger.warning(
+                "Tandem: a handshake with a decode worker failed; the worker may repeat its Hello: %s", error
+            )
         except Exception:
             logger.exception(
                 "Tandem: a handshake raised an unexpected error; transfers that wait for it fail at their deadlines"
@@ -201,7 +203,10 @@ class Handshaker:
                 self._warn("connect", f"cannot connect to prefill engine {engine.incarnation}: {error}")
                 failure = str(error)
             except Exception as error:
-                logger.exception("Tandem: the handshake with prefill engine %s failed", engine.incarnation)
+                logger.exception(
+                    "Tandem: the handshake with prefill engine %s failed, so transfers that wait for it fail",
+                    engine.incarnation,
+                )
                 failure = f"the handshake failed: {error!r}"
             # Cleared before the callback, so that a later request starts another handshake.
             with self._lock:
@@ -236,7 +241,7 @@ class Handshaker:
         ]
 
     def _target_digests(self, plan: PairPlan, producer: AgentMetadata) -> Callable[[], TransferDigest] | None:
-        """Return a function that creates the digest of the bytes that one transfer has received.
+        """Return a function that creates an empty digest for the bytes received in one transfer.
 
         None if integrity is off.
         """
@@ -286,7 +291,7 @@ class Handshaker:
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
         """Return the plan of each producer rank that exchanges messages with this worker, by rank.
 
-        Raises PlanError.
+        Raises PlanError if no plan between two layouts can be made.
         """
         mine = self._agent_metadata.layout
         layouts = [worker.layout for worker in engine.workers]

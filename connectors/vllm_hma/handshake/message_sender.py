@@ -89,5 +89,5 @@ class MessageSender:
             if now - self._reconnected_at.get(name, float("-inf")) < _RECONNECT_EVERY_S:
                 raise error
             self._reconnected_at[name] = now
-            logger.warning("Tandem: reconnecting to %r: %s", name, error)
+            logger.warning("Tandem: the connection to %r failed; reconnecting: %s", name, error)
             self._transport.reconnect(name)

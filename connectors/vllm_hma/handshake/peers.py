@@ -71,8 +71,8 @@ class Peers:
     def handshaking(self, peer: Peer) -> Iterator[None]:
         """Add a peer, and keep it and its connection until the end of the handshake.
 
-        This holds even if a state machine removes the peer. If the table is full, evict an idle
-        peer. Raises HandshakeError if all peers are busy.
+        Both stay even if a state machine removes the peer meanwhile. If the table is full, evict an
+        idle peer. Raises HandshakeError if all peers are busy.
         """
         with self._lock:
             evicted = self._peer_table.admit(peer)
@@ -128,7 +128,7 @@ class Peers:
         """Remove an idle peer, which the table has evicted, with its plan and connection.
 
         The producer state machine removes the peer. The consumer state machine removes all workers
-        of its engine, unless requests still depend on another of these workers.
+        of the peer's engine, unless requests still depend on another of these workers.
         """
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):

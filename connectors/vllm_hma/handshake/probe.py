@@ -8,7 +8,7 @@ proof, the kernel of the worker's host must report the end twice, at least CONFI
                   time namespaces, and now sees that it has ended (``processes.py``)
     otherwise     an engine in the worker's pid and time namespaces reports that the process has
                   ended. The probe asks the engine that answers at the side channel of the worker's
-                  engine, then other known prefill engines at the same address
+                  engine, then other known prefill engines whose side channels have the same host
 
 A refused or broken connection and a silent peer prove nothing. Without acknowledgement or proof,
 the blocks stay in quarantine until a supervisor reports that the engine has ended.
@@ -111,10 +111,13 @@ class WorkerProbe:
             self._closed.wait(CONFIRM_S)
 
     def _probe(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
-        """Return whether the worker's process has ended. If also ``gone_before``, call ``on_lost``.
+        """Return whether the worker's process has ended; False if the state is unknown.
 
-        False if the state is unknown. If the probe or ``on_lost`` raises, log the exception and
-        return ``gone_before``, so that other workers are still probed.
+        If the process has ended and ``gone_before`` is True, call ``on_lost``. If the probe or
+        ``on_lost`` raises, log the exception and return ``gone_before``, so that other workers are
+        still probed.
+
+        ``gone_before``  result of the worker's previous probe
         """
         try:
             gone = self._is_gone(suspect, witnesses)
@@ -123,7 +126,7 @@ class WorkerProbe:
             return gone
         except Exception as error:
             shown = f"{suspect.peer.incarnation[:80]!r}, rank {suspect.peer.rank}"
-            self._warn("broken", f"cannot probe prefill worker {shown}: {error!r}")
+            self._warn("broken", f"cannot probe prefill worker {shown}, trying again: {error!r}")
             return gone_before
 
     def _is_gone(self, suspect: Suspect, witnesses: frozenset[EngineAddress]) -> bool:

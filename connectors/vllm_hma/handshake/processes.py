@@ -75,8 +75,8 @@ def _host() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/<pid>/stat`` after the command name. Raises OSError.
+    """Return the fields of ``/proc/<pid>/stat`` after the command name.
 
-    The name may contain spaces and parentheses.
+    The name may contain spaces and parentheses. Raises OSError if the file cannot be read.
     """
     return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

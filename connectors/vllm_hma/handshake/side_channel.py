@@ -161,7 +161,7 @@ class MetadataServer:
         except (OSError, EOFError) as error:
             self._warn("broken", f"side channel: the connection of {who} broke: {error}")
         except Exception as error:
-            self._warn("request", f"side channel: cannot answer {who}: {error!r}")
+            self._warn("request", f"side channel: cannot answer {who}, closing the connection: {error!r}")
         finally:
             streams.abort()
 
@@ -190,7 +190,9 @@ class MetadataServer:
             found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
             writer.write(_text_frame(_LIVENESS, found.value))
         else:
-            self._warn("request", f"side channel: {who} sent an unknown request {request[:80]!r}")
+            self._warn(
+                "request", f"side channel: {who} sent an unknown request, answered with an error: {request[:80]!r}"
+            )
             writer.write(_error(f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}"))
         await writer.drain()
         writer.close()
@@ -222,7 +224,10 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address only; ``::`` includes IPv4. Raises OSError."""
+    """Return a socket that listens on this address only; ``::`` includes IPv4.
+
+    Raises OSError if the address or port cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
@@ -279,11 +284,11 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
-    """Request the state of a process from an engine. Blocks as ``fetch_metadata`` does.
+    """Request the state of a process from an engine, and return it. Blocks as ``fetch_metadata``.
 
     UNKNOWN if the engine cannot determine the state, for example because the process is on another
-    host, and without a request if ``process`` is NO_PROCESS or malformed. Raises HandshakeError or
-    WireError without a valid response.
+    host. If ``process`` is NO_PROCESS or malformed, sends no request and returns UNKNOWN. Raises
+    HandshakeError or WireError without a valid response.
     """
     request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,
@@ -364,7 +369,7 @@ class _Attempt:
         try:
             return socket.create_connection((host, port), timeout=self._left_s())
         except TimeoutError:
-            raise TimeoutError("the connection was not established") from None
+            raise TimeoutError("the connection was not established in time") from None
 
     def _answer(self, connection: socket.socket) -> list[bytes]:
         head = self._receive(connection, _PREFIX.size)
@@ -413,5 +418,5 @@ class _Attempt:
     def _left_s(self) -> float:
         left_s = self._give_up_at - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("no answer in time")
+            raise TimeoutError("the time limit of an attempt has passed")
         return left_s

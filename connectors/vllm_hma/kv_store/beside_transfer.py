@@ -1,4 +1,4 @@
-"""A stored prefix beside a transfer: how long the transfer waits for it, and what it supplies.
+"""Decides how long a transfer waits for a stored prefix, and which transferred KV to store.
 
 The store loads full attention of a prompt's first tokens. The transfer supplies full attention of
 the tokens after them, and windows and states at the prompt's end (``docs/decisions/0050``).
@@ -100,8 +100,8 @@ class TransferredTokens:
     def take_objects(self, computed: int) -> list[ObjectRef]:
         """Take the next objects of these tokens, to store in a step that begins at ``computed``.
 
-        At most one chunk, to keep the step short, and only full attention: a transfer sends windows
-        and states only for the prompt's end.
+        Returns objects of at most one chunk, to keep the step short, and only of full attention: a
+        transfer sends windows and states only for the prompt's end.
         """
         if computed < self._end_token:
             # The transfer failed and this engine computes the tokens.

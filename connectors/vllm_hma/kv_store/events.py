@@ -43,7 +43,7 @@ class StoreEvents:
     def describe(self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], request: Request) -> None:
         """Record tokens, parent and extra keys of an object of ``request`` for its event.
 
-        ``names``  name of ``ref`` and, unless it is the first one, of its group's object before it
+        ``names``  names of ``ref`` and of the object before it in its group, if there is one
         """
         spans = self._plan.groups[ref.group]
         full = spans.group.kind is GroupKind.FULL

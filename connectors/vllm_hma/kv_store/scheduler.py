@@ -63,8 +63,8 @@ class _Known:
     ``fetched``      result of its fetch, until its load is ordered or the fetch is discarded
     ``present``      objects that a tier had at the request's last fetch; not stored again
     ``tier``         ``Fetched.tier`` of the last fetch whose load was ordered; empty before
-    ``prefix``       its fetch, if it is for a prompt that also has a transfer; such a fetch reads
-                     only KV of full-attention groups
+    ``prefix``       its fetch beside a transfer, which reads only KV of full-attention groups; None
+                     without such a fetch
     ``transferred``  tokens that its last transfer supplies; None before a transfer
     ``filling``      objects whose slots ranks are filling, by offset
     ``ended``        whether vLLM has finished the request
@@ -126,9 +126,9 @@ class StoreScheduler:
     def publish(self, rank_caches: Sequence[RankCache]) -> None:
         """Open the store with the layouts of all ranks.
 
-        Raises ConfigurationError if settings, folders or staging memory do not fit or cannot be
-        used, PlanError and CoverError if the cache cannot be mapped to objects (``prove_store``),
-        and OSError if the staging file cannot be created.
+        Raises ConfigurationError if settings do not fit the cache, or if folders or staging memory
+        cannot be used, PlanError and CoverError if the cache cannot be mapped to objects
+        (``prove_store``), and OSError if the staging file cannot be created.
         """
         settings = self._settings
         plan = plan_store(rank_caches[0].layout.groups, settings.chunk_tokens, self._max_model_len)
@@ -184,9 +184,9 @@ class StoreScheduler:
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Start or continue a fetch; return the number of tokens to load after ``local_tokens``.
 
-        0 if the store has nothing to load. None while the fetch runs, until all ranks have mapped
-        staging, and if the engine's own cache has lost tokens during the fetch, so that the next
-        call must start another fetch.
+        Return 0 if the store has nothing to load, or loads no KV for this request. Return None
+        while the fetch runs, until all ranks have mapped staging, and if the engine's own cache has
+        lost tokens during the fetch, so that the next call must start another fetch.
         """
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache or self._detached:
@@ -351,7 +351,7 @@ class StoreScheduler:
             self._filled(known, offset, failed)
 
     def reset(self) -> None:
-        """Discard all fetches and keys: the engine's weights may have been changed in memory.
+        """End all fetches and change the namespace: the weights in memory may have been changed.
 
         The namespace identifies the weights that the engine read when it started. Until it
         restarts, this engine therefore uses a random namespace. The store loads and stores no

@@ -58,7 +58,8 @@ class StoreWorker:
         """
         if layout.memory_kind.memory != "DRAM":
             raise ConfigurationError(
-                f"store: the KV cache is in {layout.memory_kind.memory}, only host memory is supported; remove store"
+                f"store: the KV cache is in {layout.memory_kind.memory}, but the store supports only host memory; "
+                "remove store"
             )
         self._layout = layout
         self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
@@ -73,7 +74,7 @@ class StoreWorker:
     def spoiled(self) -> bool:
         """True if this step may compute KV from the blocks of a failed load.
 
-        Any request of the step may: vLLM's prefix cache has the blocks of a load once it is
+        Any request of the step may read these blocks: vLLM's prefix cache has them once the load is
         ordered.
         """
         return self._spoiled_steps > 0
@@ -128,7 +129,7 @@ class StoreWorker:
         for store in orders.stores:
             try:
                 if self.spoiled:
-                    raise StoreError("a load failed in this step, or in one that ran while this one was scheduled")
+                    raise StoreError("a load failed in this or a preceding step, so KV of this step may be invalid")
                 base = self._attach(orders).address
                 addresses = {ref: base + offset for ref, offset in store.offsets.items()}
                 moves = store_moves(self._plan, self._plans.store, store.tables, addresses)

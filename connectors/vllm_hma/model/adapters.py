@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _SETTINGS = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""File names of weights in vLLM's order: it reads the first one that exists."""
+"""File names of weights in vLLM's order: vLLM reads the first one that exists."""
 
 _State = tuple[tuple[str, int, int, int, int, int], ...]
 """Name, device, inode, size in bytes, modification time and status change time of each file.
@@ -32,17 +32,17 @@ The times are in nanoseconds.
 """
 
 UNKNOWN = ""
-"""Identity of an adapter whose content is not known, or whose path may have KV of other content.
+"""Identity of an adapter of unknown content, or of a path that may have KV of several contents.
 
-KV of other content may be in vLLM's prefix cache or in requests in progress.
+Such KV may be in vLLM's prefix cache or in requests in progress.
 """
 
 
 class Adapter(NamedTuple):
-    """vLLM's id of a LoRA adapter, and the path in its requests.
+    """vLLM's id of a LoRA adapter, and the adapter's path in requests.
 
-    vLLM uses the weights that it has for the id, and its prefix cache identifies an adapter by name
-    and path.
+    vLLM selects weights in memory by the id. Its prefix cache identifies an adapter by name and
+    path.
     """
 
     number: int
@@ -58,7 +58,7 @@ class AdapterLoads:
     """Identities of the adapters that this process has loaded. Not thread-safe.
 
     An identity other than UNKNOWN is equal on two engines only if they have loaded the same
-    content. Until the engine ends, it is UNKNOWN for
+    content. Until the engine ends, the identity is UNKNOWN for
 
     - a path that has had two contents,
     - a path whose weights vLLM has replaced by those of another path with the same id: requests
@@ -84,8 +84,9 @@ class AdapterLoads:
     def reading(self, request: LoRARequest, folder: Path) -> Iterator[None]:
         """Record the adapter that vLLM reads from ``folder`` within this context.
 
-        Records nothing if vLLM's read raises. Files that cannot be read here are recorded as
-        UNKNOWN. There is no deadline: like vLLM, this waits for a file system that does not answer.
+        Records nothing if vLLM's read raises. Records UNKNOWN if the files change during the read,
+        or cannot be read here. There is no deadline: like vLLM, this method waits for a file system
+        that does not answer.
         """
         before, digest = self._digest(folder)
         yield

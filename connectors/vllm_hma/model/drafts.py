@@ -20,7 +20,7 @@ TRANSFERABLE_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 
 
 def check_method(config: VllmConfig) -> None:
-    """Raise ConfigurationError if the KV of this method's drafts cannot be transferred."""
+    """Raise ConfigurationError if KV of the configured drafts cannot be transferred."""
     speculative = drafting(config)
     if speculative is None:
         return

@@ -127,7 +127,10 @@ def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
 
 
 def _unverified(what: str, remedy: str, identity: str, stored: bool) -> str:
-    """Return ``identity`` and log a warning; raise ConfigurationError if ``stored``."""
+    """Warn that ``what`` may differ between engines, and return ``identity``.
+
+    If ``stored``, raises ConfigurationError instead. ``remedy`` ends either message.
+    """
     if stored:
         raise ConfigurationError(
             f"KV store: {what} may change without notice, and stored KV of earlier weights would be used; {remedy}"

@@ -1,6 +1,7 @@
 """Checks of images and other multimodal inputs, which these docstrings call images.
 
-They find whether names identify the content of images, and whether KV would end within an image.
+They determine whether names of images identify the content, and whether a prompt's first tokens
+end within an image.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def named_by_content(request: Request) -> bool:
     """Return whether the names of all images of a request look like vLLM's digests of content.
 
     A client of a vLLM server may name an image itself (``uuid`` of a content part), and vLLM takes
-    that name as it is (vllm/multimodal/processing/inputs.py). With ``mm_processor_kwargs`` vLLM
-    hashes the client's name, which cannot be told from a digest of content.
+    that name as it is (vllm/multimodal/processing/inputs.py). With ``mm_processor_kwargs`` or
+    ``media_io_kwargs``, vLLM uses a hash of the client's name. This function cannot tell such a
+    hash from a digest of content.
     """
     # The name may start with that of a LoRA adapter (vllm/v1/engine/input_processor.py).
     return all(_DIGEST.fullmatch(each.identifier.rpartition(":")[2]) for each in request.mm_features)

@@ -162,8 +162,8 @@ def _channels(shape: tuple[int, ...]) -> int:
 def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
     """Return the number of Mamba-2 groups in the model; None if unknown.
 
-    ``groups``  groups on this rank. If this is 1, it is one of ``tp_size`` groups, or a replica of
-                the only one: the shape does not show the total, the model's configuration does
+    ``groups``  number of groups on this rank. A single group is one of ``tp_size`` groups, or a
+                replica of the model's only group; only the model's configuration distinguishes them
     """
     if groups > 1 or tp_size == 1:
         return groups * tp_size

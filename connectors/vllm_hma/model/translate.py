@@ -81,10 +81,11 @@ def engine_layout(
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
     """Return the cache groups without their layers.
 
-    This needs no tensors, so the scheduler side can call it, and both sides can refuse a cache
-    before the engine accepts requests.
+    This function needs no tensors, so the scheduler side can call it, and both sides can refuse a
+    cache before the engine accepts requests.
 
-    Raises UnsupportedCacheError for a kind of cache, or a parallel axis, that is not supported.
+    Raises UnsupportedCacheError for a kind of cache or a parallel axis that is not supported, for a
+    group that mixes kinds, and for a group that vLLM excludes from KV transfers.
     """
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -132,16 +133,22 @@ def _kind(layer: str, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
         return GroupKind.FULL, None
     if isinstance(spec, SlidingWindowSpec) and type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
         if spec.extra_retained_tokens:
-            raise UnsupportedCacheError(layer, "its window retains tokens for speculative decoding", _SEPARATE)
+            raise UnsupportedCacheError(
+                layer, "the connector does not support a window that retains tokens for speculative decoding", _SEPARATE
+            )
         if getattr(spec, "bounded_replay", False):
-            raise UnsupportedCacheError(layer, "its window is replayed after a load", _SEPARATE)
+            raise UnsupportedCacheError(
+                layer, "the connector does not support a window that is replayed after a load", _SEPARATE
+            )
         return GroupKind.SLIDING, spec.sliding_window
     if type(spec) is ChunkedLocalAttentionSpec:
         return GroupKind.CHUNKED, spec.attention_chunk_size
     if type(spec) is MambaSpec:
         if spec.num_speculative_blocks:
             raise UnsupportedCacheError(
-                layer, "its states are copied for every speculated token", "remove speculative_config for this model"
+                layer,
+                "the connector does not support states that are copied for every speculated token",
+                "remove speculative_config for this model",
             )
         return GroupKind.STATE, None
     raise UnsupportedCacheError(layer, f"the connector does not support {type(spec).__name__}", _SEPARATE)
@@ -160,10 +167,15 @@ def _attention_parts(
     kernel_blocks = blocks // num_blocks
     if blocks % num_blocks or spec.block_size % (kernel_blocks * rows):
         raise UnsupportedCacheError(
-            layer, f"{num_blocks} blocks of {spec.block_size} tokens, but vLLM's view has {blocks} of {rows}", _SEPARATE
+            layer,
+            f"its cache has {num_blocks} blocks of {spec.block_size} tokens, but vLLM's view has {blocks} blocks of "
+            f"{rows} tokens",
+            _SEPARATE,
         )
     if heads != spec.num_heads:
-        raise UnsupportedCacheError(layer, f"{spec.num_heads} heads or slots, but vLLM's view has {heads}", _SEPARATE)
+        raise UnsupportedCacheError(
+            layer, f"its spec has {spec.num_heads} heads or head slots, but vLLM's view has {heads}", _SEPARATE
+        )
     size = view.element_size()
     block_stride, head_stride, row_stride, content_stride = (stride * size for stride in view.stride())
     content = view.shape[3] * size
@@ -199,7 +211,7 @@ def _attention_parts(
 def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
     """Return the name of the encoding of one token's content of one head.
 
-    It states dtypes, the kind of quantization, and scales that are not in the cache.
+    The name states dtypes, the kind of quantization, and scales that are not in the cache.
     """
     name = getattr(spec, "cache_dtype_str", None)
     resolved = resolved_cache_dtype(name, config.model_config) if name else None
@@ -212,7 +224,7 @@ def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
     Equal bytes have equal values only under equal scales. The scales are therefore part of the
     packing, and ranks with different scales refuse each other. Empty for other caches: they have
     no scales, or the scales in the cache, or scales per head (compressed-tensors' ``attn_head``).
-    The latter come from the checkpoint for any TP size; the model's identity covers them.
+    Scales per head come from the checkpoint for any TP size; the model's identity covers them.
     """
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
     attention = config.compilation_config.static_forward_context.get(layer)
@@ -261,7 +273,7 @@ def _slotted_page(page: LayerPages, tp_size: int) -> LayerPages:
 def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec) -> LayerPages:
     """Return MLA's page: one latent, replicated on every rank.
 
-    It can be cut between tokens only if the bytes of each token are contiguous. Packed FP8 pages
+    The page can be cut between tokens only if each token's bytes are contiguous. Packed FP8 pages
     store the data of all tokens before all scales. DeepSeek's indexer has packed pages, and so has
     ``fp8_ds_mla`` in DeepSeek-V4, but not ``fp8_ds_mla`` in DeepSeek-V3.2.
 
@@ -326,6 +338,8 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
 
 def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: int) -> list[LayerPages]:
     """Return the parts of a CPU attention page: per head all of K, then all of V, in stripes.
+
+    ``size``  bytes per element of the cache
 
     Raises UnsupportedCacheError if the bytes of a head are not contiguous, and NotImplementedError
     as ``instruction_set``.

@@ -2,8 +2,8 @@
 
 The cache key is path, device, inode, size, modification time and status change time. Copying tools
 cannot restore the status change time. xxh3 reads about 5 GB/s from the page cache, which often
-still has the files that the engine has loaded. Engines with one cache folder of vLLM share the
-digests, and hash each file once unless the folder cannot be used.
+still has the files that the engine has loaded. Engines with the same VLLM_CACHE_ROOT share the
+digests. They hash each file once, unless the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from connectors.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 _KINDS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json"), ("*.pt",), ("*.gguf",))
-"""File patterns of weights in vLLM's order: it loads the first kind that the folder contains."""
+"""File patterns of weights in vLLM's order: vLLM loads the first kind that the folder has."""
 _THREADS = 4
 _ATTEMPTS = 3
 
@@ -62,7 +62,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _cached_digest(file: Path) -> str:
     """Return the digest of a file, from the cache if the file's state is unchanged.
 
-    Raises ConfigurationError if the file changes during each of _ATTEMPTS reads, and OSError.
+    Raises ConfigurationError if the file changes during each of _ATTEMPTS reads, and OSError if it
+    cannot be read.
     """
     for _ in range(_ATTEMPTS):
         state = _state(file)
@@ -96,7 +97,7 @@ def _write_cached(cached: Path, digest: str) -> None:
         part.write_text(digest)
         part.replace(cached)
     except OSError as error:
-        logger.warning("Tandem: the digest of a weight file cannot be cached: %s", error)
+        logger.warning("Tandem: a weight file's digest cannot be cached, so the next start reads the file: %s", error)
         with contextlib.suppress(OSError):
             part.unlink()
 

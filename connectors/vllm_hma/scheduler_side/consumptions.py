@@ -14,8 +14,8 @@ about to start the prompt: a queued request holds no blocks, ``matched_tokens`` 
 vLLM skips the request. If no other request waits for that producer, the consumer allocates at once:
 an idle prefill engine computes the first chunk before an answer could arrive (docs/decisions/0032).
 
-A consumer computes the prompt's last token itself to get logits. It receives the KV of the tokens
-before it that its own cache and the KV store lack. vLLM also lets a connector load all tokens, and
+A consumer computes the prompt's last token itself to get logits. It receives the KV of the earlier
+tokens that its own cache and the KV store lack. vLLM also lets a connector load all tokens, and
 then recomputes the last one (vllm/v1/core/sched/scheduler.py, ``_update_waiting_for_remote_kv``).
 That would be wrong here: sliding-window groups have freed the oldest token in the last token's
 window, and a state already includes the last token. If the producer samples the answer's first
@@ -78,10 +78,11 @@ class Consumptions:
         return waiting or any(incarnation == other for _, other in self._taken.values())
 
     def awaits_prefix(self, request_id: str) -> bool:
-        """Return whether a follower must wait for the request that receives their common prompt.
+        """Return whether this request waits for KV that another request of its transfer receives.
 
         The wait ends when the receiving request has ended, has received the KV or expects none any
-        more. If its transfer fails after its start, the wait ends when ``received`` returns it.
+        more. If the transfer fails after its start, the wait ends when ``received`` returns the
+        receiving request.
         """
         receiver = self._shared.receiver_of(request_id)
         return receiver is not None and (
@@ -104,7 +105,7 @@ class Consumptions:
     def end_token(self, request: Request) -> int:
         """Return the position of the first prompt token that the request computes itself.
 
-        Only for requests of which ``consumes`` is True.
+        Only for requests for which ``consumes`` returns True.
         """
         return _end_token(request, self._consumptions[request.request_id])
 
@@ -142,10 +143,12 @@ class Consumptions:
         Return the order for the workers; None if the request has no transfer, needs no KV, or its
         transfer has started.
 
+        ``tables``           block table of each group
         ``external_tokens``  number of tokens whose KV vLLM expects from this connector
         ``loaded_token``     as in ``Receive``
 
-        vLLM calls this again when it schedules the request after the transfer: without effect.
+        vLLM calls this again when it schedules the request after the transfer. That call has no
+        effect.
         """
         params = self._consumptions.pop(request.request_id, None)
         if params is None:
@@ -229,7 +232,7 @@ class Consumptions:
 
     @property
     def queued(self) -> frozenset[str]:
-        """Ids of the requests in ``waiting`` whose prompt prefill has not reported as starting."""
+        """Ids of the requests in ``waiting`` that wait until prefill is about to start them."""
         return frozenset(self._queued)
 
     @property

@@ -122,15 +122,17 @@ class Productions:
         if request.max_tokens != 1:
             # Decoding would move the windows, and vLLM would free blocks that the consumer needs.
             logger.warning(
-                "the KV of request %s is not sent: a prefill request must set max_tokens=1, not %d",
+                "the KV of request %s is not sent, so decode computes the prompt: a prefill request must set "
+                "max_tokens=1, not %d",
                 request.request_id,
                 request.max_tokens,
             )
             return
         if params.first_token and not self.first_token_multiple:
             logger.warning(
-                "the KV of request %s is not sent: it sets first_token, but this engine cannot sample first tokens "
-                "(first_token_multiple is 0), because its model has states or speculative_config is set",
+                "the KV of request %s is not sent, so decode computes the prompt: the request sets first_token, but "
+                "this engine cannot sample first tokens (first_token_multiple is 0), because its model has states or "
+                "speculative_config is set",
                 request.request_id,
             )
             return
@@ -139,8 +141,8 @@ class Productions:
             tokens = whole_blocks(request.num_prompt_tokens, self.first_token_multiple)
         if self._prompts.divides_image(request, tokens):
             logger.warning(
-                "the KV of request %s is not sent: it would end within an image whose tokens attend to later ones; "
-                "decode computes the prompt",
+                "the KV of request %s is not sent, so decode computes the prompt: the KV would end within an image "
+                "whose tokens attend to later ones",
                 request.request_id,
             )
             return
@@ -172,8 +174,8 @@ class Productions:
     def finished(self, request: Request) -> tuple[str, int] | None:
         """Handle the end of a prefill request.
 
-        Return its transfer id and number of prompt tokens with KV to send if its blocks stay
-        allocated until ``sent``; None if the request has ended before this KV was complete.
+        Return (transfer id, number of prompt tokens whose KV is sent). The request's blocks then
+        stay allocated until ``sent``. Return None if it has ended before this KV was complete.
         """
         request_id = request.request_id
         self._tokens_left.pop(request_id, None)
@@ -268,7 +270,7 @@ class Productions:
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _windows_at(self, token: int) -> list[slice]:
-        """Return the slice of each group's block table with the window of a consumer.
+        """Return the slice of each group's block table that holds the consumer's window.
 
         Empty for groups without a window.
 

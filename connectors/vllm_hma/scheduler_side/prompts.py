@@ -1,4 +1,7 @@
-"""Prompt digests, and images that a transfer would divide: equal results on prefill and decode."""
+"""Computes prompt digests, and checks whether a transfer would divide an image.
+
+The prefill and the decode engine of a transfer must get equal results.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Holds blocks that a producer rank may still write to after their request's wait has ended.
 
-If a transfer has failed or was cancelled, and a producer rank has not acknowledged that it writes
-no more, this engine computes the request in other blocks, or the request has ended. In both cases
-vLLM drops its references to the blocks. The scheduler side takes its own references before that,
-and drops them when no producer rank can write to the blocks any more.
+The transfer of such a request has failed or was cancelled, and a producer rank has not acknowledged
+that it writes no more. This engine then computes the request in other blocks, or the request has
+ended. In both cases vLLM drops its references to the blocks. The scheduler side takes its own
+references before that, and drops them when no producer rank can write to the blocks any more.
 
     worker side       the consumer state machine of a rank returns Received with ``quarantine``, and
                       later Freed

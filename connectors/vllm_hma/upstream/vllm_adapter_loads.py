@@ -1,8 +1,8 @@
 """Makes vLLM's workers report each LoRA adapter that they read from files.
 
-vLLM does not tell connectors which adapters are in memory. Its workers read an adapter when the
-server starts, when a client loads it, and in a step with a request whose adapter is not in memory
-(for example, because they have evicted it) or has ``load_inplace``. Source:
+vLLM does not report to connectors which adapters are in memory. Its workers read an adapter when
+the server starts, when a client loads it, and in a step with a request whose adapter is not in
+memory (for example, because they have evicted it) or has ``load_inplace``. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/lora/worker_manager.py
 """
 

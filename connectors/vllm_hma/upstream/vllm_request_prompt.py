@@ -31,7 +31,7 @@ def drop_last_token(request: Request) -> None:
 def hide_last_tokens(request: Request, tokens: int) -> None:
     """Hide the prompt's tokens from position ``tokens`` on, so that a step ends before them.
 
-    Only vLLM's scheduler does not see these tokens: workers have the whole prompt. Workers treat
+    The tokens are hidden only from vLLM's scheduler: workers have the whole prompt. Workers treat
     every step up to position ``tokens`` as a chunk of an incomplete prompt and discard its sample.
     The scheduler must also treat the last of these steps as a chunk. The caller therefore calls
     ``show_last_tokens`` while vLLM schedules that step, before

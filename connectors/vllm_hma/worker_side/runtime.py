@@ -125,6 +125,8 @@ class WorkerRuntime:
     """State machines, transport and threads of one rank.
 
     ``views``  tensors of the KV cache, which digests of KV on an accelerator read
+
+    Raises OSError if the trace file cannot be opened, and RuntimeError if no thread can start.
     """
 
     def __init__(
@@ -202,10 +204,10 @@ class WorkerRuntime:
     def before_forward(self, orders: Orders) -> None:
         """Apply the orders that must precede this step, which may overwrite reallocated blocks.
 
-        This rank sends no more KV of requests that ended without holding their blocks. In host
-        memory, this call waits for writes that read blocks of preempted requests, at most until
-        fence_s after each was posted. It then aborts the deliveries of these requests whose writes
-        may have read overwritten blocks.
+        This rank sends no more KV of requests that ended without holding their blocks. If the cache
+        is in host memory, this call waits for writes that read blocks of preempted requests, at
+        most until fence_s after each was posted. It then aborts the deliveries of these requests
+        whose writes may have read overwritten blocks.
         """
         with self._lock:
             for expect in orders.expects:
@@ -246,8 +248,8 @@ class WorkerRuntime:
         """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries.
 
         A delivery is unsafe if it has only some of a step's layers, or if its writes may have read
-        overwritten blocks. Waits in host memory only. The lock is released between polls; no new
-        write reads these blocks.
+        overwritten blocks. Waits only if the cache is in host memory. The lock is released between
+        polls; no new write reads these blocks.
         """
         with self._lock:
             for request_id in request_ids:
@@ -276,8 +278,10 @@ class WorkerRuntime:
     def spoil(self, request_ids: Set[str], reason: str) -> None:
         """Abort the deliveries of prompts of which this step computes wrong KV.
 
-        Call it before the wrong KV is handed over by ``layer_computed`` or ``after_forward``: a
-        consumer could otherwise receive it.
+        Call this before ``layer_computed`` or ``after_forward`` hands over the wrong KV: a consumer
+        could otherwise receive it.
+
+        ``reason``  reason in the Aborted messages
         """
         with self._lock:
             for request_id in request_ids:
@@ -297,7 +301,7 @@ class WorkerRuntime:
             self._engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
-        """Queue the step's chunks for sending, and apply the orders that `before_forward` left.
+        """Queue the step's chunks for sending, and apply the orders that ``before_forward`` left.
 
         Also do the transfer work that is due: messages, computed chunks, writes and deadlines.
         """
@@ -354,7 +358,10 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts and the changed gauges since the last call; None if there are none."""
+        """Return the counts since the last call, and all gauges if one has changed.
+
+        None if nothing has changed.
+        """
         with self._lock:
             return self._tally.take(self.counts())
 
@@ -426,7 +433,11 @@ class WorkerRuntime:
                 name = part.__name__.removeprefix("_")
                 if now - self._warned_at.get(name, float("-inf")) >= _WARN_EVERY_S:
                     self._warned_at[name] = now
-                    logger.exception("Tandem: %s failed in a round of transfer work; the round's other parts run", name)
+                    logger.exception(
+                        "Tandem: %s failed in a round of transfer work; the round's other parts run, and the next "
+                        "round tries again",
+                        name,
+                    )
 
     def _read_messages(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
@@ -525,7 +536,10 @@ class WorkerRuntime:
             try:
                 todo.extend(self._carry_out(action))
             except Exception:
-                self._warn("action", f"the action {type(action).__name__} failed:\n{traceback.format_exc()}")
+                self._warn(
+                    "action",
+                    f"the action {type(action).__name__} failed; carrying out the others:\n{traceback.format_exc()}",
+                )
 
     def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
         """Carry out one action and return the actions that follow from it."""
@@ -568,7 +582,7 @@ class WorkerRuntime:
         try:
             self._message_sender.send(peer, message)
         except TransportError as error:
-            logger.warning("Tandem: cannot send %s: %s", message.kind, error)
+            logger.warning("Tandem: cannot send %s, so its transfer may fail: %s", message.kind, error)
             return self._consumer.undelivered(peer, message, time.monotonic())
         return []
 
@@ -617,7 +631,7 @@ class WorkerRuntime:
             self._set_device()
             problem = verify.problem()
         except Exception as error:
-            logger.exception("Tandem: cannot verify the KV of transfer %s", verify.transfer_id)
+            logger.exception("Tandem: cannot verify the KV of transfer %s, so the transfer fails", verify.transfer_id)
             problem = f"computing the digest failed: {error!r}"
         with self._lock:
             now = time.monotonic()

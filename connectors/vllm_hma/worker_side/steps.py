@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A step starts to compute these last chunks of prompts, and reports each computed layer."""
+    """Start of a step that computes these last chunks of prompts and reports each layer."""
 
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayersComputed:
-    """The step has computed the first ``stop`` layers of a group for these requests.
+    """Progress of a step: the first ``stop`` layers of a group are computed for these requests.
 
     ``group``  index of the group
     """
@@ -44,7 +44,7 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The step has computed these chunks.
+    """End of a step that has computed these chunks.
 
     ``begun``  request ids of the step's ``Begun``; empty without one
     """
