@@ -119,8 +119,8 @@ class EngineTimings:
     ``queued_s``       the request is sent to the engine's scheduler
     ``scheduled_s``    the first step with the request begins
     ``first_token_s``  the last step of the prompt ends
-    ``answered_s``     a stream's chunk with the first token, or the start of another answer, is
-                       sent
+    ``answered_s``     a stream's chunk with the first token is sent; for an answer that is not a
+                       stream, its start is sent
     ``kv_asked_s``     blocks are allocated and KV is requested; None if no KV was requested
     ``kv_ended_s``     all KV has arrived, or the transfer has failed; None without a transfer
     ``kv_failed``      whether the transfer failed

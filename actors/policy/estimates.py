@@ -32,7 +32,7 @@ OUTLIER = 4.0
 FIT_EVERY_S = 0.1
 """Minimum interval in seconds between fits, except for those that FEW and MOST_WAITING trigger.
 
-A fit takes longer than all other work per request.
+A fit takes much longer than recording a measurement, so several measurements share one fit.
 """
 
 FEW = 10.0

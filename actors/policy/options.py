@@ -94,9 +94,9 @@ class Options:
 
     @cached_property
     def _decoding(self) -> dict[str, tuple[float, float]]:
-        """Expected seconds by decode replica.
+        """Expected times on each decode replica, in seconds.
 
-        (answer after its first token, delay of other streams)
+        Each value is (answer after its first token, delay of all other streams together).
         """
         return {decode: self._decoding_on(decode) for decode in self.decode}
 

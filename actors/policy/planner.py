@@ -280,7 +280,8 @@ class Planner:
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
         """Replace the estimated token count by `prompt_tokens`, which the engine counted.
 
-        A request with a single text prompt also updates the bytes per token of text.
+        Scales the estimated cached tokens by the same ratio. A request with a single text prompt
+        also updates the bytes per token of text.
         """
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:

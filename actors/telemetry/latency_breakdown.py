@@ -211,7 +211,7 @@ def _store_chain(reached_at: float, timings: EngineTimings, queue: Part) -> Chai
 
 
 def _reached_at(leg: LegTimestamps, timings: EngineTimings) -> float:
-    """Return the time of the call's arrival at its engine, after half of the network time."""
+    """Return the estimated arrival of the call at its engine: half of the network time later."""
     network_s = max(leg.answered_at - leg.sent_at - timings.answered_s, 0.0)
     return leg.sent_at + network_s / 2
 

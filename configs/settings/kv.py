@@ -58,8 +58,8 @@ class TransferSettings(Frozen):
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
-        description="full: before decode runs the request, it compares digests of all bytes moved, which the devices "
-        "that hold the KV compute; off: no digests; auto: same as full",
+        description="full: decode compares digests of all moved bytes before it runs the request; each digest is "
+        "computed on the device that holds the KV; off: no digests; auto: same as full",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",

@@ -69,7 +69,9 @@ class RoutingSettings(Frozen):
         10_000.0, description="assumed until measured: rate at which an engine computes uncached prompt tokens"
     )
     assumed_handover_s: Seconds = Field(
-        0.02, description="assumed until measured: duration of a handover without tokens to move"
+        0.02,
+        description="assumed until measured: duration of a handover without tokens to move, to a decode engine "
+        "without running streams",
     )
     assumed_transfer_tokens_per_s: Positive = Field(
         200_000.0, description="assumed until measured: rate at which tokens' KV moves after the prompt was computed"

@@ -32,8 +32,8 @@ The producer can write layers during a step: ``begin``, ``layers_computed``, the
     AWAITED   Offer                     OPEN     Write what is computed, then each chunk
     AWAITED   Cancel                    CLOSED   Cancelled
     OPEN      all written               CLOSED   Fin, with a digest if the offer requests one.
-                                                 With late orders, after the next
-                                                 ``orders_applied`` or in HELD
+                                                 On accelerators (``late_orders``), after
+                                                 the next ``orders_applied`` or in HELD
     OPEN      Cancel                    CLOSED   Cancelled, after its writes have ended
     (any)     a failure                 CLOSED   Aborted, after its writes have ended
     OPEN      a write fails             CLOSED   Failed. The producer acknowledges no later

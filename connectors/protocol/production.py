@@ -161,7 +161,11 @@ class Production:
         return actions
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Write computed units, close complete deliveries, and release a delivered transfer."""
+        """Write computed units, close deliveries, and release a held transfer that is delivered.
+
+        Closes a delivery without writes in flight if it is complete, cancelled or given up, and
+        sends its final message unless a write has failed or the consumer is gone.
+        """
         actions: list[ProducerAction] = []
         for delivery in list(transfer.deliveries.values()):
             if not delivery.closed:

@@ -181,7 +181,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The producer rank's answer to Cancel: it writes no more for this transfer and consumer."""
+    """The producer rank's answer to Cancel: it writes no more of this transfer to that rank."""
 
     transfer_id: str
     kind: ClassVar[str] = "cancelled"

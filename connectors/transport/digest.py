@@ -169,7 +169,8 @@ class TransferDigest:
             return
         if not 0 <= int(ids.min()) <= int(ids.max()) < self._memory.num_blocks:
             raise PlanError(
-                f"group {group}: blocks {ids.min()} to {ids.max()} are not all in a pool of {self._memory.num_blocks}"
+                f"group {group}: blocks {ids.min()} to {ids.max()} are not all in a pool of "
+                f"{self._memory.num_blocks} blocks"
             )
         plan, side, streams = self._groups[group]
         pieces = plan.pieces_of(layers)

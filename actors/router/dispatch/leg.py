@@ -160,7 +160,7 @@ class Leg:
                 raise
             if until is not None and bound.when() == until:
                 raise DeadlineError(
-                    f"the {self.role} engine sent no further part of the answer before its deadline; try again"
+                    f"the {self.role} engine sent no further data before the request's deadline; try again"
                 ) from None
             raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s; try again") from None
 

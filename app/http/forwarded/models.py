@@ -199,7 +199,7 @@ class AdapterEndpoints:
 
 
 class InvalidAdapterError(BadRequestError):
-    """An invalid request to load or unload an adapter, with the `type` that vLLM gives it."""
+    """An invalid request to load or unload an adapter; its error has the `type` of vLLM's."""
 
     kind = "InvalidUserInput"
 

@@ -155,7 +155,7 @@ class PrefixChain:
     def prefix(self, end_token: int) -> bytes:
         """Return the digest of the first ``end_token`` tokens.
 
-        ``end_token`` must be a multiple of one of ``spans`` that ``extend`` has reached.
+        ``end_token`` must be a multiple of one of ``spans``, and at most ``tokens``.
         """
         return self._digests[end_token]
 

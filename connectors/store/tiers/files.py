@@ -19,7 +19,10 @@ can tell a slow disk from a hanging one (``reads.py``)."""
 
 
 class Files:
-    """Reads and writes one file at a time. Methods raise OSError."""
+    """Creates, reads, writes and renames files, one file per call. Methods raise OSError.
+
+    Has no state, so threads may share an instance.
+    """
 
     def head(self, path: Path) -> tuple[bytes, os.stat_result]:
         """Return the header's bytes (fewer if the file is shorter) and the file's stat result.

@@ -277,7 +277,7 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
     store the data of all tokens before all scales. DeepSeek's indexer has packed pages, and so has
     ``fp8_ds_mla`` in DeepSeek-V4, but not ``fp8_ds_mla`` in DeepSeek-V3.2.
 
-    Raises UnsupportedCacheError for several latents, or packed states that are not contiguous.
+    Raises UnsupportedCacheError for several latents, or packed pages with gaps between rows.
     """
     if page.heads != 1:
         raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1", _SEPARATE)
@@ -286,7 +286,7 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
     if by_state and getattr(spec, "cache_role", None) is not SparseCacheRole.INDEXER:
         return replace(page, packing=f"tokens/{page.packing}")
     if page.row_stride_bytes != page.row_bytes:
-        raise UnsupportedCacheError(page.layer, "its packed states are not contiguous", _SEPARATE)
+        raise UnsupportedCacheError(page.layer, "the rows of its packed page are not contiguous", _SEPARATE)
     length = page.rows * page.row_bytes
     packing = f"packed states/{page.packing}"
     return replace(page, rows=1, row_bytes=length, row_stride_bytes=length, head_stride_bytes=length, packing=packing)
