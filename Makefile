@@ -339,6 +339,10 @@ streams: $(STAMP) ## Cut streams of every kind at every token, and kill 40 decod
 rolling-restart: $(STAMP) ## Replace every replica of a busy service, and scale it down and up (about 10 minutes): TIMES=1
 	$(BIN)/python -m tests.campaigns.service.rolling_restart $(if $(TIMES),--times $(TIMES))
 
+.PHONY: head-killed
+head-killed: $(STAMP) ## Kill the Ray head of a busy service, without Redis and with it (needs redis-server; 6 minutes): ONLY=redis
+	$(BIN)/python -m tests.campaigns.service.head_killed $(if $(ONLY),--only '$(ONLY)')
+
 .PHONY: explore
 explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour): PART=1/6
 	$(BIN)/python -m tests.campaigns.protocol.explore --part $(PART)

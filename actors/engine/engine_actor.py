@@ -14,6 +14,7 @@ from ray import serve
 
 from actors.engine.adapters import SYNC_INTERVAL_S, AdapterStates
 from actors.engine.pair_warmup import PeerReplicas, every
+from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
@@ -56,6 +57,7 @@ class EngineActor:
         `fallback_secret`. Raises SettingsError if the secret in the environment is too short, and
         EngineStartError with the cause if the start fails.
         """
+        keep_serve_log()
         settings = settings.with_secret(fallback_secret)
         self._changes_adapters = settings.allow_runtime_lora_updating
         self.replica = serve.get_replica_context().replica_id.unique_id

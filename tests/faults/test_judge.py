@@ -61,6 +61,7 @@ def test_kept_promises_leave_no_findings() -> None:
         (Case({Outcome.HANG: 1}, pools=CLEAN), "hang (1)"),
         (Case(RIGHT, dead={"decode"}), "decode engine died"),
         (Case(RIGHT, pools=[Pool("prefill", None, 12)]), "prefill leaks 12 blocks"),
+        (Case(RIGHT, pools=[Pool("prefill", None, 1, silent=True)]), "prefill hangs"),
         (Case(RIGHT, pools=CLEAN, probes=[Outcome.RIGHT, Outcome.WRONG]), "probe wrong"),
         (Case(RIGHT, pools=CLEAN, probes=[Outcome.HANG, Outcome.HANG]), "probe hang"),
         (Case(RIGHT, pools=CLEAN, probes=[Outcome.REFUSED]), "probe refused"),

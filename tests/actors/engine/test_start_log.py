@@ -1,6 +1,8 @@
 """Stages and causes in the logs of an engine's processes."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,34 @@ def test_a_log_without_an_error() -> None:
     assert (
         root_cause("(EngineCore pid=1) INFO 11-22 17:03:12 [core.py:133] ValueError: only told\nValueError: x") is None
     )
+
+
+SERVE_LOG = """
+import logging, os, sys
+from logging.handlers import MemoryHandler
+from ray.serve._private.logging_utils import configure_component_logger
+from ray.serve.schema import LoggingConfig
+configure_component_logger(
+    component_name="component", component_id="id", max_bytes=10**6, backup_count=1, buffer_size=1,
+    logging_config=LoggingConfig(logs_dir=sys.argv[1]),
+)
+from actors.engine.startup.serve_log import keep_serve_log
+if sys.argv[2] == "kept":
+    keep_serve_log()
+import vllm.logger
+from vllm.config.logging import LoggingConfig
+vllm.logger.configure_logging(LoggingConfig())
+logging.getLogger("ray.serve").info("after vLLM's start")
+(handler,) = [one for one in logging.getLogger("ray.serve").handlers if isinstance(one, MemoryHandler)]
+print(handler.target and handler.target.baseFilename)
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_serves_log_works_after_vllm_has_configured_logging(tmp_path: Path, kept: bool) -> None:
+    """Without `keep_serve_log`, Serve would end the replica after a restart of the Ray head."""
+    arguments = [str(tmp_path), "kept" if kept else "closed"]
+    done = subprocess.run([sys.executable, "-c", SERVE_LOG, *arguments], capture_output=True, text=True, check=True)
+    (path,) = tmp_path.glob("*.log")
+    assert done.stdout.splitlines()[-1] == (str(path) if kept else "None")
+    assert ("after vLLM's start" in path.read_text()) is kept

@@ -47,13 +47,15 @@ class Pool:
 
     ``back_after_s`` counts from the last request's end; None if blocks were still held at the end
     of the observation. ``most`` is the last number held. ``waited_for_replacement`` marks a pool
-    that returned after the other, dead, engine had been replaced.
+    that returned after the other, dead, engine had been replaced, ``silent`` an engine that did not
+    answer at the end of the observation.
     """
 
     engine: str
     back_after_s: float | None
     most: int = 0
     waited_for_replacement: bool = False
+    silent: bool = False
 
 
 @dataclass
@@ -77,7 +79,11 @@ def findings(case: Case) -> list[str]:
     if hang := case.outcomes.get(Outcome.HANG, 0):
         found.append(f"hang ({hang})")
     found += [f"{engine} engine died" for engine in sorted(case.dead)]
-    found += [f"{pool.engine} leaks {pool.most} blocks" for pool in case.pools if pool.back_after_s is None]
+    found += [
+        f"{pool.engine} hangs" if pool.silent else f"{pool.engine} leaks {pool.most} blocks"
+        for pool in case.pools
+        if pool.back_after_s is None
+    ]
     found += [f"probe {outcome}" for outcome in dict.fromkeys(case.probes) if outcome is not Outcome.RIGHT]
     return found
 

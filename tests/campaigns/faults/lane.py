@@ -389,12 +389,13 @@ class Lane:
         """Watch one engine's pool until it is at its baseline, or longer than its connector may
         hold blocks.
         """
-        held = 0
+        held, silent = 0, False
         while self.servers[name].alive():
             try:
                 blocks = await self._used(name) - self.baseline[name]
+                silent = False
             except httpx.HTTPError:
-                blocks = max(held, 1)
+                blocks, silent = max(held, 1), True
             now = time.monotonic()
             if blocks <= 0:
                 return Pool(name, now - last, held, bool(self.targets - {name}) and self.repair.done())
@@ -406,7 +407,7 @@ class Lane:
             if self.repair.done() and now - since > self.connector.held_s + self.cut_s:
                 break
             await asyncio.sleep(LOOK_EVERY_S)
-        return Pool(name, None, held)
+        return Pool(name, None, held, silent=silent)
 
 
 async def _settled(work: list[asyncio.Task[None]]) -> None:
