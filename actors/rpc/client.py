@@ -49,13 +49,15 @@ class _Answer:
             error = (
                 EngineDownError(lost)
                 if lost
-                else EngineError(failure.message if failure else "the engine sent an End without a result or reason")
+                else EngineError(
+                    failure.message if failure else "the engine sent an EndStream without a result or reason"
+                )
             )
             self.value.set_exception(error)
 
 
 class Channel(asyncio.Protocol):
-    """Connection to one engine. Queues calls until the engine has answered the Hello."""
+    """Connection to one engine. Queues calls until the engine has answered the RpcHello."""
 
     def __init__(
         self, address: RpcAddress, closed: Callable[["Channel"], None], tls: ssl.SSLContext | None = None
@@ -120,7 +122,7 @@ class Channel(asyncio.Protocol):
         self._end("the router closed the connection")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Enable keepalive and send the Hello; asyncio's hook."""
+        """Enable keepalive and send the RpcHello; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         enable_keepalive(transport.get_extra_info("socket"))
         self._flush()
@@ -140,7 +142,7 @@ class Channel(asyncio.Protocol):
         except RpcProtocolError as error:
             self._end(str(error))
             return
-        self._flush()  # calls queued until the Welcome
+        self._flush()  # calls queued until the RpcWelcome
         self._rest_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -50,44 +50,44 @@ class RpcFailure(msgspec.Struct, frozen=True, array_like=True):
     message: str
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class RpcHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """First message of a router: its newest protocol version and the server's key.
 
-    All protocol versions encode Hello in the same way.
+    All protocol versions encode RpcHello in the same way.
     """
 
     version: int
     key: str
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First message of an engine that accepts a Hello: the protocol version of the connection."""
+class RpcWelcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Answer of an engine that accepts an RpcHello: the protocol version of the connection."""
 
     version: int
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class RpcRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Last message of an engine that closes a connection because of an error, with the reason."""
 
     reason: str
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Opens a stream for a call: the engine answers with items and an End."""
+    """Opens a stream for a call: the engine answers with items and an EndStream."""
 
     stream: int
     request: RpcRequest
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Opens a stream for a method of the engine, which answers with a Reply or an End."""
+    """Opens a stream for a method of the engine, which answers with a Reply or an EndStream."""
 
     stream: int
     method: str
     arguments: tuple[Any, ...]
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Cancels a stream: the engine aborts its call or method, and the router discards the rest.
 
     May arrive after the stream has ended.
@@ -120,21 +120,21 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=8):
     value: Any
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class EndStream(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """Ends a stream; `failure` is set if the answer is missing or incomplete."""
 
     stream: int
     failure: RpcFailure | None = None
 
 
-Message = Hello | Welcome | Refused | Open | Ask | Cancel | Credit | StreamItem | Reply | End
+Message = RpcHello | RpcWelcome | RpcRefused | Open | Ask | CancelStream | Credit | StreamItem | Reply | EndStream
 
 _DECODER = msgspec.msgpack.Decoder(list[Message])
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RpcProtocolError(ValueError):
-    """An invalid frame or message, a wrong key, an unsupported version, or the engine's Refused."""
+    """An invalid frame or message, a wrong key, an unsupported version, or an RpcRefused."""
 
 
 def encode(messages: Iterable[Message]) -> bytes:

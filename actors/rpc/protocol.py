@@ -1,9 +1,9 @@
 """Protocol of the connection between a router and an engine, without I/O.
 
 One connection carries many streams. The router opens a stream with an Open or an Ask. The engine
-answers an Open with items and an End. It answers an Ask with a Reply, or with an End after a
-failure. Credit limits the sent but not yet consumed bytes of each stream to `WINDOW_BYTES`, so that
-a paused stream blocks no other stream.
+answers an Open with items and an EndStream. It answers an Ask with a Reply, or with an EndStream
+after a failure. Credit limits the sent but not yet consumed bytes of each stream to
+`WINDOW_BYTES`, so that a paused stream blocks no other stream.
 
 The router offers its newest protocol version; the engine chooses the newest of its own versions up
 to that one. A side that does not support the other's version closes the connection. Each release
@@ -19,20 +19,20 @@ import msgspec
 from actors.request import Item, StreamChunk
 from actors.rpc.messages import (
     Ask,
-    Cancel,
+    CancelStream,
     Credit,
-    End,
+    EndStream,
     FrameReader,
-    Hello,
     Message,
     Open,
-    Refused,
     Reply,
     RpcFailure,
+    RpcHello,
     RpcProtocolError,
+    RpcRefused,
     RpcRequest,
+    RpcWelcome,
     StreamItem,
-    Welcome,
     encode,
 )
 
@@ -81,20 +81,20 @@ ENGINE_TABLE: Table = {
     (StreamState.NEW, Open): (StreamState.OPEN, True),
     (StreamState.NEW, Ask): (StreamState.ASKED, True),
     (StreamState.OPEN, Credit): (StreamState.OPEN, True),
-    (StreamState.OPEN, Cancel): (StreamState.CANCELLED, True),
-    (StreamState.ASKED, Cancel): (StreamState.CANCELLED, True),
-    (StreamState.ENDED, Credit): (StreamState.ENDED, False),  # crossed the End
-    (StreamState.ENDED, Cancel): (StreamState.ENDED, False),
+    (StreamState.OPEN, CancelStream): (StreamState.CANCELLED, True),
+    (StreamState.ASKED, CancelStream): (StreamState.CANCELLED, True),
+    (StreamState.ENDED, Credit): (StreamState.ENDED, False),  # crossed the EndStream
+    (StreamState.ENDED, CancelStream): (StreamState.ENDED, False),
 }
 
 ROUTER_TABLE: Table = {
     (StreamState.OPEN, StreamItem): (StreamState.OPEN, True),
-    (StreamState.OPEN, End): (StreamState.ENDED, True),
+    (StreamState.OPEN, EndStream): (StreamState.ENDED, True),
     (StreamState.ASKED, Reply): (StreamState.ENDED, True),
-    (StreamState.ASKED, End): (StreamState.ENDED, True),
-    (StreamState.CANCELLED, StreamItem): (StreamState.CANCELLED, False),  # crossed the Cancel
+    (StreamState.ASKED, EndStream): (StreamState.ENDED, True),
+    (StreamState.CANCELLED, StreamItem): (StreamState.CANCELLED, False),  # crossed the CancelStream
     (StreamState.CANCELLED, Reply): (StreamState.ENDED, False),
-    (StreamState.CANCELLED, End): (StreamState.ENDED, False),
+    (StreamState.CANCELLED, EndStream): (StreamState.ENDED, False),
 }
 
 
@@ -140,7 +140,7 @@ class _Endpoint:
 
     def __init__(self, table: Table, most_bytes: int | None) -> None:
         self.version: int | None = None
-        """Protocol version of the connection; None before the Welcome."""
+        """Protocol version of the connection; None before the RpcWelcome."""
         self._table = table
         self._frames = FrameReader(most_bytes)
         self._states: dict[int, StreamState] = {}
@@ -194,7 +194,7 @@ class EngineProtocol(_Endpoint):
         self._key = key.encode()
         self._credit: dict[int, int] = {}
 
-    def receive(self, data: bytes) -> Iterator[Open | Ask | Cancel | Credit]:
+    def receive(self, data: bytes) -> Iterator[Open | Ask | CancelStream | Credit]:
         """Process `data`: authenticate the router, or update its streams. Yield stream messages.
 
         Omits messages that arrive after the end of their stream. Raises RpcProtocolError for a
@@ -202,11 +202,11 @@ class EngineProtocol(_Endpoint):
         connection.
         """
         for message in self._frames.feed(data):
-            if isinstance(message, Hello) and self.version is None:
+            if isinstance(message, RpcHello) and self.version is None:
                 self._greet(message)
             elif self.version is None:
                 raise RpcProtocolError(f"{type(message).__name__} before authentication")
-            elif isinstance(message, Open | Ask | Cancel | Credit):
+            elif isinstance(message, Open | Ask | CancelStream | Credit):
                 if self._advance(message, message.stream):
                     if isinstance(message, Open):
                         self._credit[message.stream] = WINDOW_BYTES
@@ -235,16 +235,16 @@ class EngineProtocol(_Endpoint):
         self._move(stream, StreamState.ENDED)
 
     def end(self, stream: int, failure: RpcFailure | None = None) -> None:
-        """End a stream and queue its End."""
-        self._outgoing.append(End(stream, failure))
+        """End a stream and queue its EndStream."""
+        self._outgoing.append(EndStream(stream, failure))
         self._credit.pop(stream, None)
         self._move(stream, StreamState.ENDED)
 
     def refuse(self, reason: str) -> None:
-        """Queue a Refused with the reason for closing the connection."""
-        self._outgoing.append(Refused(reason))
+        """Queue an RpcRefused with the reason for closing the connection."""
+        self._outgoing.append(RpcRefused(reason))
 
-    def _greet(self, hello: Hello) -> None:
+    def _greet(self, hello: RpcHello) -> None:
         if not hmac.compare_digest(hello.key.encode(), self._key):
             raise RpcProtocolError("the router sent a wrong key; it must send the one in the metadata of this engine")
         self.version = common_version(hello.version)
@@ -254,7 +254,7 @@ class EngineProtocol(_Endpoint):
                 f" {OLDEST_VERSION} to {NEWEST_VERSION}; update the router"
             )
         self._frames.most_bytes = None
-        self._outgoing.append(Welcome(self.version))
+        self._outgoing.append(RpcWelcome(self.version))
 
     def _grant(self, credit: Credit) -> None:
         if not 0 < credit.size <= WINDOW_BYTES:
@@ -263,11 +263,11 @@ class EngineProtocol(_Endpoint):
 
 
 class RouterProtocol(_Endpoint):
-    """The router's side of one connection. Queues messages until the engine's Welcome."""
+    """The router's side of one connection. Queues messages until the RpcWelcome."""
 
     def __init__(self, key: str) -> None:
         super().__init__(ROUTER_TABLE, None)
-        self._hello: Hello | None = Hello(NEWEST_VERSION, key)
+        self._hello: RpcHello | None = RpcHello(NEWEST_VERSION, key)
         self._unread: dict[int, int] = {}
         """Bytes received on each open stream for which the router has not yet sent Credit."""
 
@@ -285,7 +285,7 @@ class RouterProtocol(_Endpoint):
         return stream
 
     def cancel(self, stream: int) -> None:
-        """Cancel a stream; if its Open or Ask is still queued, remove it and send no Cancel.
+        """Cancel a stream; if its Open or Ask is still queued, remove it and send no CancelStream.
 
         Ignores streams that have ended or are cancelled.
         """
@@ -298,7 +298,7 @@ class RouterProtocol(_Endpoint):
             self._move(stream, StreamState.ENDED)
         else:
             self._move(stream, StreamState.CANCELLED)
-            self._outgoing.append(Cancel(stream))
+            self._outgoing.append(CancelStream(stream))
 
     def grant(self, stream: int, size: int) -> None:
         """Queue Credit for `size` consumed bytes; ignore cancelled and ended streams.
@@ -309,34 +309,34 @@ class RouterProtocol(_Endpoint):
             self._unread[stream] -= size
             self._outgoing.append(Credit(stream, size))
 
-    def receive(self, data: bytes) -> Iterator[StreamItem | Reply | End]:
-        """Process `data`: accept the Welcome, or update the streams. Yield stream messages.
+    def receive(self, data: bytes) -> Iterator[StreamItem | Reply | EndStream]:
+        """Process `data`: accept the RpcWelcome, or update the streams. Yield stream messages.
 
         Omits messages of cancelled streams. Raises RpcProtocolError for an unsupported version, an
-        invalid message or the engine's Refused; close the connection then.
+        invalid message or an RpcRefused; close the connection then.
         """
         for message in self._frames.feed(data):
-            if isinstance(message, StreamItem | Reply | End) and self.version is not None:
+            if isinstance(message, StreamItem | Reply | EndStream) and self.version is not None:
                 if self._advance(message, message.stream):
                     if isinstance(message, StreamItem):
                         self._charge(message)
                     else:
                         self._forget(message.stream)
                     yield message
-            elif isinstance(message, Welcome) and self.version is None:
+            elif isinstance(message, RpcWelcome) and self.version is None:
                 if common_version(message.version) != message.version:
                     raise RpcProtocolError(
                         f"the engine chose protocol version {message.version}: this router supports {OLDEST_VERSION} to"
                         f" {NEWEST_VERSION}; update the older of the two"
                     )
                 self.version = message.version
-            elif isinstance(message, Refused):
+            elif isinstance(message, RpcRefused):
                 raise RpcProtocolError(f"the engine closed the connection: {message.reason}")
             else:
                 raise RpcProtocolError(f"unexpected {type(message).__name__}")
 
     def take(self) -> bytes:
-        """Return the Hello at the first call, then nothing until the Welcome has arrived.
+        """Return the RpcHello at the first call, then nothing until the RpcWelcome has arrived.
 
         After it, remove the queued messages and return them as one frame.
         """

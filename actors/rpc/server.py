@@ -37,7 +37,7 @@ When a router cancels a call, it frees the slot shortly before the engine does.
 CUT_OFF_S = 1.0
 """Timeout in seconds for the end of cancelled calls when the server closes.
 
-Routers then have the same time to read the Ends.
+Routers then have the same time to read the EndStreams.
 """
 
 REMEMBERED_S = 10.0

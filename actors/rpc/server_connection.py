@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from actors.request import Accepted, Item, ResponseStart
-from actors.rpc.messages import Ask, Cancel, Credit, Open, RpcFailure, RpcProtocolError, RpcRequest
+from actors.rpc.messages import Ask, CancelStream, Credit, Open, RpcFailure, RpcProtocolError, RpcRequest
 from actors.rpc.protocol import PIECE_BYTES, EngineProtocol, item_bytes, pieces
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class ServerConnection(asyncio.Protocol):
     """One accepted connection.
 
     Closes itself after a wrong key, an unsupported protocol version, an invalid message, or HELLO_S
-    without a Hello.
+    without an RpcHello.
     """
 
     def __init__(self, key: str, serve: Serve, answer: Answer, connections: set["ServerConnection"]) -> None:
@@ -100,7 +100,7 @@ class ServerConnection(asyncio.Protocol):
                     case Ask(number, method, arguments):
                         stream = self._open_stream(number)
                         self._run(stream, self._answer(method, arguments), reply=True)
-                    case Cancel(number):
+                    case CancelStream(number):
                         self._cancel(number)
                     case Credit(number):
                         self._streams[number].credited()
@@ -110,7 +110,7 @@ class ServerConnection(asyncio.Protocol):
         if self._protocol.version is not None:
             self._authentication_timer.cancel()
         if self._flushing is None:
-            self._flush()  # the Welcome
+            self._flush()  # the RpcWelcome
 
     def connection_lost(self, _: Exception | None) -> None:
         """Cancel all calls and methods; asyncio's hook."""
@@ -149,17 +149,17 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     async def close(self, within_s: float) -> None:
-        """Cancel the running calls and methods, send their Ends, and close the connection.
+        """Cancel the running calls and methods, send their EndStreams, and close the connection.
 
         ``within_s``  timeout in seconds for the end of the calls, and again for the router to read
-                      the Ends; a call that has not ended in time gets none
+                      the EndStreams; a call that has not ended in time gets none
         """
         tasks = {stream.task for stream in self._streams.values() if stream.task is not None}
         for number in list(self._streams):
             self._cancel(number)
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
-        await asyncio.sleep(0)  # callbacks of the tasks queue the End messages
+        await asyncio.sleep(0)  # callbacks of the tasks queue the EndStream messages
         self._flush()
         self._transport.close()
         asyncio.get_running_loop().call_later(within_s, self._transport.abort)  # if the router does not read
@@ -190,7 +190,7 @@ class ServerConnection(asyncio.Protocol):
         """
         del self._streams[number]
         failure = None
-        # Only the closing server's reason is read: after its Cancel, a router ignores the reason.
+        # Only a closing server's reason is read: a router that has cancelled ignores it.
         if task.cancelled():
             failure = RpcFailure("engine_down", "the engine is stopping")
         elif (error := task.exception()) is not None:

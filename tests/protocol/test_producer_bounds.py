@@ -48,7 +48,7 @@ def test_another_engine_does_not_suffer() -> None:
     assert producer.progress("r", *TABLES, 2.0) != []
 
 
-def test_places_come_back_when_requests_come() -> None:
+def test_a_request_that_ends_makes_room_for_another() -> None:
     """Each request that arrives, is cancelled or does not arrive in time makes room for another."""
     producer = flooded()
     producer.expect("r", "early-0", 12, "digest", 1.0)

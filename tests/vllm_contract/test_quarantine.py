@@ -123,7 +123,7 @@ def test_a_request_goes_on_in_other_blocks(loading: Callable[[int], Loading]) ->
     engine.steps_until_over("r")
     kept = engine.baseline - engine.pool.get_num_free_blocks()
     assert kept == len(engine.ranks[0].quarantine[Kept("r", "tr")][1])
-    assert engine.scheduler.has_requests(), "an idle engine steps on, or would not hear of the answer"
+    assert engine.scheduler.has_requests(), "an idle engine steps on, or would not receive the answer"
     engine.answered = True
     for _ in range(3):
         engine.step()

@@ -133,11 +133,11 @@ def test_one_action_does_not_cost_the_next(impatient: Callable[..., Worker], mon
     send = MessageSender.send
     broken: list[bool] = []
 
-    def breaks_once(post: MessageSender, peer: Peer, message: Message) -> None:
+    def breaks_once(sender: MessageSender, peer: Peer, message: Message) -> None:
         if isinstance(message, Offer) and not broken:
             broken.append(True)
             raise RuntimeError("anything")
-        send(post, peer, message)
+        send(sender, peer, message)
 
     assert transfer(producer, consumer, "first") == (set(), {"first"}, set())
     monkeypatch.setattr(MessageSender, "send", breaks_once)

@@ -91,7 +91,7 @@ async def _is_over(role: Handle) -> None:
         await asyncio.sleep(0.001)
 
 
-async def ledger_of(engines: Engines, wanted: ClientRequest) -> LatencyBreakdown:
+async def breakdown_of(engines: Engines, wanted: ClientRequest) -> LatencyBreakdown:
     async with engines.router.answer(wanted) as answer:
         breakdown = answer.breakdown
     await at_rest(engines.prefill, engines.decode)
@@ -120,7 +120,7 @@ async def ledger_of(engines: Engines, wanted: ClientRequest) -> LatencyBreakdown
 async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
     """The delayed part is the largest and has the delay, and the parts sum to the total."""
     engines = Engines(**{stage: DELAY_S})
-    breakdown = await ledger_of(engines, request(stream=stage != "generation"))
+    breakdown = await breakdown_of(engines, request(stream=stage != "generation"))
     parts = breakdown.parts
     assert max(parts, key=parts.__getitem__) == part, parts
     # A delay of one direction only: half of it counts for the other direction.
@@ -141,7 +141,7 @@ async def test_a_delay_of_a_remote_request_is_in_its_part(stage, part):
 async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
     """Decode computes the prompt with its first step."""
     engines = Engines(**{stage: DELAY_S})
-    parts = (await ledger_of(engines, request(echo=True))).parts
+    parts = (await breakdown_of(engines, request(echo=True))).parts
     assert max(parts, key=parts.__getitem__) == part, parts
     assert parts.keys() <= {"body", "router", "slot_wait", "hops", "frontend", "decode_queue", "prefill"}
 
@@ -156,7 +156,7 @@ async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
         return await take(*options)
 
     monkeypatch.setattr(engines.decode, "take", late)
-    parts = (await ledger_of(engines, request())).parts
+    parts = (await breakdown_of(engines, request())).parts
     assert max(parts, key=parts.__getitem__) == "slot_wait", parts
 
 
@@ -220,5 +220,5 @@ async def test_an_engine_without_statistics_is_unexplained():
         yield b"{}"
 
     engines.decode.replicas = [Replica("d", silent)]
-    parts = (await ledger_of(engines, request(stream=False))).parts
+    parts = (await breakdown_of(engines, request(stream=False))).parts
     assert parts["unexplained"] >= DELAY_S * 0.99

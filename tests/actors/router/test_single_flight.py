@@ -31,34 +31,34 @@ class Work:
 
 async def test_one_answer_for_all_who_ask_together() -> None:
     """Even if the call takes longer than its result may be old: waiting callers use the result."""
-    shared = SingleFlight(Work(2 * AGE_S), AGE_S)
-    assert await asyncio.gather(*(shared() for _ in range(5))) == [1] * 5
-    assert await shared() == 1
+    flight = SingleFlight(Work(2 * AGE_S), AGE_S)
+    assert await asyncio.gather(*(flight() for _ in range(5))) == [1] * 5
+    assert await flight() == 1
 
 
 async def test_an_answer_that_is_old_is_made_anew() -> None:
     """And not before."""
-    shared = SingleFlight(Work(), AGE_S)
-    assert [await shared(), await shared()] == [1, 1]
+    flight = SingleFlight(Work(), AGE_S)
+    assert [await flight(), await flight()] == [1, 1]
     await asyncio.sleep(1.5 * AGE_S)
-    assert await shared() == 2
+    assert await flight() == 2
 
 
 async def test_no_answer_is_kept_where_there_was_none() -> None:
     """An exception goes to the callers, and the next caller calls again."""
     work = Work()
-    shared = SingleFlight(work, AGE_S)
+    flight = SingleFlight(work, AGE_S)
     work.problem = RuntimeError("not now")
     with pytest.raises(RuntimeError, match="not now"):
-        await shared()
+        await flight()
     work.problem = None
-    assert await shared() == 2
+    assert await flight() == 2
 
 
 async def test_one_who_leaves_takes_nothing_from_the_others() -> None:
     """If the calling request is cancelled, a waiting one calls in its place."""
-    shared = SingleFlight(Work(AGE_S / 4), AGE_S)
-    first, second = asyncio.create_task(shared()), asyncio.create_task(shared())
+    flight = SingleFlight(Work(AGE_S / 4), AGE_S)
+    first, second = asyncio.create_task(flight()), asyncio.create_task(flight())
     await asyncio.sleep(AGE_S / 8)
     first.cancel()
     assert await second == 1

@@ -17,7 +17,7 @@ from actors.request import Accepted
 from actors.router.dispatch.leg import Leg
 from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
-from actors.rpc.messages import LENGTH, End, Refused, Reply, StreamItem, Welcome, encode
+from actors.rpc.messages import LENGTH, EndStream, Reply, RpcRefused, RpcWelcome, StreamItem, encode
 from actors.rpc.protocol import WINDOW_BYTES
 from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, WAIT_S, World, items, joined, read, settled, until
 
@@ -90,13 +90,13 @@ TAKEN = StreamItem(1, Accepted("e", 1))
         b"",
         encode([TAKEN])[:-1],
         encode([TAKEN]),
-        encode([Welcome(1), Welcome(1)]),
-        encode([Welcome(7)]),
-        encode([Welcome(1), StreamItem(2, Accepted("e", 1))]),
-        encode([Welcome(1), StreamItem(1, bytes(2**18))]),
+        encode([RpcWelcome(1), RpcWelcome(1)]),
+        encode([RpcWelcome(7)]),
+        encode([RpcWelcome(1), StreamItem(2, Accepted("e", 1))]),
+        encode([RpcWelcome(1), StreamItem(1, bytes(2**18))]),
         LENGTH.pack(3) + b"\xff\xff\xff",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        encode([Refused("wrong key")]),
+        encode([RpcRefused("wrong key")]),
     ],
     ids=["nothing", "half", "early", "twice", "version", "stream", "credit", "garbage", "http", "refused"],
 )
@@ -110,7 +110,7 @@ async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
 
 async def test_an_item_after_the_end(world: World) -> None:
     """The router closes a connection whose engine exceeds its credit."""
-    said = encode([Welcome(1), TAKEN, End(1), StreamItem(1, b"of whom?")])
+    said = encode([RpcWelcome(1), TAKEN, EndStream(1), StreamItem(1, b"of whom?")])
     async with elsewhere(world, said, stays=True) as call:
         assert await items(call) == [Accepted("e", 1)]
         await until(lambda: world.engines.snapshot().open == 0)
@@ -118,7 +118,7 @@ async def test_an_item_after_the_end(world: World) -> None:
 
 async def test_a_reply_to_a_call(world: World) -> None:
     """An engine that confuses streams is disconnected."""
-    async with elsewhere(world, encode([Welcome(1), Reply(1, 3)]), stays=True) as call:
+    async with elsewhere(world, encode([RpcWelcome(1), Reply(1, 3)]), stays=True) as call:
         with pytest.raises(EngineDownError, match="Reply"):
             await asyncio.wait_for(read(call, []), WAIT_S)
 

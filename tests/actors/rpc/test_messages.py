@@ -14,19 +14,19 @@ from actors.request import Accepted, Call, EngineTimings, Heartbeat, ResponseSta
 from actors.rpc.messages import (
     LENGTH,
     Ask,
-    Cancel,
+    CancelStream,
     Credit,
-    End,
+    EndStream,
     FrameReader,
-    Hello,
     Open,
-    Refused,
     Reply,
     RpcFailure,
+    RpcHello,
     RpcProtocolError,
+    RpcRefused,
     RpcRequest,
+    RpcWelcome,
     StreamItem,
-    Welcome,
     encode,
 )
 from actors.rpc.protocol import NEWEST_VERSION, OLDEST_VERSION
@@ -35,13 +35,13 @@ TIMINGS = EngineTimings(0.1, 0.2, 0.3, 0.4, kv_asked_s=0.15)
 CALL = Call("POST", "/v1/completions", ((b"x-request-id", b"\xff"),), b"\x00{}", replay_log=((1,), (2, 3)))
 MESSAGES: dict[int, list[Any]] = {
     1: [
-        Hello(1, "key"),
-        Welcome(1),
-        Refused("wrong key"),
+        RpcHello(1, "key"),
+        RpcWelcome(1),
+        RpcRefused("wrong key"),
         Open(1, RpcRequest(CALL, "router", 7)),
         Open(2, RpcRequest(Call("GET", "/version"), "r", 0, "transfer", 1.5, True)),
         Ask(3, "discard", ("transfer",)),
-        Cancel(1),
+        CancelStream(1),
         Credit(1, 65_536),
         StreamItem(1, Accepted("replica", 3)),
         StreamItem(1, Heartbeat()),
@@ -51,8 +51,8 @@ MESSAGES: dict[int, list[Any]] = {
         StreamItem(1, StreamChunk(b"data: \xff\n\n", ((1, 2), (3,)))),
         StreamItem(1, StreamChunk(b"", (), TIMINGS)),
         Reply(3, {"host": "a", "tokens": [1, 2.5, None]}),
-        End(1),
-        End(2, RpcFailure("engine_down", "killed")),
+        EndStream(1),
+        EndStream(2, RpcFailure("engine_down", "killed")),
     ]
 }
 """Return every message of each version, as an engine or a router of this release encodes it."""
@@ -101,15 +101,15 @@ def test_frames_in_parts(most: int) -> None:
 
 def test_a_large_frame_is_refused_before_it_arrives() -> None:
     """At most the limit is buffered for an unknown peer."""
-    frame = encode([Cancel(1)])
-    assert list(FrameReader(len(frame) - LENGTH.size).feed(frame)) == [Cancel(1)]
+    frame = encode([CancelStream(1)])
+    assert list(FrameReader(len(frame) - LENGTH.size).feed(frame)) == [CancelStream(1)]
     with pytest.raises(RpcProtocolError, match="the limit is 9"):
         list(FrameReader(9).feed(LENGTH.pack(10)))
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
     """A message may have more fields at its end."""
-    assert list(FrameReader().feed(LENGTH.pack(5) + b"\x91\x93\x05\x09\x2a")) == [Cancel(9)]
+    assert list(FrameReader().feed(LENGTH.pack(5) + b"\x91\x93\x05\x09\x2a")) == [CancelStream(9)]
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_fields_of_a_later_version_are_ignored() -> None:
     [
         b"\xc1\xc1\xc1",
         b"\x91\x92\x63\x01",  # tag 99
-        b"\x91\x91\x05",  # a Cancel of nothing
-        b"\x91\x92\x05\xa1a",  # a Cancel of a text
+        b"\x91\x91\x05",  # a CancelStream of nothing
+        b"\x91\x92\x05\xa1a",  # a CancelStream of a text
         b"\x93",  # an array that ends early
         b"",
     ],

@@ -11,15 +11,15 @@ import pytest
 from actors.request import Accepted, Call, FirstTokenChunk, Heartbeat, StreamChunk
 from actors.rpc.messages import (
     Ask,
-    Cancel,
+    CancelStream,
     Credit,
-    End,
+    EndStream,
     Open,
     Reply,
     RpcProtocolError,
     RpcRequest,
+    RpcWelcome,
     StreamItem,
-    Welcome,
     encode,
 )
 from actors.rpc.protocol import (
@@ -68,7 +68,7 @@ def test_versions(offered: int, newest: int, oldest: int, common: int | None) ->
 
 
 def test_a_call_by_hand() -> None:
-    """Only the Hello is sent before the Welcome; then each side receives the other's messages."""
+    """Only the RpcHello precedes the RpcWelcome; then each side receives the other's messages."""
     router, engine = RouterProtocol("key"), EngineProtocol("key")
     assert router.open(REQUEST) == 1
     assert list(engine.receive(router.take())) == []
@@ -79,8 +79,8 @@ def test_a_call_by_hand() -> None:
     assert engine.send(1, b"one", ITEM_BYTES + 3)
     engine.end(1)
     frame = engine.take()
-    assert frame == encode([StreamItem(1, Accepted("e")), StreamItem(1, b"one"), End(1)]), "one frame"
-    assert list(router.receive(frame)) == [StreamItem(1, Accepted("e")), StreamItem(1, b"one"), End(1)]
+    assert frame == encode([StreamItem(1, Accepted("e")), StreamItem(1, b"one"), EndStream(1)]), "one frame"
+    assert list(router.receive(frame)) == [StreamItem(1, Accepted("e")), StreamItem(1, b"one"), EndStream(1)]
     assert (router.streams, engine.streams, router.take(), engine.take()) == (0, 0, b"", b"")
 
 
@@ -94,8 +94,8 @@ def test_a_method_by_hand() -> None:
     assert (router.streams, engine.streams) == (0, 0)
 
 
-ENGINE_MESSAGES: list[Any] = [Open(1, REQUEST), Ask(1, "m", ()), Cancel(1), Credit(1, 1)]
-ROUTER_MESSAGES: list[Any] = [StreamItem(1, Heartbeat()), Reply(1, 2), End(1)]
+ENGINE_MESSAGES: list[Any] = [Open(1, REQUEST), Ask(1, "m", ()), CancelStream(1), Credit(1, 1)]
+ROUTER_MESSAGES: list[Any] = [StreamItem(1, Heartbeat()), Reply(1, 2), EndStream(1)]
 
 
 def engine_in(state: StreamState) -> EngineProtocol:
@@ -121,7 +121,7 @@ def router_in(state: StreamState) -> RouterProtocol:
     if state is StreamState.CANCELLED:
         router.cancel(1)
     if state is StreamState.ENDED:
-        list(router.receive(encode([End(1)])))
+        list(router.receive(encode([EndStream(1)])))
     return router
 
 
@@ -152,7 +152,7 @@ def test_a_call_that_is_cancelled_before_it_is_sent() -> None:
     router = RouterProtocol("key")
     router.take()
     router.cancel(router.open(REQUEST))
-    list(router.receive(encode([Welcome(1)])))
+    list(router.receive(encode([RpcWelcome(1)])))
     assert (router.take(), router.streams) == (b"", 0)
 
 

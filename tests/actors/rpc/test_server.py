@@ -18,7 +18,7 @@ from actors.errors import CannotResumeError, EngineDownError, EngineError, Refus
 from actors.request import Accepted, Call, Heartbeat
 from actors.rpc import server
 from actors.rpc.address import enable_keepalive
-from actors.rpc.messages import Hello, Open, RpcRequest
+from actors.rpc.messages import Open, RpcHello, RpcRequest
 from actors.rpc.server import RpcServer
 from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read
 
@@ -204,7 +204,7 @@ async def test_the_queue_of_routers_is_known(world: World) -> None:
         await items(await world.call("ends", stack))
         assert world.server.queued() == 0
         async with Stranger(world) as router:
-            router.say(Hello(1, world.address.key), Open(1, RpcRequest(CALL, "another router", 5)))
+            router.say(RpcHello(1, world.address.key), Open(1, RpcRequest(CALL, "another router", 5)))
             await router.answer(1)
         assert world.server.queued() == 5
 
@@ -265,7 +265,7 @@ async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: py
     """Each start of a router is another one to the server."""
     monkeypatch.setattr(server, "MOST_ROUTERS", 3)
     async with Stranger(world) as router:
-        router.say(Hello(1, world.address.key))
+        router.say(RpcHello(1, world.address.key))
         for number in range(6):
             router.say(Open(number + 1, RpcRequest(CALL, str(number), 1)))
             await router.answer(number + 1)

@@ -13,16 +13,16 @@ from actors.rpc import server_connection
 from actors.rpc.messages import (
     LENGTH,
     Ask,
-    Cancel,
+    CancelStream,
     Credit,
-    End,
-    Hello,
+    EndStream,
     Open,
-    Refused,
     Reply,
+    RpcHello,
+    RpcRefused,
     RpcRequest,
+    RpcWelcome,
     StreamItem,
-    Welcome,
     encode,
 )
 from tests.actors.rpc.world import ITEMS, Stranger, World, joined, until
@@ -35,11 +35,11 @@ def opened(stream: int, path: str = "ends") -> Open:
 @pytest.mark.parametrize(
     "said",
     [
-        encode([Hello(1, "wrong")]),
-        encode([Hello(1, "")]),
-        encode([Hello(1, "w\xc3\xbf")]),
+        encode([RpcHello(1, "wrong")]),
+        encode([RpcHello(1, "")]),
+        encode([RpcHello(1, "w\xc3\xbf")]),
         encode([opened(1)]),
-        encode([Cancel(1)]),
+        encode([CancelStream(1)]),
         encode([StreamItem(1, Heartbeat())]),
         LENGTH.pack(3) + b"\xc1\xc1\xc1",
         LENGTH.pack(2**31),
@@ -48,14 +48,14 @@ def opened(stream: int, path: str = "ends") -> Open:
     ],
 )
 async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> None:
-    """So is one whose first message is no Hello.
+    """So is one whose first message is no RpcHello.
 
     It receives the reason if it has not sent too much.
     """
     async with Stranger(world) as stranger:
         stranger.writer.write(said)
         heard = await stranger.heard()
-        assert heard is None or isinstance(heard, Refused)
+        assert heard is None or isinstance(heard, RpcRefused)
         assert await stranger.heard() is None
     assert not world.served.requests
     await until(lambda: not world.server.snapshot().connections)
@@ -64,13 +64,13 @@ async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> N
 async def test_an_unknown_version_is_refused_by_name(world: World) -> None:
     """A router two versions older is refused; a newer router gets the engine's newest version."""
     async with Stranger(world) as old, Stranger(world) as new:
-        old.say(Hello(0, world.address.key))
+        old.say(RpcHello(0, world.address.key))
         heard = await old.heard()
-        assert isinstance(heard, Refused)
+        assert isinstance(heard, RpcRefused)
         assert "version 0 is not supported: this engine supports 1 to 1" in heard.reason
         assert await old.heard() is None
-        new.say(Hello(2, world.address.key))
-        assert await new.heard() == Welcome(1)
+        new.say(RpcHello(2, world.address.key))
+        assert await new.heard() == RpcWelcome(1)
 
 
 async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +79,11 @@ async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.M
     """
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(Stranger(world))
-        router.say(Hello(1, world.address.key))
-        assert await router.heard() == Welcome(1)
+        router.say(RpcHello(1, world.address.key))
+        assert await router.heard() == RpcWelcome(1)
         monkeypatch.setattr(server_connection, "HELLO_S", 0.2)
         silent = await stack.enter_async_context(Stranger(world))
-        assert await silent.heard() == Refused("it did not authenticate within 0.2 s")
+        assert await silent.heard() == RpcRefused("it did not authenticate within 0.2 s")
         assert await silent.heard() is None
         router.say(opened(1))
         assert joined(await router.answer(1)) == joined(ITEMS)
@@ -92,22 +92,22 @@ async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "said",
     [
-        Hello(1, "again"),
+        RpcHello(1, "again"),
         opened(1),
         StreamItem(1, Heartbeat()),
         Credit(2, 1),
-        Cancel(2),
+        CancelStream(2),
         Credit(1, 0),
         Credit(1, 2**40),
-        End(1),
+        EndStream(1),
     ],
     ids=["hello", "same stream", "item", "credit of no stream", "cancel of no stream", "none", "too much", "end"],
 )
 async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> None:
     """In the middle of a call: the engine closes the connection, and the call ends."""
     async with Stranger(world) as stranger:
-        stranger.say(Hello(1, world.address.key), opened(1, "hangs"))
-        assert await stranger.heard() == Welcome(1)
+        stranger.say(RpcHello(1, world.address.key), opened(1, "hangs"))
+        assert await stranger.heard() == RpcWelcome(1)
         assert await stranger.heard() == StreamItem(1, Accepted("e", 1))
         stranger.say(said)
         while await stranger.heard() is not None:
@@ -118,15 +118,15 @@ async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> Non
 async def test_a_cancel_that_crosses_the_end(world: World) -> None:
     """It has no effect, neither on the ended stream nor on another."""
     async with Stranger(world) as router:
-        router.say(Hello(1, world.address.key), opened(1))
+        router.say(RpcHello(1, world.address.key), opened(1))
         await router.answer(1)
-        router.say(Cancel(1), Credit(1, 5), opened(2, "waits"), Cancel(1))
+        router.say(CancelStream(1), Credit(1, 5), opened(2, "waits"), CancelStream(1))
         for _ in ITEMS:
             await router.heard()
         await asyncio.sleep(0.05)
         assert world.served.running == 1
-        router.say(Cancel(2))
-        while not isinstance(heard := await router.heard(), End):
+        router.say(CancelStream(2))
+        while not isinstance(heard := await router.heard(), EndStream):
             assert heard is not None
     await world.at_rest()
 
@@ -134,7 +134,7 @@ async def test_a_cancel_that_crosses_the_end(world: World) -> None:
 async def test_a_call_that_is_cancelled_before_it_begins(world: World) -> None:
     """Both in one frame: it has an end, as every call has."""
     async with Stranger(world) as router:
-        router.say(Hello(1, world.address.key), opened(1), Cancel(1))
+        router.say(RpcHello(1, world.address.key), opened(1), CancelStream(1))
         assert await router.answer(1) == []
         router.say(opened(2))
         assert joined(await router.answer(2)) == joined(ITEMS)
@@ -144,8 +144,8 @@ async def test_a_call_that_is_cancelled_before_it_begins(world: World) -> None:
 async def test_streams_of_one_connection(world: World) -> None:
     """One frame opens two streams; each has its own items. Methods need no slot."""
     async with Stranger(world) as router:
-        router.say(Hello(1, world.address.key), Ask(1, "double", (21,)), Ask(2, "double", (2,)))
-        assert [await router.heard() for _ in range(3)] == [Welcome(1), Reply(1, 42), Reply(2, 4)]
+        router.say(RpcHello(1, world.address.key), Ask(1, "double", (21,)), Ask(2, "double", (2,)))
+        assert [await router.heard() for _ in range(3)] == [RpcWelcome(1), Reply(1, 42), Reply(2, 4)]
         router.say(opened(3, "waits"), opened(4))
         assert joined(await router.answer(4)) == joined(ITEMS)
         world.served.go_on.set()

@@ -13,7 +13,7 @@ from actors.engine_pool.engines import EngineCall, EnginePool
 from actors.errors import CannotResumeError, EngineDownError
 from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.address import RpcAddress
-from actors.rpc.messages import Credit, End, FrameReader, RpcRequest, StreamItem, encode
+from actors.rpc.messages import Credit, EndStream, FrameReader, RpcRequest, StreamItem, encode
 from actors.rpc.protocol import item_bytes
 from actors.rpc.server import RpcServer
 
@@ -171,7 +171,7 @@ class Stranger:
     async def answer(self, stream: int) -> list[Any]:
         """Return the items of a stream up to its end, without those of other streams."""
         found: list[Any] = []
-        while not (isinstance(message := await self.heard(), End) and message.stream == stream):
+        while not (isinstance(message := await self.heard(), EndStream) and message.stream == stream):
             assert message is not None
             if isinstance(message, StreamItem):
                 self.say(Credit(message.stream, item_bytes(message.item)))

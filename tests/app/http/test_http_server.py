@@ -147,15 +147,15 @@ async def test_routers_are_replaced_under_load() -> None:
                 assert reply.status_code == 200
                 count += 1
 
-    fronts = [HttpServer(Behind(f"router {turn}").app, HOST, port, LEAVE_S, "ours") for turn in range(6)]
-    await fronts[0].open()
+    servers = [HttpServer(Behind(f"router {turn}").app, HOST, port, LEAVE_S, "ours") for turn in range(6)]
+    await servers[0].open()
     clients = [asyncio.create_task(client(kept)) for kept in (True, False, True, False)]
-    for old, new in pairwise(fronts):
+    for old, new in pairwise(servers):
         await new.open()
         await old.close()
     stop.set()
     await asyncio.gather(*clients)
-    await fronts[-1].close()
+    await servers[-1].close()
     assert count > 100
 
 
@@ -326,10 +326,10 @@ async def test_the_port_of_another_program(says: bytes) -> None:
 async def test_routers_that_start_together() -> None:
     """Each checks whether the port is free by binding it for a moment."""
     port = free_port()
-    fronts = [HttpServer(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
-    await asyncio.gather(*(server.open() for server in fronts))
+    servers = [HttpServer(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
+    await asyncio.gather(*(server.open() for server in servers))
     assert await answers(port, 120) == {str(number) for number in range(6)}
-    await asyncio.gather(*(server.close() for server in fronts))
+    await asyncio.gather(*(server.close() for server in servers))
 
 
 async def test_an_address_of_another_machine() -> None:
