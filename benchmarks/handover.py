@@ -1,6 +1,6 @@
 """Handover and TTFT of Tandem's connector and vLLM's NixlConnector between engines.
 
-    python -m benchmarks.handover [--requests 12] [--lengths 200,1000,2000]
+    python -m benchmarks.handover [--requests 12] [--lengths 200,1000,2000] [--tp 1:2]
 
 In one interleaved run:
 
@@ -115,23 +115,26 @@ def landed_early(events: list[dict[str, Any]]) -> float:
     return sum(count for count, at in writes if at <= last_chunk_ended) / sum(count for count, _ in writes)
 
 
-def start_arm(name: str, model: str, transfers: tuple[KVTransferConfig, KVTransferConfig]) -> Arm:
+def start_arm(
+    name: str, model: str, tp_sizes: tuple[int, int], transfers: tuple[KVTransferConfig, KVTransferConfig]
+) -> Arm:
     before = children()
     engines = []
-    for number, transfer in enumerate(transfers):
+    for number, (tp_size, transfer) in enumerate(zip(tp_sizes, transfers, strict=True)):
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(NIXL_FIRST_PORT + 10 * number)
-        engines.append(start_engine(model, 1, None, kv_transfer_config=transfer, **ENGINE))
+        engines.append(start_engine(model, tp_size, None, kv_transfer_config=transfer, **ENGINE))
     pids = sorted(children() - before)
     free_cores(pids)
     return Arm(pids, name, *engines)
 
 
-async def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, Any]:
+async def measure(requests: int, lengths: list[int], tp_sizes: tuple[int, int], folder: Path) -> dict[str, Any]:
     model = benchmark_gemma3(folder / "model")
     trace = folder / "trace.jsonl"
     ours = start_arm(
         "tandem",
         model.path,
+        tp_sizes,
         tuple(
             KVTransferConfig(
                 kv_connector="TandemConnector",
@@ -149,6 +152,7 @@ async def measure(requests: int, lengths: list[int], folder: Path) -> dict[str, 
         theirs = start_arm(
             "nixl",
             model.path,
+            tp_sizes,
             tuple(
                 KVTransferConfig(kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy="recompute")
                 for role in ("kv_producer", "kv_consumer")
@@ -209,10 +213,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=12, help="measured requests per length and connector")
     parser.add_argument("--lengths", default="200,1000,2000", help="prompt tokens")
+    parser.add_argument("--tp", default="1:1", help="prefill:decode tensor-parallel sizes")
     arguments = parser.parse_args()
+    prefill_tp, decode_tp = (int(size) for size in arguments.tp.split(":"))
     lengths = [int(length) for length in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(measure(arguments.requests, lengths, Path(folder)))
+        result = asyncio.run(measure(arguments.requests, lengths, (prefill_tp, decode_tp), Path(folder)))
     print(f"{'tokens':>7} {'measure':<18} {'tandem':>20} {'NixlConnector':>20} {'ratio':>20}")
     for length, table in result.items():
         for kind, row in table.items():
@@ -220,7 +226,8 @@ def main() -> None:
             r = row.get("ratio")
             ratio = f"{r['of_medians']:.2f} ({r['q1']:.2f}-{r['q3']:.2f})" if r else ""
             print(f"{length:>7} {kind:<18} {ours:>20} {theirs:>20} {ratio:>20}")
-    print("written to", write("handover", {"requests": arguments.requests, "prompt_tokens": result}))
+    name = "handover" if arguments.tp == "1:1" else f"handover_tp_{prefill_tp}_to_{decode_tp}"
+    print("written to", write(name, {"requests": arguments.requests, "tp": arguments.tp, "prompt_tokens": result}))
 
 
 if __name__ == "__main__":

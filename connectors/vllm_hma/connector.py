@@ -85,11 +85,13 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
                 "kv_transfer_config: set kv_load_failure_policy='recompute'; with vLLM's default, 'fail', a failed "
                 "transfer fails the request"
             )
-        if vllm_config.model_config.enable_sleep_mode:
-            raise ConfigurationError(
-                "enable_sleep_mode: turn sleep mode off; it releases the KV cache while NIXL has it registered and "
-                "peers may write to it"
-            )
+        # On CUDA and ROCm, vLLM turns the allocator on for sleep mode (vllm/config/model.py).
+        for option in ("enable_sleep_mode", "enable_cumem_allocator"):
+            if getattr(vllm_config.model_config, option):
+                raise ConfigurationError(
+                    f"{option}: turn it off; with it, vLLM may release the KV cache while NIXL has it registered and "
+                    "peers may write to it"
+                )
         config = parse_config(transfer.kv_connector_extra_config)
         check_method(vllm_config)
         check_media(vllm_config)

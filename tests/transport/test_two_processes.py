@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import resource
+import signal
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,6 +28,14 @@ def first_messages(transport: Any) -> list[tuple[str, bytes]]:
         assert time.monotonic() < give_up_at
         time.sleep(POLL_S)
     return heard
+
+
+def until_done(transport: Any, handle: int) -> None:
+    """Poll a write until it is done, at most TIMEOUT_S."""
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not transport.poll(handle):
+        assert time.monotonic() < give_up_at
+        time.sleep(POLL_S)
 
 
 def receiver(pipe: Connection) -> None:
@@ -171,3 +180,57 @@ def test_a_peer_out_of_reach_is_not_forgotten() -> None:
     finally:
         for worker in workers:
             worker.kill()
+
+
+def stopped_receiver(pipe: Connection) -> None:
+    """Own the destination, answer nothing, and wait to be killed."""
+    os.environ["UCX_TLS"] = "tcp,self"
+    from connectors.planning.layout import MemoryKind, Region
+    from connectors.transport.nixl import NixlTransport
+
+    memory = np.zeros(MEGABYTES << 20, np.uint8)
+    transport = NixlTransport("receiver/0", devices=("lo",))
+    transport.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind("DRAM", 0))])
+    pipe.send((transport.metadata(), memory.ctypes.data))
+    first_messages(transport)
+    pipe.send("connected")
+    pipe.recv()
+
+
+def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
+    """Neither done nor refused: parts of it may have arrived."""
+    from connectors.errors import FailedWriteError
+    from connectors.planning.descriptors import Runs
+    from connectors.planning.layout import MemoryKind, Region
+    from connectors.transport.nixl import NixlTransport
+
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=stopped_receiver, args=(theirs,))
+    memory_kind = MemoryKind("DRAM", 0)
+    memory = np.ones(MEGABYTES << 20, np.uint8)
+    process.start()
+    transport = NixlTransport("sender/0", devices=("lo",))
+    try:
+        transport.register([Region(memory.ctypes.data, memory.nbytes, memory_kind)])
+        metadata, address = ours.recv()
+        peer = transport.add_peer(metadata)
+        transport.notify(peer, b"first contact")
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while not ours.poll(POLL_S):
+            transport.notifications()
+            assert time.monotonic() < give_up_at
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        runs = Runs(*(np.array([value], np.int64) for value in (memory.ctypes.data, address, memory.nbytes)))
+        handle = transport.write(peer, runs, memory_kind, memory_kind)
+        assert not transport.poll(handle)
+        process.kill()
+        with pytest.raises(FailedWriteError, match="receiver/0"):
+            until_done(transport, handle)
+        with pytest.raises(FailedWriteError, match="receiver/0"):  # the connection is known to be broken
+            transport.write(peer, runs, memory_kind, memory_kind)
+    finally:
+        process.kill()
+        process.join(TIMEOUT_S)
+        transport.close()

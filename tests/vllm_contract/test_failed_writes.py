@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from connectors.errors import TransportError
+from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
 from connectors.transport.memory import MemoryTransport
@@ -17,8 +17,9 @@ from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
 class FailsThenLands(MemoryTransport):
-    """A write that fails in ``post`` or ``poll`` with bytes in flight, as NIXL's may; ``land``
-    completes it.
+    """A write that fails in ``post`` or ``poll`` with bytes in flight; ``land`` completes it.
+
+    NIXL fails in ``nixl post``, ``post`` is any other error.
     """
 
     fails_in = "poll"
@@ -29,6 +30,8 @@ class FailsThenLands(MemoryTransport):
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         self.late.append((peer, runs, source, target))
+        if self.fails_in == "nixl post":
+            raise FailedWriteError(peer, "posting a write failed: NIXL reports its state as ERR")
         if self.fails_in == "post":
             raise RuntimeError("posting failed after the first of many descriptors")
         return len(self.late)
@@ -61,7 +64,7 @@ def failed(worker: Callable[..., Worker], transport: type[MemoryTransport]) -> t
     return producer, consumer
 
 
-@pytest.mark.parametrize("fails_in", ["post", "poll"])
+@pytest.mark.parametrize("fails_in", ["post", "nixl post", "poll"])
 def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, fails_in: str
 ) -> None:
@@ -74,6 +77,7 @@ def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
     if report is None:
         consumer.cache[[3, 5]] = 42  # vLLM allocates the blocks to another request
     assert isinstance(producer.transport, FailsThenLands)
+    assert len(producer.transport.late) == 1, "a second write could end before the bytes of the first arrive"
     producer.transport.land()
     assert 7 not in consumer.cache[[3, 5]] or report is not None, "another request's blocks were overwritten"
     assert report == WorkerReport(QuarantineReport(begun=[Kept("r", "t")]))

@@ -23,7 +23,9 @@ def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Wo
     """Its progress thread still answers: the request is computed by decode, and its blocks are
     freed at once.
     """
-    producer, consumer = worker("p", limits=STEP), worker("c", limits=SHORT)
+    # Longer than a pause of the machine, which would also end the wait.
+    patient = dataclasses.replace(SHORT, progress_s=4.0)
+    producer, consumer = worker("p", limits=STEP), worker("c", limits=patient)
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1,),), 4)])

@@ -206,12 +206,13 @@ def test_a_store_is_refused_on_data_parallel_ranks() -> None:
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
 
 
-def test_sleep_mode_is_refused() -> None:
-    """Sleep releases the KV cache's memory, which NIXL keeps registered."""
+@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_memory_that_vllm_may_release_is_refused(option: str) -> None:
+    """Sleep, and `release_kv_cache_memory`, release memory that NIXL keeps registered."""
     transfer = KVTransferConfig(kv_connector="TandemConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
     made = config(MODEL_DIR, kv_transfer_config=transfer)
-    made.model_config.enable_sleep_mode = True
-    with pytest.raises(ConfigurationError, match="enable_sleep_mode"):
+    setattr(made.model_config, option, True)
+    with pytest.raises(ConfigurationError, match=option):
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
 
 

@@ -177,6 +177,24 @@ def test_a_dead_worker_that_was_seen_alive_is_reported(
     assert Peer("p", 1) in verdicts(monkeypatch, [suspect(identity)], [])
 
 
+def test_one_observation_of_an_end_proves_nothing(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in a row are needed: here, every second look finds the worker alive."""
+    looks = 0
+
+    def wavering(process: ProcessIdentity) -> Liveness:
+        nonlocal looks
+        if process != child[1]:
+            return liveness(process)
+        looks += 1
+        return Liveness.GONE if looks % 2 else Liveness.ALIVE
+
+    monkeypatch.setattr(probe, "liveness", wavering)
+    assert verdicts(monkeypatch, [suspect(child[1])], []) == []
+    assert looks > 2
+
+
 def test_a_port_that_refuses_proves_nothing(
     refusing: int, child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
