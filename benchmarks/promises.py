@@ -80,7 +80,7 @@ async def measure(requests: int, lengths: list[int], batches: int, batch: int, f
     try:
         addresses = {}
         for name, settings in ARMS.items():
-            arms.append(start_arm(name, model.path, transfers(settings)))
+            arms.append(start_arm(name, model.path, (1, 1), transfers(settings)))
             addresses[name] = await describe(arms[-1].prefill)
             arms[-1].sleep()
         alone: dict[int, dict[str, list[float]]] = {length: {name: [] for name in ARMS} for length in lengths}
