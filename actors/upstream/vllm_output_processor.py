@@ -1,4 +1,4 @@
-"""Corrects cached tokens and first tokens in vLLM's frontend when two engines share a request.
+"""Correct cached tokens and first tokens in vLLM's frontend when two engines share a request.
 
 *Cached tokens*: vLLM's scheduler counts KV that the connector loads as cached tokens. Clients
 expect the number that one engine would report, which excludes tokens computed for this request.

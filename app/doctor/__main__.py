@@ -1,4 +1,4 @@
-"""Runs all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
+"""Run all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
 
 The exit status is 0 if all checks that run pass, 1 if any fails.
 """

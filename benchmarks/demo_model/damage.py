@@ -1,4 +1,4 @@
-"""Damages the cached KV of one group of layers, as a faulty KV transfer would.
+"""Damage the cached KV of one group of layers, as a faulty KV transfer would.
 
 The groups are those that vLLM makes of the demo model's layers. Each group has its own blocks, so a
 transfer can lose or mix up the blocks of one group and deliver the others intact.

@@ -1,4 +1,4 @@
-"""Measures the demo model's exact-match accuracy on held-out prompts.
+"""Measure the demo model's exact-match accuracy on held-out prompts.
 
     python -m benchmarks.demo_model.evaluate
 

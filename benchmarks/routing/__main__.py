@@ -1,4 +1,4 @@
-"""Replays every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
+"""Replay every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
 
 Writes benchmarks/results/routing.json and the tables of docs/routing.md; `--page` writes the tables
 from existing results.

@@ -87,7 +87,7 @@ class Load:
 
 
 class Maker:
-    """Draws requests. Lengths are lognormal: most are short, some are long."""
+    """Source of random requests. Lengths are lognormal: most are short, some are long."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)

@@ -57,7 +57,7 @@ def prompt(number: int, at_s: float, tokens: int, answer: int = 50) -> Request:
 
 
 class Watching(Oracle):
-    """Records its choices."""
+    """Oracle that records its choices."""
 
     chosen: dict[int, Route]
 

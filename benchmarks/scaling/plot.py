@@ -1,4 +1,4 @@
-"""Plots benchmarks/results/scaling.json: `python -m benchmarks.scaling.plot` writes
+"""Plot benchmarks/results/scaling.json: `python -m benchmarks.scaling.plot` writes
 docs/images/scaling-*.svg.
 """
 

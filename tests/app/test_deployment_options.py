@@ -79,7 +79,7 @@ def test_what_cannot_be_placed(role: dict[str, Any], message: str) -> None:
 
 
 class Idle:
-    """Replaces an engine's actor: has its options, starts nothing."""
+    """Replacement of an engine's actor, with its options but without an engine."""
 
     async def __init__(self, settings: ServiceSettings, secret: SecretStr) -> None:  # type: ignore[misc]
         self._settings = settings

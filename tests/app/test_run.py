@@ -264,7 +264,7 @@ def test_the_application_that_the_launcher_watches(
 
 
 class SlowRay:
-    """Starts in time after `failures` attempts."""
+    """Start of Ray that succeeds after `failures` failed attempts."""
 
     def __init__(self, failures: int, message: str) -> None:
         self.attempts = 0

@@ -75,7 +75,7 @@ def test_what_would_change_nothing_does_not_apply() -> None:
 
 
 class Recorder:
-    """Acts as the router: every prefill answers with a reference that names its request."""
+    """Replacement of the router: every prefill answers with a reference that names its request."""
 
     def __init__(self) -> None:
         self.used: list[tuple[str, str]] = []

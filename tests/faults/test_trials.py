@@ -24,7 +24,8 @@ PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
 
 @contextlib.asynccontextmanager
 async def server(status: int, *said: object, heads: list[bytes] | None = None) -> AsyncIterator[str]:
-    """Answers every request with ``said``, until it closes the connection or stops sending.
+    """Start a server that answers every request with ``said``, until it closes the connection or
+    stops sending.
 
     ``heads`` has the requests' first lines and headers.
     """
@@ -91,7 +92,7 @@ async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[objec
 
 @pytest.mark.parametrize("said", [(503, "busy"), (200, BREAK), (200, "{}")])
 async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: tuple[int, object]) -> None:
-    """As a plain sequential proxy does."""
+    """A plain sequential proxy does the same."""
     trial = Trial(QUESTION)
     async with server(*said) as prefill, httpx.AsyncClient(timeout=None) as client:
         await Router(client, prefill, "http://127.0.0.1:9", WAIT_S).in_turn(trial)
@@ -100,7 +101,7 @@ async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: t
 
 
 async def test_both_legs_carry_one_request_id() -> None:
-    """As vLLM's own proxies send them: NixlPushConnector matches its two ends only by this."""
+    """vLLM's own proxies do the same: NixlPushConnector matches its two ends by this id only."""
     trial = Trial(QUESTION)
     heads: list[bytes] = []
     whole = [event("427"), event(";", "length"), DONE]

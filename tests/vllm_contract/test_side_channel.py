@@ -52,7 +52,7 @@ def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
 
 
 class Eavesdropper:
-    """Relays connections to a port, and records the bytes: ``heard`` from clients, ``said`` to
+    """Relay of one connection to a port that records the bytes: ``heard`` from clients, ``said`` to
     them.
     """
 

@@ -44,7 +44,7 @@ class Unstarted(Decode):
 
 
 class Engine:
-    """Fetches every probe except one."""
+    """Engine that fetches every probe except one."""
 
     def __init__(self) -> None:
         self.fetched: list[tuple[int, str]] = []

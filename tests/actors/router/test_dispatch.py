@@ -204,7 +204,7 @@ async def test_a_stream_outlives_its_engine(cut, half):
 
 
 async def test_a_stream_outlives_many_engines():
-    """As long as each engine sends new tokens."""
+    """The router tries further engines as long as each one sends new tokens."""
     router, p, d = fleet([well], [engine(n, [1, 2, 3], 1 + 4 * n) for n in range(9)] + [engine(10, [4])])
     router.limits = LIMITS.model_copy(update={"attempts": 2})
     d.replicas.reverse()

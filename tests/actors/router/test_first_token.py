@@ -281,7 +281,7 @@ async def test_decode_that_dies_around_its_first_token(dies_after: int):
 
 
 async def test_prefill_that_dies_after_its_first_token():
-    """As before decode's answer without a first token: another pair, which repeats the token."""
+    """Another pair serves the request and repeats the token."""
     gate = asyncio.Event()
     behaviours = [gated(engine(1, [1]), gate), engine(1, [1])]
     router, p, d = fleet([samples(dies=True)], [lambda call, turn: behaviours[turn - 1](call, turn)])

@@ -335,7 +335,7 @@ async def test_a_client_that_leaves_ends_both_calls(client, prompt):
 
 
 async def test_health_names_the_replicas(client):
-    """As Serve has published them."""
+    """The response counts the replicas that Serve has published, by role."""
     reply = await client.get("/health")
     assert (reply.status_code, reply.json()) == (200, {"status": "ok", "replicas": {"prefill": 1, "decode": 2}})
 

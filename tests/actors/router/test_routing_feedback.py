@@ -177,7 +177,7 @@ async def test_an_engine_that_dies_idle_does_not_attract_requests():
 
 
 async def test_routing_changes_while_requests_run():
-    """As Serve passes it: a plain dictionary. No call goes to the engines."""
+    """Serve passes the new settings as a plain dictionary. No call goes to the engines."""
     engines = Engines(limits(policy="always_remote"))
     await engines.ask(ids(1000))
     engines.router.reconfigure(limits(policy="never_remote").model_dump())

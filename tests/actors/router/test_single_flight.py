@@ -14,7 +14,7 @@ AGE_S = 0.2
 
 
 class Work:
-    """Counts its calls; each takes `takes_s`."""
+    """Callable that counts its calls; each takes `takes_s`."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.takes_s = takes_s

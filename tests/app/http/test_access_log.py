@@ -122,7 +122,7 @@ async def test_parameters_of_requests() -> None:
 
 
 async def test_texts_of_requests() -> None:
-    """As they were sent, without the key."""
+    """The log has the requests' bodies as they were sent, and no API key."""
     logged = Logged([], [answers(200, {})], KEY, request_log="text")
     await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
     assert (await logged.line())["request"] == BODY

@@ -111,7 +111,7 @@ async def test_each_key_opens():
 
 
 async def test_probes_and_scrapers_need_no_key():
-    """As in vLLM."""
+    """vLLM needs no key for these paths either."""
     surface = Surface(KEYS)
     assert [(await surface.get(path)).status_code for path in ("/", "/health", "/metrics")] == [200] * 3
 

@@ -29,7 +29,7 @@ KEY = "of-a-client"
 
 
 class Suspensions:
-    """Counts the waits of all tasks of a loop, and calls `act` at the n-th."""
+    """Task factory that counts the waits of all tasks of a loop, and calls `act` at the n-th."""
 
     def __init__(self, n: int = 0, act: Callable[[], object] = lambda: None) -> None:
         self.waits = 0

@@ -71,7 +71,7 @@ def http(router: Router) -> httpx.AsyncClient:
 
 @pytest.mark.parametrize("path", SERVED)
 async def test_what_the_model_does_not_support(path: str, http: httpx.AsyncClient, decode: Handle) -> None:
-    """Gets the 404 of vLLM, which registers routes for the model's tasks."""
+    """vLLM registers routes for the model's tasks only, so the client receives vLLM's 404."""
     async with http:
         reply = await (http.post(path, files={"file": b"a"}) if path in FORMS else http.post(path, json={"input": 1}))
     if path == "/v1/embeddings":

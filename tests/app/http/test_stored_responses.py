@@ -31,7 +31,7 @@ EVENTS = [f"data: {number}\n\n" for number in range(3)]
 
 
 class Engine:
-    """Stores one response, as vLLM does: its id is known to no other engine."""
+    """Engine that stores one response, as vLLM does; no other engine has it."""
 
     def __init__(self, stored: str) -> None:
         self.stored = stored
@@ -177,7 +177,7 @@ async def test_a_slow_engine_hides_no_response() -> None:
 
 
 async def test_the_query_arrives_and_events_are_relayed() -> None:
-    """As vLLM sends them, from the event that the client names."""
+    """The router relays vLLM's events from the one after the event that the client names."""
     engines = [Engine(name) for name in "ab"]
     http, decode = service(*(one.serve for one in engines))
     async with http:
@@ -218,7 +218,7 @@ async def test_a_client_that_leaves_a_stored_stream_ends_it() -> None:
 
 
 async def test_an_engine_gets_path_and_query_apart() -> None:
-    """As a server passes them to vLLM's application."""
+    """The application receives path and query as from an HTTP server."""
 
     async def told(request: Request) -> Response:
         return JSONResponse({"path": request.scope["path"], "query": dict(request.query_params)})

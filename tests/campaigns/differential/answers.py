@@ -1,4 +1,4 @@
-"""Parses HTTP answers for comparison; one table lists the parts that cannot be equal.
+"""Parse HTTP answers for comparison; one table lists the parts that cannot be equal.
 
 A stream is joined, because its chunk boundaries depend on timing on either side. Its final chunks,
 and the fields that all chunks repeat, are kept.

@@ -1,4 +1,4 @@
-"""Starts both sides: the service (prefill and decode engine, router), and one vLLM server, with
+"""Start both sides: the service (prefill and decode engine, router), and one vLLM server, with
 equal arguments.
 """
 

@@ -80,7 +80,7 @@ class Report:
 
 
 class Listener(logging.Handler):
-    """Collects the connector's log; an error, or a frame that raised in its reader, is a
+    """Handler of the connector's log: an error, or a frame that raised in its reader, is a
     finding.
     """
 
@@ -208,7 +208,7 @@ class Campaign:
         )
 
     def _deliver(self, worker: Worker, sender: str, frame: bytes) -> None:
-        """As from the transport."""
+        """Deliver a frame as the transport does."""
         worker.runtime.frame_received(sender, frame, time.monotonic())
 
     def _connection(self) -> None:

@@ -59,7 +59,7 @@ ODD: tuple[Any, ...] = (
 
 
 class Hostile:
-    """Makes frames. ``key`` is the secret's, or another; ``me`` is the sender."""
+    """Source of hostile frames. ``key`` is the secret's, or another; ``me`` is the sender."""
 
     def __init__(self, rng: random.Random, me: Peer, agent_metadata: bytes, key: bytes) -> None:
         self.rng = rng

@@ -1,4 +1,4 @@
-"""Runs producer and consumer machines against each other, deterministically, in simulated time.
+"""Run producer and consumer machines against each other, deterministically, in simulated time.
 
 Blocks have a tag per rank instead of bytes. A write copies one block after the other at separate
 moments, so it can be torn; freed blocks are overwritten with another tag at once. A write may also

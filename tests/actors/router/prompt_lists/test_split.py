@@ -81,7 +81,7 @@ def test_a_lone_surrogate():
 
 
 def test_the_id_of_the_answer():
-    """As vLLM: of the header, else of the body."""
+    """The answer has the id of the header, else of the body, as in vLLM."""
     assert parent_id(request({"request_id": "b"}, x_request_id="h")) == "h"
     assert parent_id(request({"request_id": "b"})) == "b"
     assert parent_id(request({"request_id": 5})) == ""
