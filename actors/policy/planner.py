@@ -33,7 +33,7 @@ REMEMBERED_TOKENS = 100_000.0
 REMEMBERED_ANSWERS = 50.0
 
 Defer = Callable[[Callable[[], None]], None]
-"""Runs a callable, at once or later."""
+"""Function that runs a callable, at once or later."""
 
 
 def _immediately(do: Callable[[], None]) -> None:

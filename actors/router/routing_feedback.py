@@ -43,7 +43,7 @@ class Deferred:
 
 
 Ongoing = Callable[[], Mapping[str, int] | None]
-"""Returns the number of ongoing sequences of each replica of a role, by replica id.
+"""Function that returns the number of ongoing sequences of each replica of a role, by replica id.
 
 Returns None while the replicas are unknown.
 """

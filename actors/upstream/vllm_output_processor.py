@@ -40,7 +40,9 @@ class SharedRequestOutputs(OutputProcessor):
     unfinished: set[str]
     """Ids of requests whose answer another engine continues, unless the first token ends it."""
     arrivals: KvArrivals | None = None
-    """Receives ids of requests whose KV times are needed. `ReplayingLLM.start` sets it."""
+    """Object that receives the ids of requests whose KV times are needed. `ReplayingLLM.start` sets
+    it.
+    """
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:

@@ -17,7 +17,7 @@ class Fault(StrEnum):
 
     ZEROED = "zeroed"
     OTHER = "other prompt's"
-    """Each sequence of a batch gets those of the previous sequence in the batch."""
+    """Keys and values of the previous sequence in the batch."""
 
 
 def kv_groups(layer_types: Sequence[str]) -> tuple[tuple[int, ...], ...]:

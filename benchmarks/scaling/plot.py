@@ -19,7 +19,7 @@ COLOURS = {"together": "#0b6e4f", "Serve's": "#b5651d", "chosen": "#4a4a8a"}
 
 
 def main() -> None:
-    """Both figures."""
+    """Write both figures."""
     plt.switch_backend("svg")
     # With a fixed salt, equal results give equal files.
     plt.rcParams.update(

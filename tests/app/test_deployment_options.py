@@ -42,7 +42,7 @@ def test_a_rank_has_a_bundle_and_the_first_the_actor() -> None:
 
 
 def test_labels_go_where_the_decision_is_made() -> None:
-    """On the actor, or on every bundle of its group."""
+    """The actor has the labels, or every bundle of its placement group."""
     selector = {"x": "y"}
     alone = deployment_options(settings(label_selector=selector).prefill, {})
     assert alone["ray_actor_options"]["label_selector"] == selector

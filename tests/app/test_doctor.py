@@ -118,7 +118,7 @@ def test_a_transfer_that_cannot_work(
 
 
 def test_a_transfer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before NIXL starts; each of the test's own waits has a limit."""
+    """The check also reports a process that hangs before NIXL starts."""
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3600)")
     monkeypatch.setattr(selftest, "START_S", 0.1)
     settings = parse_settings({"decode": {"environment": {"PYTHONPATH": str(tmp_path)}}})

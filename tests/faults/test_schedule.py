@@ -21,7 +21,7 @@ def test_a_seed_gives_the_same_faults_and_another_seed_others() -> None:
 
 
 def test_a_fault_keeps_its_number_and_its_moment_when_others_are_left_out() -> None:
-    """So one case of a campaign can be replayed."""
+    """Fixed numbers and times make it possible to replay one case of a campaign."""
     kills = first(20, pattern="^kill")
     assert {fault.family for fault in kills} == {"kill"}
     everything = first(kills[-1].index + 1)

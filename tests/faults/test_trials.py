@@ -16,7 +16,7 @@ from tests.campaigns.faults.trials import Question, Router, Trial
 QUESTION = Question("mira=427\nmira?", 9, "427", "427;")
 BOUND_S = 0.3
 WAIT_S = 60.0
-"""For servers that answer: far above a pause of the machine."""
+"""Time limit for servers that answer, far above a pause of the machine."""
 FOREVER = object()
 BREAK = object()
 PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -81,7 +81,7 @@ ERROR = 'data: {"error": {"message": "the transfer failed"}}\n\n'
     ],
 )
 async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[object], outcome: Outcome) -> None:
-    """In the same words for every connector."""
+    """The outcomes are the same for every connector."""
     trial = Trial(QUESTION)
     prefill_server, decode_server = server(200, json.dumps(PARAMS)), server(status, *said)
     async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:

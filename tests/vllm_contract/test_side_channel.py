@@ -84,7 +84,9 @@ class Eavesdropper:
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret: str) -> None:
-    """From the agent metadata to the last message, with and without a secret."""
+    """A transfer completes from the agent metadata to the last message, with and without a
+    secret.
+    """
     producer, consumer = worker("p", secret=secret), worker("c", secret=secret)
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.step(receives=[receive(producer.address)])

@@ -59,7 +59,7 @@ def test_layers_come_out_as_they_are_run() -> None:
 
 
 def test_nothing_comes_out_before_the_device_has_done_it() -> None:
-    """Not even those of the next step: layers of this step must not complete its chunks."""
+    """Chunks of the next step wait, too: layers of this step must not complete them."""
     fence = SlowFence()
     steps = Steps(GROUPS, fence)
     steps.begin([FIRST])

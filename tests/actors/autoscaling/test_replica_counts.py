@@ -149,7 +149,9 @@ def test_more_load_is_never_fewer_engines(need, more, bound):
 
 @given(wanted=st.tuples(engines, engines), prefill=bounds(), decode=bounds())
 def test_bounds_come_first_and_then_the_ratio(wanted, prefill, decode):
-    """For any need: within the bounds, and within the ratio if the bounds allow it."""
+    """For any need, the counts are within the bounds, and within the ratio if the bounds allow
+    it.
+    """
     p_wanted, d_wanted = prefill.clip(wanted[0]), decode.clip(wanted[1])
     p, d = together(p_wanted, d_wanted, prefill, decode, EVEN)
     assert prefill.lowest <= p <= prefill.highest

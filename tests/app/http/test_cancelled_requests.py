@@ -172,7 +172,9 @@ def _cancel(serving: list[asyncio.Task[None]]) -> None:
 @pytest.mark.parametrize("ending", ["cancelled", "left"])
 @pytest.mark.parametrize("story", STORIES)
 async def test_at_each_suspension(story: str, ending: str) -> None:
-    """By Serve or by a client's disconnect: everything is released, and no client gets a 500."""
+    """Serve or a disconnect cancels the request: everything is released, and no client gets a
+    500.
+    """
     loop = asyncio.get_running_loop()
     try:
         waits = await _whole(story)

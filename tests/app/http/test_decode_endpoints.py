@@ -97,7 +97,7 @@ async def test_a_recording(stream: bool, http: httpx.AsyncClient, decode: Handle
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_form_sets_no_transfer(form: str, http: httpx.AsyncClient, decode: Handle) -> None:
-    """Also not where the name is escaped; any other form is the engine's to judge."""
+    """The router refuses the name, escaped or not; the engine checks any other form."""
     async with http:
         for extra in ('{"kv_transfer_params": "x"}', '{"\\u006bv_transfer_params": "x"}'):
             reply = await http.post(form, data={"vllm_xargs": extra}, files={"file": b"a"})

@@ -85,6 +85,6 @@ async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
 
 
 async def test_without_keys_both_are_open() -> None:
-    """Like all other paths."""
+    """All other paths are open as well."""
     async with client() as http:
         assert (await http.get("/tandem/status")).status_code == 200

@@ -83,7 +83,7 @@ def service(*engines: Any, **limits: Any) -> tuple[httpx.AsyncClient, Handle]:
 
 @pytest.mark.parametrize("wanted", ["a", "b", "c"])
 async def test_each_response_is_found(wanted: str) -> None:
-    """On any of three engines: retrieved, cancelled, continued."""
+    """A response on any of three engines can be retrieved, cancelled and continued."""
     http, decode = service(*(Engine(name).serve for name in "abc"))
     async with http:
         for _ in range(4):  # the router rotates over replicas
@@ -109,7 +109,9 @@ async def test_a_response_that_nobody_has() -> None:
 
 
 async def test_an_engine_that_dies_hides_no_response() -> None:
-    """The others are called; if none has it, the failed engine may have it: 503, not 404."""
+    """The router calls the other engines; the failed one may have a missing response: 503, not
+    404.
+    """
     http, decode = service(Engine("a").serve, dies)
     async with http:
         for _ in range(4):
@@ -120,7 +122,7 @@ async def test_an_engine_that_dies_hides_no_response() -> None:
 
 @pytest.mark.parametrize("engines", [("a", dies), (dies, "a")], ids=["at last", "at first"])
 async def test_a_response_to_continue_may_be_in_the_engine_that_died(engines: tuple[Any, Any]) -> None:
-    """Also if the others do not have it."""
+    """The answer is 503, not 404, if the engines that answer do not have it."""
     http, decode = service(*(one if one is dies else Engine(one).serve for one in reversed(engines)))
     decode.in_order = True
     async with http:
@@ -157,7 +159,9 @@ async def test_a_full_engine_hides_no_response() -> None:
 
 @pytest.mark.parametrize("others", [0, 2])
 async def test_a_full_engine_is_waited_for(others: int) -> None:
-    """After the others, within `replica_timeout_s`."""
+    """The router calls the other engines first, then waits up to `replica_timeout_s` for the full
+    one.
+    """
     http, decode = service(full(5, Engine("a").serve), *(Engine("b").serve for _ in range(others)))
     async with http:
         assert (await http.get("/v1/responses/a")).json() == {"id": "a"}

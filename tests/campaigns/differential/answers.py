@@ -168,7 +168,7 @@ DELTA_FIELDS = ("delta", "logprobs")
 
 
 def _same_block(last: dict[str, Any], event: dict[str, Any]) -> bool:
-    """Whether both events are a piece of one content block of Anthropic's Messages API."""
+    """Return whether both events are a piece of one content block of Anthropic's Messages API."""
     return event.get("type") == last.get("type") == "content_block_delta" and (
         event["index"],
         event["delta"]["type"],

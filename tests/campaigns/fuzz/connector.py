@@ -48,7 +48,7 @@ SECRET = "what the hostile agent does not know"
 ACTIONS = 20
 PEERS = 16
 PATIENT = replace(SHORT, handshake_s=12.0, progress_s=12.0, lease_s=5.0)
-"""Long, so that a busy machine causes no finding."""
+"""Long deadlines, so that a busy machine causes no finding."""
 WARM_UP = 0.4
 MAX_GROWTH_MIB = 64
 

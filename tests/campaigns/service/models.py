@@ -87,7 +87,7 @@ class World:
     """Folders of the adapters, by their weights."""
     prompts: list[list[int]]
     answers: dict[tuple[str, int], Reference]
-    """By model or weights of an adapter, and prompt."""
+    """Right answers by (model or weights of an adapter, prompt)."""
 
 
 def make_world(folder: Path) -> World:
