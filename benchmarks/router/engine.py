@@ -40,7 +40,7 @@ HANDED_OVER: dict[str, Any] = {
 
 
 def instant() -> Starlette:
-    """The application."""
+    """Return an application that answers every request at once."""
     return Starlette(
         routes=[
             Route("/v1/completions", complete, methods=["POST"]),

@@ -140,7 +140,7 @@ def _mixed(make: Maker, times: list[float]) -> None:
 
 
 def mixed(seed: int) -> Load:
-    """Three chats per document."""
+    """Return a load of three chats per document."""
     make = Maker(seed)
     _mixed(make, make.arrivals(400, 16.0))
     return Load("mixed", GPU, 2, 2, tuple(make.requests), {"d1": 1.1})

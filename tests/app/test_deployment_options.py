@@ -73,7 +73,7 @@ def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) 
     ],
 )
 def test_what_cannot_be_placed(role: dict[str, Any], message: str) -> None:
-    """Refused by name."""
+    """The error names the setting."""
     with pytest.raises(SettingsError, match=message):
         settings("decode", **role)
 

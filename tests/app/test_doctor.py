@@ -353,7 +353,7 @@ def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_fits(tmp_path: Path) -> None:
-    """No folder is created: it appears at the first start."""
+    """The check creates no folder; the store creates it at its first start."""
     folder = tmp_path / "new" / "store"
     settings = parse_settings({"store": {"path": str(folder), "disk_gib": 1e-6, "staging_mib": 1}})
     found = list(store.check_store(settings))

@@ -16,7 +16,7 @@ def first(count: int, seed: int = 1, tp_sizes: tuple[int, int] = (2, 1), link: b
 
 
 def test_a_seed_gives_the_same_pairs_and_another_seed_others() -> None:
-    """Moments included."""
+    """The seed also determines the times of the faults."""
     assert first(300) == first(300)
     assert first(300) != first(300, seed=2)
     assert [pair.index for pair in first(300)] == list(range(300))

@@ -15,7 +15,7 @@ def first(count: int, seed: int = 1, tp_sizes: tuple[int, int] = (1, 2), pattern
 
 
 def test_a_seed_gives_the_same_faults_and_another_seed_others() -> None:
-    """Moments included."""
+    """The seed also determines the times of the faults."""
     assert first(300) == first(300)
     assert first(300) != first(300, seed=2)
 

@@ -100,7 +100,7 @@ async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestO
 
 
 async def test_an_error_of_the_engine_passes_at_once() -> None:
-    """Whatever waits."""
+    """The error overtakes outputs that wait for their group."""
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     replaying = ReplayCollector(collector, ServedCall(replay=((0, 1, 2),)))
     replaying.put(output(0))

@@ -38,7 +38,7 @@ def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefil
 
 
 def test_before_it_knows_the_fleet():
-    """Serve chooses, once."""
+    """The decision lists no replicas while the replicas are unknown."""
     decision = Planner(RoutingSettings()).decide(ids(1000), None, None, 0.0)
     assert (decision.route, decision.reason, decision.decode, decision.prefill) == ("remote", "unseen", (), ())
 

@@ -211,7 +211,7 @@ async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
 
 
 async def test_an_engine_without_statistics_is_unexplained():
-    """vLLM's `disable_log_stats`."""
+    """An engine with vLLM's `disable_log_stats` reports no timings."""
     engines = Engines()
 
     async def silent(call: Call, _: int) -> AsyncGenerator[Any, None]:

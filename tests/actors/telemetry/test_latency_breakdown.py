@@ -213,7 +213,7 @@ def late(**by_s: float) -> EngineTimings:
     ],
 )
 def test_seven_seconds_more_on_decode(timings, part):
-    """Likewise for decode's measurements."""
+    """All of decode's timings after the stage are seven seconds later; nothing else changes."""
     timestamps = replace(REMOTE, decode=LegTimestamps(1011, 1089, timings))
     assert break_down(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 

@@ -37,7 +37,7 @@ class Suspensions:
         self._act = act
 
     def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-        """The loop's task factory."""
+        """Create a task; the loop calls this as its task factory."""
         return asyncio.Task(_Counted(work, self), loop=loop, **options)
 
     def one_more(self) -> None:

@@ -415,7 +415,7 @@ async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
 
 @pytest.mark.parametrize(("length", "status"), [(60_000, 200), (70_000, 431), (250_000, 431)])
 async def test_a_large_head(length: int, status: int) -> None:
-    """Complete, in one piece."""
+    """The request header arrives complete, in one piece."""
     port = free_port()
     async with opened(Behind("one"), port):
         head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"

@@ -30,7 +30,7 @@ class Told:
         self.metrics = RouterMetrics()
 
     def max_requests_of_key(self, keys: int) -> None:
-        """No limit."""
+        """Set no limit."""
 
     async def status(self) -> dict[str, Any]:
         return {"at": 1.5, "routers": [], "engines": [], "recent": []}

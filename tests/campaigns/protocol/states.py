@@ -94,7 +94,7 @@ State = tuple[int, ...]
 
 
 class Table:
-    """Values, numbered."""
+    """Map of values to consecutive numbers."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
