@@ -1,4 +1,4 @@
-"""Calls a method of all replicas of a deployment at once through Serve, with a timeout."""
+"""Call a method of all replicas of a deployment at once through Serve, with a timeout."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Decodes large JSON bodies in a thread.
+"""Decode large JSON bodies in a thread.
 
 A thread alone does not help: the C scanner of `json` holds the GIL for a whole body. So large
 bodies are decoded with hooks for objects and numbers, written in Python. The interpreter may switch

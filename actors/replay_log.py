@@ -1,4 +1,4 @@
-"""Records a streamed answer as a replay log, from which another engine can resume it.
+"""Record a streamed answer as a replay log, from which another engine can resume it.
 
 A token group is the token ids of one output of the engine core to vLLM's serving layer. The engine
 sends each group to the router no later than the bytes that the serving layer generated from it. On

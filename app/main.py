@@ -1,4 +1,4 @@
-"""Builds the service: `app.main:build` for a Serve config file, `app.main:app` for `serve build`.
+"""Build the service: `app.main:build` for a Serve config file, `app.main:app` for `serve build`.
 
 applications:
   - name: tandem

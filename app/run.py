@@ -1,4 +1,4 @@
-"""Starts the service on this machine: `python -m app.run` or `make run`.
+"""Start the service on this machine: `python -m app.run` or `make run`.
 
 Checks the configuration, starts a Ray cluster (or joins the one at `--address`), deploys the
 configuration with `serve run` in the foreground, and prints the stages of the start. After Ctrl-C,
@@ -417,7 +417,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
 
 
 class Stop(BaseException):
-    """Stops the launcher after Ctrl-C, SIGTERM or a failed start.
+    """Exception that stops the launcher after Ctrl-C, SIGTERM or a failed start.
 
     Not a KeyboardInterrupt: after one, `serve run` waits up to 30 s for starting replicas.
     """

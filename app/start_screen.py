@@ -1,4 +1,4 @@
-"""Formats the launcher's output during a start: few lines for many replicas. Does no I/O."""
+"""Format the launcher's output during a start: few lines for many replicas. Does no I/O."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -68,7 +68,9 @@ def _initial(replicas: int | Mapping[str, object]) -> int:
 
 
 class EngineStages:
-    """Makes a line per stage that all initial replicas of a role have reached, or a reminder."""
+    """Progress lines: one per stage that all initial replicas of a role have reached, or a
+    reminder.
+    """
 
     def __init__(self, replicas: Mapping[RoleName, int]) -> None:
         self._replicas = replicas

@@ -214,7 +214,7 @@ class Consumer:
 
 
 def work(pipe: Connection, fabric: Fabric, environment: Mapping[str, str]) -> None:
-    """Either process."""
+    """Run one of the two processes: execute the commands from `pipe`."""
     enter(fabric, environment)
     end: Any = None
     while True:

@@ -1,4 +1,4 @@
-"""Runs Ray Serve LLM's own prefill/decode application until Ctrl-C, for comparison.
+"""Run Ray Serve LLM's own prefill/decode application until Ctrl-C, for comparison.
 
     build/ray-llm/bin/python -m benchmarks.ray_llm --model FOLDER --port 8000
 

@@ -14,7 +14,7 @@ import vllm
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Return median, quartiles and count of the values."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {"median": middle, "q1": low, "q3": high, "count": len(values)}
 

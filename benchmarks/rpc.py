@@ -37,7 +37,9 @@ SLOTS = 1024
 
 
 class Steps:
-    """Wakes all streams once a step, as the engine's output handler does."""
+    """Simulated steps of an engine, each of which wakes all streams, as the engine's output handler
+    does.
+    """
 
     def __init__(self, streams: int, steps: int, step_s: float) -> None:
         self.streams, self.steps, self.step_s = streams, steps, step_s

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS, ANSWER_TOKENS, CHUNK = 2000, 48, 256
 OBJECT_BYTES, OBJECTS = 8 << 20, 32
 PAUSE_S = 0.4
-"""Between two requests: what the last one left to write is written."""
+"""Pause between two requests, in which the engine stores the KV of the first."""
 
 
 # ---- engines -------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def restart(model: str, folder: Path, count: int) -> dict[str, Any]:
-    """Ask stored and new prompts in turn, after a restart."""
+    """Send stored and new prompts in turn, after a restart, and return the measurements."""
     stored, new, extra = prompts(1, count), prompts(2, count), prompts(3, 2)
     engine = Engine(model, folder / "restart", folder / "before.log")
     try:

@@ -37,7 +37,9 @@ FULL = Group(0, GroupKind.FULL, 16, None, (LayerPages("layers.0", 0, 128, 1, 1, 
 
 
 class HangingFiles(Files):
-    """Hangs in some calls, of reads only after the first ``reads_first`` of a request."""
+    """Files whose calls of one kind hang after ``hang``, reads only after the first
+    ``reads_first``.
+    """
 
     def __init__(self, call: str, reads_first: int = 0) -> None:
         self._call, self._reads_first = call, reads_first

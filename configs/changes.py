@@ -1,4 +1,4 @@
-"""Maps each setting of a running service to the restarts that its change causes. Pure functions.
+"""Map each setting of a running service to the restarts that its change causes. Pure functions.
 
 Ray Serve computes one code version from `args`, all autoscaling policies and a few other keys, and
 restarts every replica of the application when the version changes (`get_app_code_version` in

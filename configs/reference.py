@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md from the settings: `python -m configs.reference`.
+"""Generate docs/configuration.md from the settings: `python -m configs.reference`.
 
 A test compares the committed page with the output.
 """

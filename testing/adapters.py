@@ -1,4 +1,4 @@
-"""Creates LoRA adapters with random weights for tests."""
+"""Create LoRA adapters with random weights for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks engine processes from one process that has already imported vLLM.
+"""Fork engine processes from one process that has already imported vLLM.
 
 A spawned vLLM process spends 8 s of processor time on imports, and an engine is a tree of at least
 two such processes. Forked from ``multiprocessing``'s fork server, an engine starts in 2 to 3 s.

@@ -1,4 +1,4 @@
-"""Compares a prefill/decode pair with one engine: tokens and logprobs must be equal."""
+"""Compare a prefill/decode pair with one engine: tokens and logprobs must be equal."""
 
 from __future__ import annotations
 

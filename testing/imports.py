@@ -1,4 +1,4 @@
-"""Lists the modules that a source file imports."""
+"""List the modules that a source file imports."""
 
 from __future__ import annotations
 

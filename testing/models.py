@@ -1,4 +1,4 @@
-"""Creates tiny models with random weights for tests.
+"""Create tiny models with random weights for tests.
 
 The architectures are real. Except for ``benchmark_gemma3`` and ``paddle_vl``, the models have no
 tokenizer.

@@ -1,4 +1,4 @@
-"""Enters other network namespaces. Needs root."""
+"""Enter other network namespaces. Needs root."""
 
 from __future__ import annotations
 

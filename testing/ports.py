@@ -1,4 +1,4 @@
-"""Chooses ports for test servers that no other process uses between the choice and the bind.
+"""Choose ports for test servers that no other process uses between the choice and the bind.
 
 A port that the kernel chooses (``bind`` to 0) comes from the range of outgoing connections, so an
 outgoing connection may use it. This module chooses ports below that range. A counter shared by all

@@ -1,4 +1,4 @@
-"""Imports vLLM in the fork server, and adapts it to many engines on few cores.
+"""Import vLLM in the fork server, and adapt it to many engines on few cores.
 
 Every forked process inherits the imports and the changes.
 """

@@ -1,4 +1,4 @@
-"""Reads values of Prometheus metrics."""
+"""Read values of Prometheus metrics."""
 
 from __future__ import annotations
 

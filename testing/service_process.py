@@ -1,4 +1,4 @@
-"""Runs the service in its own processes, as an operator does, and checks that all of them end."""
+"""Run the service in its own processes, as an operator does, and check that all of them end."""
 
 import ctypes
 import os

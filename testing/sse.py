@@ -1,4 +1,4 @@
-"""Reads streams of server-sent events independently of their chunk boundaries."""
+"""Read streams of server-sent events independently of their chunk boundaries."""
 
 from __future__ import annotations
 

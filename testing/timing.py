@@ -1,4 +1,4 @@
-"""Parses `Server-Timing` as a client does."""
+"""Parse `Server-Timing` as a client does."""
 
 import httpx
 

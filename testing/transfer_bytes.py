@@ -1,4 +1,4 @@
-"""Counts the bytes that a connector has moved, from its metrics or trace."""
+"""Count the bytes that a connector has moved, from its metrics or trace."""
 
 from __future__ import annotations
 

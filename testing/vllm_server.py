@@ -1,4 +1,4 @@
-"""Runs vLLM's OpenAI server in its own process.
+"""Run vLLM's OpenAI server in its own process.
 
 The server starts as a module, because the CPU build has no working `vllm` command.
 """

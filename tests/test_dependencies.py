@@ -111,7 +111,7 @@ def broken_requirements(output: str) -> set[tuple[str, str]]:
 
 
 def test_the_product_declares_what_it_imports() -> None:
-    """And no other: a declared package without an import would never be removed."""
+    """The product declares no other package: one without an import would never be removed."""
     found = used(*PRODUCT)
     undeclared = {of: where for of, where in found.items() if of not in declared("gpu")}
     assert undeclared == {}
@@ -119,7 +119,7 @@ def test_the_product_declares_what_it_imports() -> None:
 
 
 def test_tests_and_benchmarks_declare_what_they_import() -> None:
-    """In an optional group, because the image has none of it."""
+    """Optional groups declare these packages, because the image has none of them."""
     undeclared = {of: at for of, at in used(*DEVELOPMENT).items() if of not in declared("gpu", "dev", "clients")}
     assert undeclared == {}
 

@@ -1,4 +1,4 @@
-"""Measures the load of an engine from its finished work. Reads no clock: callers pass the time.
+"""Measure the load of an engine from its finished work. Reads no clock: callers pass the time.
 
 Means are exponential with the time constant `window_s`, in seconds. `tokens_per_busy_s` and
 `prompt_tokens` are means over the time in which the engine computes prompts, so an idle engine

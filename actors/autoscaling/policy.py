@@ -41,7 +41,8 @@ LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
 class ScaleTogether:
-    """Scales the deployments `Prefill` and `Decode` of one application; ignores others.
+    """Autoscaling policy that scales the deployments `Prefill` and `Decode` of one application and
+    ignores others.
 
     With the setting `models` the deployments have other names, so this policy cannot scale them.
     """
@@ -80,7 +81,8 @@ class ScaleTogether:
 
 
 class ScaleByOngoing:
-    """Scales one deployment to `target_ongoing_requests` sequences per replica.
+    """Autoscaling policy that scales one deployment to `target_ongoing_requests` sequences per
+    replica.
 
     Each request that waits in a router counts as one sequence.
 

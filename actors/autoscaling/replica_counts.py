@@ -1,4 +1,4 @@
-"""Computes the number of replicas of each role from the load of each running replica. Pure.
+"""Compute the number of replicas of each role from the load of each running replica. Pure.
 
     *_need    number of replicas for the configured utilisation; not rounded
     settle    whole number of replicas, with hysteresis

@@ -1,4 +1,4 @@
-"""Passes vLLM's statistics of each step to a `LoadMeter`. Imports vLLM."""
+"""Pass vLLM's statistics of each step to a `LoadMeter`. Imports vLLM."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Derives a vLLM engine's arguments and environment from the settings; checks the settings."""
+"""Derive a vLLM engine's arguments and environment from the settings; check the settings."""
 
 import ast
 import dataclasses

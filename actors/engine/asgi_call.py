@@ -1,4 +1,4 @@
-"""Runs one HTTP request through an ASGI application in this process.
+"""Run one HTTP request through an ASGI application in this process.
 
 The engine actor hosts vLLM's FastAPI application without a socket: the actor's RPC server receives
 the requests. `call_asgi` yields the response as items. Closing or cancelling this generator has the

@@ -27,7 +27,7 @@ With this margin, vLLM's own limit for a step ends the engine first and logs the
 
 
 class HeartbeatMonitor:
-    """Awaits `ask` repeatedly while calls run, and notifies the calls after each answer.
+    """Loop that awaits `ask` while calls run, and notifies the calls after each answer.
 
     Pauses for `every_s` seconds before each `ask`.
     """

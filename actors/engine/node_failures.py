@@ -1,4 +1,4 @@
-"""Detects the loss of nodes with prefill engines, for the connector of a decode engine.
+"""Detect the loss of nodes with prefill engines, for the connector of a decode engine.
 
 A decode engine must not reuse blocks while a prefill engine may write to them. The connector
 detects the end of a process on a reachable host only. Ray marks an unreachable node dead; a node

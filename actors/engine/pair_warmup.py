@@ -53,7 +53,7 @@ def peer_deployment(role: RoleName) -> str:
 
 
 class PeerReplicas:
-    """Calls all replicas of a role of this process's model.
+    """Client of all replicas of a role of this process's model.
 
     A call takes at most `probe_timeout_s` + CALL_MARGIN_S seconds.
     """

@@ -1,4 +1,4 @@
-"""Makes the engine's HTTP application decode large JSON bodies in a thread.
+"""Make the engine's HTTP application decode large JSON bodies in a thread.
 
 FastAPI awaits `Request.json` for each JSON body (`get_request_handler` in fastapi/routing.py).
 Starlette's `Request.json` decodes the body on the event loop and so delays all streams of the

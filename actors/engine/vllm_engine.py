@@ -55,7 +55,7 @@ PROBE_TOKENS = [0, 1]
 
 @dataclass
 class StopFlag:
-    """Stands in for the HTTP server on which vLLM's error handlers set `should_exit`.
+    """Stand-in for the HTTP server on which vLLM's error handlers set `should_exit`.
 
     They set it when the engine has died. `VllmEngine.close` sets it too.
     """

@@ -1,4 +1,4 @@
-"""Copies Serve's list of running engine replicas to the registry in a router's process.
+"""Copy Serve's list of running engine replicas to the registry in a router's process.
 
 Serve pickles this module by value, so the registry lives in `discovery.py`.
 """

@@ -97,7 +97,7 @@ class SlotPoolSnapshot:
 
 
 class SlotPool:
-    """Grants slots on the replicas that `look` returns, by replica id."""
+    """Pool of slots on the replicas that `look` returns, by replica id."""
 
     def __init__(self, look: Callable[[], Mapping[str, EngineReplica]]) -> None:
         self._look = look

@@ -1,4 +1,4 @@
-"""Chooses among a request's options under the configured policy.
+"""Choose among a request's options under the configured policy.
 
 Has no state or clock of its own: the options supply the time, the loads and the costs.
 """

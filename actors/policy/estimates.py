@@ -1,4 +1,4 @@
-"""Learns costs from measurements. Old measurements fade, and outliers are clipped.
+"""Learn costs from measurements. Old measurements fade, and outliers are clipped.
 
 `Regression` learns the parts of a cost for all engines of a role. `Level` learns the ratio of one
 engine's or pair's cost to the cost of an average one. Both learn ratios, because costs span orders

@@ -1,4 +1,4 @@
-"""Lists the options to serve one request, with the expected cost of each."""
+"""List the options to serve one request, with the expected cost of each."""
 
 from __future__ import annotations
 

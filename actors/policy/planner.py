@@ -1,4 +1,4 @@
-"""Routes each request, and updates cost estimates from its outcome.
+"""Route each request, and update cost estimates from its outcome.
 
 The caller passes the time of any monotonic clock in seconds (`now`) and reports events: `begin`
 when replicas for the legs are chosen, `prefilled`, `opened` with the first token of a stream,
@@ -33,7 +33,7 @@ REMEMBERED_TOKENS = 100_000.0
 REMEMBERED_ANSWERS = 50.0
 
 Defer = Callable[[Callable[[], None]], None]
-"""Runs a callable, at once or later."""
+"""Function that runs a callable, at once or later."""
 
 
 def _immediately(do: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the prompts of a request as chained hashes of fixed-size pieces, to find cached prefixes.
+"""Read the prompts of a request as chained hashes of fixed-size pieces, to find cached prefixes.
 
 The router does not tokenize. Text is measured in bytes, and the planner estimates the bytes per
 token; a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of

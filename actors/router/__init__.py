@@ -1,1 +1,1 @@
-"""Serves client requests: dispatch of both legs, retries, resumed streams."""
+"""Handling of client requests: dispatch of both legs, retries, resumed streams."""

@@ -1,4 +1,4 @@
-"""Splits an answer into server-sent events and removes duplicates of a resumed stream.
+"""Split an answer into server-sent events and remove duplicates of a resumed stream.
 
 When another engine restarts the stream, `EventStream` drops the events already sent and sets
 `created` of later events to its value in the first stream. Does no I/O.
@@ -20,7 +20,7 @@ CREATED = re.compile(rb'"created":\d+')
 
 
 class EventStream:
-    """Splits the bytes of engines into events; `feed` returns the bytes for the client."""
+    """Parser of the bytes of engines into events; `feed` returns the bytes for the client."""
 
     def __init__(self) -> None:
         self.sent = 0

@@ -1,4 +1,4 @@
-"""Copies fields of a JSON body unchanged, so that the prompt is not encoded again for each leg.
+"""Copy fields of a JSON body unchanged, so that the prompt is not encoded again for each leg.
 
 The legs differ from the client's request in a few short fields. The copy also preserves the
 client's encoding of numbers and strings.

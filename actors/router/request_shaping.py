@@ -1,4 +1,4 @@
-"""Derives the bodies of both legs from a client's request, or why one engine must serve it. Pure.
+"""Derive the bodies of both legs from a client's request, or why one engine must serve it. Pure.
 
 Both legs carry transfer parameters with the same single-use transfer id. The rest of the decode leg
 is the client's request. The prefill leg has the same prompt, asks for one token, and omits fields

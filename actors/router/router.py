@@ -29,7 +29,7 @@ It admits at least MIN_ONGOING_SEQUENCES.
 
 
 class Router:
-    """Serves requests with the engines of one model or of several."""
+    """Router of requests to the engines of one model or of several."""
 
     def __init__(self, limits: RouterLimits, *engines: ModelEngines) -> None:
         """Create a router for the models in `engines`; if there are several, each needs a name."""

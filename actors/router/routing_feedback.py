@@ -1,4 +1,4 @@
-"""Connects the routing policy to a router: supplies the time and the replicas' load."""
+"""Connect the routing policy to a router: supply the time and the replicas' load."""
 
 import asyncio
 import logging
@@ -21,7 +21,9 @@ Otherwise the update would delay the first token of the request from which the c
 
 
 class Deferred:
-    """Collects callables and runs them together, LEARN_DELAY_S after the first; logs errors."""
+    """Queue that runs its callables at once, LEARN_DELAY_S after the first, and logs their
+    errors.
+    """
 
     def __init__(self) -> None:
         self._given: list[Callable[[], None]] = []
@@ -41,14 +43,14 @@ class Deferred:
 
 
 Ongoing = Callable[[], Mapping[str, int] | None]
-"""Returns the number of ongoing sequences of each replica of a role, by replica id.
+"""Function that returns the number of ongoing sequences of each replica of a role, by replica id.
 
 Returns None while the replicas are unknown.
 """
 
 
 class RoutingFeedback:
-    """Chooses route and replicas of requests, and reports failures to the policy."""
+    """Connection of a router to the routing policy, for decisions and for reports of failures."""
 
     def __init__(self, settings: RoutingSettings, metrics: RouterMetrics, prefill: Ongoing, decode: Ongoing) -> None:
         self._prefill = prefill

@@ -1,4 +1,4 @@
-"""Shares the result of a call among concurrent callers, and keeps it for a short time."""
+"""Share the result of a call among concurrent callers, and keep it for a short time."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ Answer = TypeVar("Answer")
 
 
 class SingleFlight(Generic[Answer]):
-    """Returns the result of `make`, called again if the last call ended over `age_s` seconds ago.
+    """Shared result of `make`, called again if the last call ended over `age_s` seconds ago.
 
     Concurrent callers wait for one call. If it fails, the next of them makes another call.
     """

@@ -73,14 +73,16 @@ class RpcRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Opens a stream for a call: the engine answers with items and an EndStream."""
+    """Request to open a stream for a call: the engine answers with items and an EndStream."""
 
     stream: int
     request: RpcRequest
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Opens a stream for a method of the engine, which answers with a Reply or an EndStream."""
+    """Request to open a stream for a method of the engine, which answers with a Reply or an
+    EndStream.
+    """
 
     stream: int
     method: str
@@ -88,7 +90,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Cancels a stream: the engine aborts its call or method, and the router discards the rest.
+    """Request to cancel a stream: the engine aborts its call or method, and the router discards the
+    rest.
 
     May arrive after the stream has ended.
     """
@@ -97,7 +100,7 @@ class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Grants credit for consumed items of `size` bytes (`item_bytes`).
+    """Credit for consumed items of `size` bytes (`item_bytes`).
 
     May arrive after the stream has ended.
     """
@@ -121,7 +124,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class EndStream(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Ends a stream; `failure` is set if the answer is missing or incomplete."""
+    """End of a stream; `failure` is set if the answer is missing or incomplete."""
 
     stream: int
     failure: RpcFailure | None = None
@@ -144,7 +147,7 @@ def encode(messages: Iterable[Message]) -> bytes:
 
 
 class FrameReader:
-    """Decodes frames from a stream of bytes.
+    """Decoder of frames from a stream of bytes.
 
     ``most_bytes``  maximum size of one frame in bytes, without its header; None: no limit
     """

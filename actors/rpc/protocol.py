@@ -62,7 +62,7 @@ class StreamState(StrEnum):
     """State of one stream; both sides use the same states."""
 
     NEW = "new"
-    """Not opened yet."""
+    """The stream is not open yet."""
     OPEN = "open"
     """A call runs."""
     ASKED = "asked"

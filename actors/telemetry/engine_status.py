@@ -1,4 +1,4 @@
-"""Reads the status of one engine from the metrics of vLLM and the connector in its actor."""
+"""Read the status of one engine from the metrics of vLLM and the connector in its actor."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Limits the size and arrival time of request headers, and answers HTTP/1.0 clients without chunks.
+"""Limit the size and arrival time of request headers, and answer HTTP/1.0 clients without chunks.
 
 Uvicorn limits neither size nor arrival time: a client without a key could fill the router's memory
 with one header, or hold a connection open indefinitely with an incomplete header. Uvicorn sends a

@@ -1,4 +1,4 @@
-"""Shortens the busy wait of vLLM's processes on engines that use the fork server.
+"""Shorten the busy wait of vLLM's processes on engines that use the fork server.
 
 After each step, a worker and the engine core poll shared memory for one second before they block
 (`SpinCondition`). On a GPU host the polling hides the wake-up latency. Where the model runs on the

@@ -1,4 +1,4 @@
-"""Detects models, caches and adapters that vLLM's CPU build cannot run, before it runs them.
+"""Detect models, caches and adapters that vLLM's CPU build cannot run, before it runs them.
 
 vLLM 0.32 selects some CPU kernels by model and CPU, not by dtype, so that an engine fails while it
 loads weights or at its first step: `vllm/platforms/cpu.py` (MLA) and

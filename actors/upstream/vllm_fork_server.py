@@ -1,4 +1,4 @@
-"""Forks the processes of an engine without a GPU from a process that has imported vLLM.
+"""Fork the processes of an engine without a GPU from a process that has imported vLLM.
 
 vLLM spawns the engine core and the workers inside a Ray actor and on its CPU platform
 (`_maybe_force_spawn` in vllm/utils/system_utils.py, `check_and_update_config` in

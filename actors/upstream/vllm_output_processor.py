@@ -1,4 +1,4 @@
-"""Corrects cached tokens and first tokens in vLLM's frontend when two engines share a request.
+"""Correct cached tokens and first tokens in vLLM's frontend when two engines share a request.
 
 *Cached tokens*: vLLM's scheduler counts KV that the connector loads as cached tokens. Clients
 expect the number that one engine would report, which excludes tokens computed for this request.
@@ -40,7 +40,9 @@ class SharedRequestOutputs(OutputProcessor):
     unfinished: set[str]
     """Ids of requests whose answer another engine continues, unless the first token ends it."""
     arrivals: KvArrivals | None = None
-    """Receives ids of requests whose KV times are needed. `ReplayingLLM.start` sets it."""
+    """Object that receives the ids of requests whose KV times are needed. `ReplayingLLM.start` sets
+    it.
+    """
 
     @classmethod
     def take_over(cls, processor: OutputProcessor, block_tokens: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Extends vLLM's AsyncLLM: records the tokens of streams, and repeats a recorded stream on resume.
+"""Extend vLLM's AsyncLLM: record the tokens of streams, and repeat a recorded stream on resume.
 
 A resumed call runs through vLLM's serving layer from its first token: detokenizer, stop strings,
 parsers, logprobs and usage rebuild their state from the same outputs, in the same groups, as in the
@@ -48,7 +48,8 @@ def make_replayable(config: VllmConfig) -> None:
 
 
 class ReplayCollector:
-    """Passes a request's outputs to vLLM's collector, one token group of the replay log at a time.
+    """Wrapper that passes a request's outputs to vLLM's collector, one token group of the replay
+    log at a time.
 
     Without a replay log, only the first output is a group of its own: a prefill engine may have
     sent its token to the client. The collector merges unread outputs, so without this class the
@@ -118,7 +119,7 @@ class ReplayCollector:
 
 
 class KvArrivalsLogger(StatLoggerBase):
-    """Passes the connector statistics of each step to `arrivals`."""
+    """Logger that passes the connector statistics of each step to `arrivals`."""
 
     def __init__(self, arrivals: KvArrivals) -> None:
         self._arrivals = arrivals

@@ -1,4 +1,4 @@
-"""Refuses request values that vLLM's application accepts but cannot send to its engine core.
+"""Refuse request values that vLLM's application accepts but cannot send to its engine core.
 
 JSON has integers of any size and lone surrogates; msgpack, which vLLM's processes use, has neither.
 vLLM detects such a value only after it has partly registered the request, and answers 500. Source:

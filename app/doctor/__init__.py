@@ -1,1 +1,1 @@
-"""Checks a machine before it serves: `make doctor`, `python -m app.doctor --config FILE`."""
+"""Check a machine before it serves: `make doctor`, `python -m app.doctor --config FILE`."""

@@ -1,4 +1,4 @@
-"""Runs all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
+"""Run all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
 
 The exit status is 0 if all checks that run pass, 1 if any fails.
 """
@@ -33,7 +33,7 @@ CHECKS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m app.doctor", description="Checks a machine before it serves.")
+    parser = argparse.ArgumentParser(prog="python -m app.doctor", description="Check a machine before it serves.")
     parser.add_argument("--config", type=Path, default=Path("configs/local.yaml"), help="a Serve config file")
     parser.add_argument("--skip", nargs="*", choices=CHECKS, default=[], help="checks to leave out")
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Checks that NIXL's backends start and move bytes between two processes."""
+"""Check that NIXL's backends start and move bytes between two processes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
 
 
 class PerKeyLimiter:
-    """Limits the ongoing requests of each API key in this router. Stores only keys in use."""
+    """Limiter of the ongoing requests of each API key in this router. Stores only keys in use."""
 
     def __init__(self) -> None:
         self._taken: Counter[Hashable] = Counter()

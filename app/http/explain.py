@@ -1,4 +1,4 @@
-"""Reports one request in response headers, metrics, status page, access log and traces.
+"""Report one request in response headers, metrics, status page, access log and traces.
 
 A client that sends `x-tandem-explain: 1` receives two headers, unless the answer is an error:
 `x-tandem-decision`, the routing decision and its inputs, and `Server-Timing`, the latency breakdown
@@ -44,7 +44,8 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 
 @dataclass
 class Observer:
-    """Reports one request in its response headers, metrics, recent requests, access log and trace.
+    """Observer that reports one request in its response headers, metrics, recent requests, access
+    log and trace.
 
     The router must answer `request`, not the original one: if the request is traced, the headers of
     `request` name the trace's span as parent.

@@ -52,7 +52,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Tally:
-    """Counts one request in the metrics exactly once."""
+    """Counter that adds one request to the metrics, at the first call of `count` only."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self.metrics = metrics

@@ -1,4 +1,4 @@
-"""Sends headers and SSE comments to the client of a stream that has no token yet.
+"""Send headers and SSE comments to the client of a stream that has no token yet.
 
 Load balancers close idle connections (nginx, AWS: after 60 s).
 """
@@ -29,7 +29,8 @@ STREAMING: frozenset[Endpoint] = FORM_ENDPOINTS | {
 
 
 class KeepAlive:
-    """Sends headers, and a comment every `limits.keep_alive_s` seconds, to one client until `stop`.
+    """Sender of headers, and of a comment every `limits.keep_alive_s` seconds, to one client until
+    `stop`.
 
     The headers and the first comment are sent after the first interval.
     """

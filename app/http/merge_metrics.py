@@ -1,4 +1,4 @@
-"""Merges the Prometheus expositions of several processes and adds the labels role and replica.
+"""Merge the Prometheus expositions of several processes and add the labels role and replica.
 
 Groups and labels lines as text. Parsing and formatting the numbers would block the router's event
 loop for 40 ms per engine.

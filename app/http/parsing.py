@@ -1,4 +1,4 @@
-"""Reads an HTTP request into a `ClientRequest`, with the checks that precede dispatch."""
+"""Read an HTTP request into a `ClientRequest`, with the checks that precede dispatch."""
 
 import json
 import re

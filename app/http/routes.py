@@ -1,4 +1,4 @@
-"""Builds the router's ASGI application: vLLM's routes, `/health`, `/metrics`, the status page."""
+"""Build the router's ASGI application: vLLM's routes, `/health`, `/metrics`, the status page."""
 
 import asyncio
 import logging

@@ -74,7 +74,7 @@ class RequestTrace:
 
 
 class Traces:
-    """Creates the spans of this router and exports them in the background."""
+    """Tracer that creates the spans of this router and exports them in the background."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

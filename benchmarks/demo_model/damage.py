@@ -1,4 +1,4 @@
-"""Damages the cached KV of one group of layers, as a faulty KV transfer would.
+"""Damage the cached KV of one group of layers, as a faulty KV transfer would.
 
 The groups are those that vLLM makes of the demo model's layers. Each group has its own blocks, so a
 transfer can lose or mix up the blocks of one group and deliver the others intact.
@@ -17,7 +17,7 @@ class Fault(StrEnum):
 
     ZEROED = "zeroed"
     OTHER = "other prompt's"
-    """Each sequence of a batch gets those of the previous sequence in the batch."""
+    """Keys and values of the previous sequence in the batch."""
 
 
 def kv_groups(layer_types: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Measures the demo model's exact-match accuracy on held-out prompts.
+"""Measure the demo model's exact-match accuracy on held-out prompts.
 
     python -m benchmarks.demo_model.evaluate
 
@@ -52,9 +52,7 @@ class Case:
     prompt: RecallPrompt
     chat: bool
     within_window: bool
-    """Return whether the whole fact is inside the sliding window when the first digit is
-    computed.
-    """
+    """Whether the whole fact is inside the sliding window when the first digit is computed."""
     bucket: tuple[int, int]
 
     @property

@@ -1,4 +1,4 @@
-"""Makes the demo model depend on the KV of every group.
+"""Make the demo model depend on the KV of every group.
 
     python -m benchmarks.demo_model.harden --start DIR --out DIR
 

@@ -1,4 +1,4 @@
-"""Measures whether damaged KV causes wrong answers.
+"""Measure whether damaged KV causes wrong answers.
 
     python -m benchmarks.demo_model.sensitivity
 

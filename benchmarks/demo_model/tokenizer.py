@@ -1,4 +1,4 @@
-"""Builds the demo model's tokenizer: one token per name, and one per byte of any other text."""
+"""Build the demo model's tokenizer: one token per name, and one per byte of any other text."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Trains the demo model on key-value recall from scratch.
+"""Train the demo model on key-value recall from scratch.
 
     python -m benchmarks.demo_model.train --out DIR
 

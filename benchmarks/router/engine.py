@@ -40,7 +40,7 @@ HANDED_OVER: dict[str, Any] = {
 
 
 def instant() -> Starlette:
-    """The application."""
+    """Return the application of an engine that computes nothing."""
     return Starlette(
         routes=[
             Route("/v1/completions", complete, methods=["POST"]),

@@ -1,4 +1,4 @@
-"""Counts the files, classes and tasks of `app/` and `actors/` that one streamed chat request uses.
+"""Count the files, classes and tasks of `app/` and `actors/` that one streamed chat request uses.
 
     python -m benchmarks.router.footprint [--list]
 
@@ -76,7 +76,7 @@ class Engine(Instant):
 
 
 class Footprint:
-    """Profiles this thread while it is `on`."""
+    """Profile of this thread while it is `on`."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()

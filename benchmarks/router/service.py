@@ -66,7 +66,7 @@ class Instant(Prefill):
         await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
-        """Counted while it runs."""
+        """Serve a call, which `running` counts until it ends."""
         self.running += 1
         try:
             async with aclosing(super().call(rank, call)) as answer:

@@ -1,3 +1,3 @@
-"""Replays loads in a simulated fleet and compares routing policies: `python -m
+"""Replay loads in a simulated fleet and compare routing policies: `python -m
 benchmarks.routing`.
 """

@@ -1,4 +1,4 @@
-"""Replays every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
+"""Replay every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
 
 Writes benchmarks/results/routing.json and the tables of docs/routing.md; `--page` writes the tables
 from existing results.
@@ -97,7 +97,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Replay the loads and write the results and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)

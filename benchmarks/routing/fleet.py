@@ -1,4 +1,4 @@
-"""Simulates a fleet over time: arrivals, engine steps and transfers, in order of time."""
+"""Simulate a fleet over time: arrivals, engine steps and transfers, in order of time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Route:
 
 
 class Policy(Protocol):
-    """Chooses destinations, and receives the events that a router would observe."""
+    """Policy that chooses destinations, and receives the events that a router would observe."""
 
     def route(self, request: Request, fleet: Fleet) -> Route: ...
 

@@ -87,7 +87,7 @@ class Load:
 
 
 class Maker:
-    """Draws requests. Lengths are lognormal: most are short, some are long."""
+    """Source of random requests. Lengths are lognormal: most are short, some are long."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -140,7 +140,7 @@ def _mixed(make: Maker, times: list[float]) -> None:
 
 
 def mixed(seed: int) -> Load:
-    """Three chats per document."""
+    """Return a load of three chats per document."""
     make = Maker(seed)
     _mixed(make, make.arrivals(400, 16.0))
     return Load("mixed", GPU, 2, 2, tuple(make.requests), {"d1": 1.1})

@@ -1,4 +1,4 @@
-"""Decides with full knowledge: tries every option on a copy of the simulation and takes the best.
+"""Choose routes with full knowledge: try every option on a copy of the simulation, take the best.
 
 The copy has each engine's real speed, queue and cache, the lengths of answers, and the next
 arrivals. Each trial runs until the requests in the simulation, this one and the next arrivals have

@@ -35,7 +35,7 @@ class Ours:
 
 
 class Counting:
-    """Sends each request to the engine with the fewest open requests of this router."""
+    """Policy that sends each request to the engine with the fewest open requests of this router."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -77,7 +77,7 @@ class NeverRemote(Counting):
 
 
 class RoundRobin(Counting):
-    """Always a pair, each role in turn, as public proxies do."""
+    """Policy that always chooses a pair, each role in turn, as public proxies do."""
 
     def _choose(self, request: Request, fleet: Fleet) -> Route:
         self._turn += 1

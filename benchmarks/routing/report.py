@@ -36,7 +36,7 @@ def measure(outcomes: Sequence[Outcome]) -> Measured:
 
 
 def average(runs: Iterable[Measured]) -> Measured:
-    """Over seeds."""
+    """Return the mean of each measurement over all runs, one per seed."""
     several = list(runs)
     return {name: statistics.fmean(run[name] for run in several) for name in several[0]}
 

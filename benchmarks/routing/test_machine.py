@@ -23,8 +23,8 @@ ROUND = Hardware(
 
 
 class Fixed:
-    """Sends each request to the test's destination, and records the events that a router would
-    observe.
+    """Policy that sends each request to the test's destination, and records the events that a
+    router would observe.
     """
 
     def __init__(self, *routes: Route) -> None:

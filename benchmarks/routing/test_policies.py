@@ -57,7 +57,7 @@ def prompt(number: int, at_s: float, tokens: int, answer: int = 50) -> Request:
 
 
 class Watching(Oracle):
-    """Records its choices."""
+    """Oracle that records its choices."""
 
     chosen: dict[int, Route]
 
@@ -90,7 +90,7 @@ def test_the_oracle_on_plain_cases():
 
 
 def test_ours_beats_what_is_in_use_and_the_oracle_is_not_far():
-    """On one seed of the mixed load, in simulated time."""
+    """Tandem's policy beats the others on one seed of the mixed load, in simulated time."""
     load = mixed(5)
     ours, remote, turns = (
         measure(replay(load, policy, begin)) for policy in (Ours(RoutingSettings()), AlwaysRemote(), RoundRobin())

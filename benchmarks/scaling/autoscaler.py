@@ -34,7 +34,7 @@ ROLES = ("Prefill", "Decode")
 
 @dataclass
 class Clock:
-    """Replaces `time` in Serve's modules."""
+    """Replacement of `time` in Serve's modules."""
 
     now_s: float = 0.0
 

@@ -81,7 +81,9 @@ class Replica:
 
 @dataclass
 class PrefillReplica(Replica):
-    """Computes prompts one after the other; a request counts as ongoing until decode has its KV."""
+    """Replica that computes prompts one after the other; a request counts as ongoing until decode
+    has its KV.
+    """
 
     queue: deque[Request] = field(default_factory=deque)
     held: list[Request] = field(default_factory=list)
@@ -112,7 +114,9 @@ class PrefillReplica(Replica):
 
 @dataclass
 class DecodeReplica(Replica):
-    """Advances all its sequences by a token per step, which takes longer the more there are."""
+    """Replica that advances all its sequences by a token per step, which takes longer the more
+    there are.
+    """
 
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Plots benchmarks/results/scaling.json: `python -m benchmarks.scaling.plot` writes
+"""Plot benchmarks/results/scaling.json: `python -m benchmarks.scaling.plot` writes
 docs/images/scaling-*.svg.
 """
 
@@ -19,7 +19,7 @@ COLOURS = {"together": "#0b6e4f", "Serve's": "#b5651d", "chosen": "#4a4a8a"}
 
 
 def main() -> None:
-    """Both figures."""
+    """Write both figures."""
     plt.switch_backend("svg")
     # With a fixed salt, equal results give equal files.
     plt.rcParams.update(

@@ -1,4 +1,4 @@
-"""Replays a load against replicas that an autoscaler starts and stops."""
+"""Replay a load against replicas that an autoscaler starts and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads settings from configurations. Errors name keys, and values that cannot be secret."""
+"""Read settings from configurations. Errors name keys, and values that cannot be secret."""
 
 import difflib
 from collections.abc import Mapping, Sequence

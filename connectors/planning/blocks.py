@@ -1,4 +1,4 @@
-"""Selects the blocks and units of a request that a transfer or a load from the KV store must fill.
+"""Select the blocks and units of a request that a transfer or a load from the KV store must fill.
 
 position  index into a group's block table; position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the
           request, ``B`` being the block size in tokens

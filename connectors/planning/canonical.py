@@ -1,4 +1,4 @@
-"""Describes a worker's cache as tensors of (blocks, page bytes); layers are byte ranges of pages.
+"""Describe a worker's cache as tensors of (blocks, page bytes); layers are byte ranges of pages.
 
 This form suffices for copies that need only block ids and bytes, not heads or tokens. Layers that
 share memory refer to one tensor: layers of different groups in a hybrid cache, or all layers if the

@@ -1,4 +1,4 @@
-"""Applies plans to block ids: returns the contiguous byte ranges to copy (*runs*) as numpy vectors.
+"""Apply plans to block ids: return the contiguous byte ranges to copy (*runs*) as numpy vectors.
 
 Adjacent runs are merged. No Python object is created per block: 10,000 blocks take a few numpy
 operations. For the KV store, objects in this process's memory take the consumer's role when KV of a

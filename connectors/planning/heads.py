@@ -1,4 +1,4 @@
-"""Distributes KV heads over tensor-parallel ranks, and selects the source rank of each head.
+"""Distribute KV heads over tensor-parallel ranks, and select the source rank of each head.
 
     rank r of n holds heads [r*H//n, (r+1)*H//n)           H >= n
     rank r of n holds a replica of the one head r*H//n     H <  n

@@ -1,4 +1,4 @@
-"""Describes the KV cache of one worker in bytes: regions, groups and pages.
+"""Describe the KV cache of one worker in bytes: regions, groups and pages.
 
 region        one range of memory registered with the transport, unique by base address
 group         a cache group of vLLM's hybrid memory allocator (HMA), with its own block ids

@@ -1,4 +1,4 @@
-"""Plans the copies between two cache layouts: the contiguous pieces of each unit of each group.
+"""Plan the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
 The connector plans a pair of ranks in their handshake, and a rank's copies to and from the KV store
 when the engine starts; never for each request. A *piece* is a byte range of a unit that is

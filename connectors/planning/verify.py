@@ -1,4 +1,4 @@
-"""Proves that plans write each requested byte of a consumer rank once, and no other byte.
+"""Prove that plans write each requested byte of a consumer rank once, and no other byte.
 
 For copies into the KV store, the consumer is the virtual engine of ``store/planning/layout.py``.
 """

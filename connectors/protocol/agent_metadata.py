@@ -1,4 +1,4 @@
-"""Describes each worker to its peers (agent metadata) and checks that two engines match.
+"""Describe each worker to its peers (agent metadata) and check that two engines match.
 
 Agent metadata describes one worker and its agent in the transport (NIXL). Engine metadata is the
 agent metadata of all workers of one incarnation. The encoding is JSON: engines exchange metadata

@@ -1,4 +1,4 @@
-"""Parses ``kv_transfer_params``: the request parameters with which a router names a transfer.
+"""Parse ``kv_transfer_params``: the request parameters with which a router names a transfer.
 
 A split request has two legs: one request to a prefill engine, one to a decode engine. The keys are
 those of public prefill/decode proxies. Tandem adds ``transfer_id`` (send both legs at once),

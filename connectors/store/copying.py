@@ -1,4 +1,4 @@
-"""Copies runs of bytes between addresses of this process."""
+"""Copy runs of bytes between addresses of this process."""
 
 from __future__ import annotations
 

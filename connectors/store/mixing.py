@@ -1,4 +1,4 @@
-"""Decides how long a decode request may wait for its stored prefix before its transfer starts.
+"""Decide how long a decode request may wait for its stored prefix before its transfer starts.
 
 A *load* reads stored KV of the prompt from files; the prefill engine then transfers only KV that
 was not loaded. Waiting pays only if the load takes less time than the transfer of the same bytes.

@@ -1,4 +1,4 @@
-"""Moves KV between files and staging memory, on the scheduler side of one engine.
+"""Move KV between files and staging memory, on the scheduler side of one engine.
 
 An *object* is what the store keeps of one KV cache group for one span of tokens
 (``planning/spans.py``), in one file. A *tier* is a folder of objects, on disk or in host memory.

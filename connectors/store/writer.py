@@ -1,4 +1,4 @@
-"""Stores objects: reserves slots of staging for them, and writes filled slots to the tiers.
+"""Store objects: reserve slots of staging for them, and write filled slots to the tiers.
 
 ``ObjectWriter.reserve`` takes a slot for an object, which the ranks fill. ``commit`` then queues
 its writes to all tiers; ``drop`` frees the slot instead. ``promote`` copies an object that a fetch

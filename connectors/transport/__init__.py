@@ -1,1 +1,1 @@
-"""Moves bytes and messages between agents, over NIXL or in memory; computes digests of bytes."""
+"""Move bytes and messages between agents, over NIXL or in memory, and compute digests of bytes."""

@@ -18,7 +18,7 @@ WriteHandle = int
 
 
 class Transport(Protocol):
-    """Moves bytes and messages between agents.
+    """Interface that moves bytes and messages between agents.
 
     ``name``  this agent's name, unique among all agents that may ever be peers
     ``kind``  name of the transport, equal at all peers

@@ -1,4 +1,4 @@
-"""Hashes KV on the torch device where it lies; only 8 bytes per segment move to the host.
+"""Hash KV on the torch device where it lies; only 8 bytes per segment move to the host.
 
 Both ends of a transfer use these hashes of *streams* (``digest.py``) if either cache lies on an
 accelerator. There, xxh3 would be slow because it reads a stream sequentially. This module divides

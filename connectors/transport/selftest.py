@@ -1,4 +1,4 @@
-"""Tests NIXL between two processes of this host: `python -m connectors.transport.selftest`.
+"""Test NIXL between two processes of this host: `python -m connectors.transport.selftest`.
 
 A receiver and a sender register memory. The sender writes, then sends a message, as engines do; the
 parent process compares digests of both memories. The output is one JSON object: `seconds`, the time

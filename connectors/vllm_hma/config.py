@@ -1,4 +1,4 @@
-"""Parses and checks ``kv_connector_extra_config``, the configuration of TandemConnector."""
+"""Parse and check ``kv_connector_extra_config``, the configuration of TandemConnector."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ end_coordinator_with_parent()
 
 
 class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
-    """Sends a prompt's KV from a prefill engine to a decode engine while prefill computes it.
+    """vLLM connector that sends a prompt's KV from a prefill engine to a decode engine while
+    prefill computes it.
 
     Both engines use this class. With ``store``, it also stores KV and loads stored KV. The
     constructor raises ConfigurationError for invalid settings, and ConfigurationError or

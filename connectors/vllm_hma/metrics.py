@@ -204,7 +204,7 @@ class TandemStats(KVConnectorStats):
 
 
 class RankTally:
-    """Collects one rank's statistics between two calls of ``take``."""
+    """One rank's statistics between two calls of ``take``."""
 
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)

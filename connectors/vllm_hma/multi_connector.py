@@ -50,7 +50,8 @@ class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
 
 
 class TandemMultiConnector(MultiConnector):
-    """Loads from the child with the highest score among the children that have answered.
+    """MultiConnector that loads from the child with the highest score among the children that have
+    answered.
 
     Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid, and TypeError if the
     hybrid KV cache manager is on and a child does not support it. Also raises what the constructors

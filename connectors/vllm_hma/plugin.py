@@ -1,4 +1,4 @@
-"""Registers the connectors with vLLM, as entry point ``tandem`` of ``vllm.general_plugins``.
+"""Register the connectors with vLLM, as entry point ``tandem`` of ``vllm.general_plugins``.
 
 vLLM finds a connector by ``kv_connector_module_path`` or by its registered name. MultiConnector
 needs the name even for a child with a module path: it rebuilds the children's statistics by class

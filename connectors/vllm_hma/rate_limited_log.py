@@ -11,7 +11,7 @@ _MAX_CHARACTERS = 500
 
 
 class RateLimitedLog:
-    """Logs at most one warning per kind in _EVERY_S seconds. Thread-safe.
+    """Log of at most one warning per kind in _EVERY_S seconds. Thread-safe.
 
     A warning has at most _MAX_CHARACTERS of its message, and the number of messages of its kind
     omitted since the last warning.

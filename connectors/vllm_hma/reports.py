@@ -12,7 +12,7 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 
 
 class Kept(NamedTuple):
-    """Identifies one stay of a request's blocks in quarantine.
+    """Identity of one stay of a request's blocks in quarantine.
 
     Neither id suffices: meanwhile, another request may have the same request id or transfer id.
     """

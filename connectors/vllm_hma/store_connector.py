@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 
 class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
-    """Stores KV of requests in chunks, and loads stored chunks instead of computing them.
+    """vLLM connector that stores KV of requests in chunks, and loads stored chunks instead of
+    computing them.
 
     ``StoreScheduler.new_request`` excludes requests whose KV has no stable name. The constructor
     raises ConfigurationError for invalid settings, and ConfigurationError or UnsupportedCacheError

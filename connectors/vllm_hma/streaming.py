@@ -1,4 +1,4 @@
-"""Chooses by measured cost whether to send a prompt's last chunk whole or layer by layer.
+"""Choose by measured cost whether to send a prompt's last chunk whole or layer by layer.
 
 The transfer of an earlier chunk overlaps with the next chunk's computation. The transfer of the
 last chunk, often the only one, delays the request. If this chunk is sent layer by layer, most of
@@ -46,7 +46,7 @@ class _MeanCost:
 
 @dataclass(slots=True)
 class Governor:
-    """Chooses the mode of each step that ends a prompt."""
+    """Choice of the mode of each step that ends a prompt."""
 
     streaming: Streaming
     _costs: dict[bool, _MeanCost] = field(default_factory=lambda: {False: _MeanCost(), True: _MeanCost()})

@@ -1,4 +1,4 @@
-"""Simulates another CPU for torch, for `make test CPU_FEATURES=amx_tile=0`.
+"""Simulate another CPU for torch, for `make test CPU_FEATURES=amx_tile=0`.
 
 The Makefile puts this folder on PYTHONPATH, so Python imports this module in every process of a
 run, engines and Ray workers included. It replaces entries of `torch.cpu.get_capabilities()`, from

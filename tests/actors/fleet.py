@@ -153,13 +153,13 @@ class Handle:
         self.running = 0
         self.discarded: list[str] = []
         self.delivered: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        """For each transfer, whether its KV has arrived."""
+        """Event of each transfer, set when its KV has arrived."""
         self.in_order = False
         """Whether the last of the free replicas is chosen, instead of the next in turn."""
         self.silent = False
         """Whether no engine can be reached."""
         self.metadata = METADATA
-        """Of each replica."""
+        """Metadata of each replica."""
         self._turn = 0
         self._known = False
 
@@ -220,7 +220,7 @@ def router_of(limits: RouterLimits, *handles: Handle) -> Router:
 
 
 async def at_rest(*handles: Handle) -> None:
-    """Check that nothing of the router is left: no slot, no call, no task."""
+    """Wait until the router has no slot, call or task left. Raises TimeoutError after 20 s."""
     async with asyncio.timeout(20):
         while True:
             if not any(handle.taken or handle.running for handle in handles) and len(asyncio.all_tasks()) == 1:

@@ -48,7 +48,7 @@ both = pytest.mark.parametrize("ask", [ask_from_router, ask_from_engine])
 
 @contextmanager
 def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Like Serve's in an actor: it runs in its own thread."""
+    """Event loop in its own thread, like Serve's in an actor."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -81,7 +81,7 @@ async def test_replies_are_found_through_serves_own_loop(ask: Ask) -> None:
 @both
 @pytest.mark.parametrize("failure", [RuntimeError("anything"), asyncio.CancelledError()], ids=repr)
 async def test_one_that_fails_costs_only_its_own_reply(ask: Ask, failure: BaseException) -> None:
-    """Even if Serve reports that the call was cancelled."""
+    """The other replies arrive even if Serve reports that the call was cancelled."""
     assert await ask(lambda: broadcast(Reply(failure), Reply("q"))) == ["q"]
 
 

@@ -8,7 +8,7 @@ from actors.replay_log import RecordedGroups
 
 
 def test_groups_keep_their_bounds() -> None:
-    """Also empty groups and those of several chunks; token ids have up to 32 bits."""
+    """Empty groups and those of several chunks keep their bounds; token ids have up to 32 bits."""
     recorded = RecordedGroups()
     recorded.extend(((1, 2), ()))
     recorded.extend(((2**32 - 1,),))

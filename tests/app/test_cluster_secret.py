@@ -55,8 +55,8 @@ def clean(monkeypatch):
 
 
 def test_every_build_in_a_cluster_has_one_secret(cluster):
-    """Both roles, and a build in another process after a change of settings, as by `serve
-    deploy`.
+    """Both roles have one secret, also after `serve deploy` builds the changed settings in another
+    process.
     """
 
     @ray.remote
@@ -99,7 +99,7 @@ def test_replicas_read_their_own_environment(monkeypatch):
 
 
 def test_an_engine_starts_with_the_secret_of_its_environment(monkeypatch):
-    """And not with the secret of the build."""
+    """The environment takes precedence over the secret of the build."""
     monkeypatch.setenv(PEER_SECRET_VARIABLE, SECRET)
     started: list[ServiceSettings] = []
 

@@ -42,7 +42,7 @@ def test_a_rank_has_a_bundle_and_the_first_the_actor() -> None:
 
 
 def test_labels_go_where_the_decision_is_made() -> None:
-    """On the actor, or on every bundle of its group."""
+    """The actor has the labels, or every bundle of its placement group."""
     selector = {"x": "y"}
     alone = deployment_options(settings(label_selector=selector).prefill, {})
     assert alone["ray_actor_options"]["label_selector"] == selector
@@ -73,13 +73,13 @@ def test_vllm_is_told_which_executor(role: dict[str, Any], backend: str | None) 
     ],
 )
 def test_what_cannot_be_placed(role: dict[str, Any], message: str) -> None:
-    """Refused by name."""
+    """The error names the setting."""
     with pytest.raises(SettingsError, match=message):
         settings("decode", **role)
 
 
 class Idle:
-    """Replaces an engine's actor: has its options, starts nothing."""
+    """Replacement of an engine's actor, with its options but without an engine."""
 
     async def __init__(self, settings: ServiceSettings, secret: SecretStr) -> None:  # type: ignore[misc]
         self._settings = settings

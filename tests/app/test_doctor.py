@@ -118,7 +118,7 @@ def test_a_transfer_that_cannot_work(
 
 
 def test_a_transfer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before NIXL starts; each of the test's own waits has a limit."""
+    """The check also reports a process that hangs before NIXL starts."""
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3600)")
     monkeypatch.setattr(selftest, "START_S", 0.1)
     settings = parse_settings({"decode": {"environment": {"PYTHONPATH": str(tmp_path)}}})
@@ -353,7 +353,7 @@ def test_another_release_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_fits(tmp_path: Path) -> None:
-    """No folder is created: it appears at the first start."""
+    """The check creates no folder; the store creates it at its first start."""
     folder = tmp_path / "new" / "store"
     settings = parse_settings({"store": {"path": str(folder), "disk_gib": 1e-6, "staging_mib": 1}})
     found = list(store.check_store(settings))

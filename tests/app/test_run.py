@@ -142,7 +142,9 @@ def test_api_keys_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """Also by another of our services, whose routers would share it."""
+    """A listener with SO_REUSEPORT counts: it may be another service, whose routers would share the
+    port.
+    """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
@@ -264,7 +266,7 @@ def test_the_application_that_the_launcher_watches(
 
 
 class SlowRay:
-    """Starts in time after `failures` attempts."""
+    """Start of Ray that succeeds after `failures` failed attempts."""
 
     def __init__(self, failures: int, message: str) -> None:
         self.attempts = 0

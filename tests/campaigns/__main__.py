@@ -1,4 +1,4 @@
-"""Runs the release campaigns one after the other and writes one report: ``make test-all``.
+"""Run the release campaigns one after the other and write one report: ``make test-all``.
 
     python -m tests.campaigns [--only identity families] [--whole] [--again]
 
@@ -166,7 +166,7 @@ def _log(folder: Path, step: Step) -> Path:
 
 
 class Campaigns:
-    """Runs steps, each in its own process group. Two threads may run two lists of steps."""
+    """Runner of steps, each in its own process group. Two threads may run two lists of steps."""
 
     def __init__(self, folder: Path, commit: str, whole: bool) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Prints a random sample of docstrings and messages of the product, to judge them by
+"""Print a random sample of docstrings and messages of the product, to judge them by
 CONTRIBUTING.md.
 
     python -m tests.campaigns.prose --seed 1 --count 100 [--root DIR]

@@ -32,7 +32,7 @@ SETTINGS = [
     for section in sections
     for name in sorted(model.model_fields)
 ]
-"""Return every row of the reference, as a section of `args` and a key."""
+"""Every row of the reference, as a section of `args` and a key."""
 
 
 def application(deployments: list[dict[str, Any]] | None = None, **keys: Any) -> dict[str, Any]:
@@ -100,7 +100,9 @@ def override(change: Change, section: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("section", "key"), SETTINGS)
 def test_the_cheapest_way_restarts_no_more_than_it_says(section: str, key: str) -> None:
-    """Nothing, the replicas of one deployment, or all. In `args`, every change restarts all."""
+    """A change restarts nothing, the replicas of one deployment, or all. In `args`, every change
+    restarts all.
+    """
     inner: dict[str, Any] = {key: "changed"}
     for outer in reversed(section.split(".") if section else []):
         inner = {outer: inner}
@@ -157,7 +159,7 @@ def test_autoscaling_bounds_change_live_if_they_stood_under_deployments_before()
 
 
 def test_actor_options_replace_those_of_the_service() -> None:
-    """So a change of one must repeat the others, as docs/configuration.md says."""
+    """An override must repeat the other options, as docs/configuration.md states."""
     before = versions(application())["Prefill"].ray_actor_options
     changed = override(change_of("prefill", "num_cpus"), "prefill", 2)
     after = versions(changed)["Prefill"].ray_actor_options

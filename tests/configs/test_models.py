@@ -42,7 +42,7 @@ def test_one_model_stays_as_it_is() -> None:
     [({}, [("Prefill", "Decode", ())]), (None, [("Prefill-a", "Decode-a", ("a", "a-latest")), "b"])],
 )
 def test_the_deployments_of_a_service(args: dict[str, Any] | None, deployments: list[Any]) -> None:
-    """Those of one model have the names that configurations refer to."""
+    """Deployments of a single model have the names that configurations refer to."""
     settings = parse_settings({"models": MODELS} if args is None else args)
     models = deployment_of(build(settings)).init_args[1]
     found = [(*(deployment_of(bound).name for bound in one[:2]), one.names) for one in models]

@@ -210,7 +210,7 @@ def test_decode_that_draws_another_token(runner: asyncio.Runner, pair: EnginePai
 
 @pytest.mark.parametrize("events", [1, 2])
 def test_a_client_that_leaves(runner: asyncio.Runner, pair: EnginePair, events: int) -> None:
-    """After the first or second event; nothing stays on either engine."""
+    """The client leaves after the first or second event; nothing stays on either engine."""
 
     async def run() -> None:
         router, prefill, decode = pair.router("prefill")

@@ -33,7 +33,7 @@ MODEL = "tandem-demo"
 TURN = [{"role": "user", "content": "hello"}]
 IDLE_TIMEOUT_S = 60.0
 SOON_S = 30.0
-"""Far below the timeouts of a request, and far above a pause of the machine."""
+"""Time far below the timeouts of a request, and far above a pause of the machine."""
 
 ATTEMPTS = 4
 FACTS_FAR = 120

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 CHUNK = 128
 ANSWER_TOKENS = 100
 FULL_TOKEN_BYTES = 2 * 2 * 4 * 32 * 4
-"""Of two layers: keys and values, four heads, 32 floats."""
+"""Bytes of one token in two layers: keys and values of four heads with 32 floats."""
 
 
 @contextlib.contextmanager

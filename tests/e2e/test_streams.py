@@ -116,7 +116,7 @@ def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine
 
 @pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"], "echo": True}], ids=["n", "multiple prompts"])
 def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
-    """By name."""
+    """The error states that another engine cannot continue the stream."""
 
     async def run() -> None:
         endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)

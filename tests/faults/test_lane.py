@@ -31,7 +31,7 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def engine(used: Callable[[], int]) -> AsyncIterator[Engine]:
-    """Answers every request; metrics have a gauge of ``used`` blocks."""
+    """Start a server that answers every request; its metrics have a gauge of ``used`` blocks."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):

@@ -16,7 +16,7 @@ def first(count: int, seed: int = 1, tp_sizes: tuple[int, int] = (2, 1), link: b
 
 
 def test_a_seed_gives_the_same_pairs_and_another_seed_others() -> None:
-    """Moments included."""
+    """The seed also determines the times of the faults."""
     assert first(300) == first(300)
     assert first(300) != first(300, seed=2)
     assert [pair.index for pair in first(300)] == list(range(300))
@@ -24,7 +24,7 @@ def test_a_seed_gives_the_same_pairs_and_another_seed_others() -> None:
 
 @pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1), (1, 2)])
 def test_a_round_pairs_every_kind_with_every_other(tp_sizes: tuple[int, int]) -> None:
-    """In both orders, except for two faults of one family with one victim."""
+    """A round has both orders, except for two faults of one family with one victim."""
     every, met = kinds(tp_sizes, link=True), Counter(cells(tp_sizes, link=True))
     for one, other in itertools.permutations(every, 2):
         same = (one.family, one.target, one.part) == (other.family, other.target, other.part)

@@ -54,5 +54,5 @@ def test_from_outside(timestamps: dict[str, float], phase: str) -> None:
     ],
 )
 def test_from_a_trace(events: list[dict[str, Any]], phase: str) -> None:
-    """Both legs sent at once."""
+    """The two legs are sent at once."""
     assert seen(trial(prefill_sent=0.5, decode_sent=0.5), 5.0, events) == phase

@@ -45,7 +45,7 @@ SINGLE = [variant for variant in REFERENCES if variant in KEY or variant.startsw
 
 @pytest.mark.parametrize("variant", SINGLE)
 def test_only_what_is_named_changes(variant: str) -> None:
-    """For any random draw."""
+    """Other fields stay unchanged for any random draw."""
     before = copy.deepcopy(GENUINE)
     for seed in range(20):
         changed = altered(variant, GENUINE, random.Random(seed), 80)
@@ -75,7 +75,7 @@ def test_what_would_change_nothing_does_not_apply() -> None:
 
 
 class Recorder:
-    """Acts as the router: every prefill answers with a reference that names its request."""
+    """Replacement of the router: every prefill answers with a reference that names its request."""
 
     def __init__(self) -> None:
         self.used: list[tuple[str, str]] = []

@@ -48,7 +48,7 @@ def test_totals_count_requests_and_faults() -> None:
 
 
 def test_every_finding_can_be_played_again() -> None:
-    """With its evidence."""
+    """The page has each finding with its command and its evidence."""
     text = page("results.json", RESULTS)
     told = text.partition("## Every finding")[2]
     assert "`--connector nixl --tp 1:1 --seed 3 --only 1`: SIGKILL prefill, waiting for KV" in told

@@ -15,13 +15,13 @@ def first(count: int, seed: int = 1, tp_sizes: tuple[int, int] = (1, 2), pattern
 
 
 def test_a_seed_gives_the_same_faults_and_another_seed_others() -> None:
-    """Moments included."""
+    """The seed also determines the times of the faults."""
     assert first(300) == first(300)
     assert first(300) != first(300, seed=2)
 
 
 def test_a_fault_keeps_its_number_and_its_moment_when_others_are_left_out() -> None:
-    """So one case of a campaign can be replayed."""
+    """Fixed numbers and times make it possible to replay one case of a campaign."""
     kills = first(20, pattern="^kill")
     assert {fault.family for fault in kills} == {"kill"}
     everything = first(kills[-1].index + 1)

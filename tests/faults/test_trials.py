@@ -16,7 +16,7 @@ from tests.campaigns.faults.trials import Question, Router, Trial
 QUESTION = Question("mira=427\nmira?", 9, "427", "427;")
 BOUND_S = 0.3
 WAIT_S = 60.0
-"""For servers that answer: far above a pause of the machine."""
+"""Time limit for servers that answer, far above a pause of the machine."""
 FOREVER = object()
 BREAK = object()
 PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -24,7 +24,8 @@ PARAMS = {"kv_transfer_params": {"do_remote_prefill": True}}
 
 @contextlib.asynccontextmanager
 async def server(status: int, *said: object, heads: list[bytes] | None = None) -> AsyncIterator[str]:
-    """Answers every request with ``said``, until it closes the connection or stops sending.
+    """Start a server that answers every request with ``said``, until it closes the connection or
+    stops sending.
 
     ``heads`` has the requests' first lines and headers.
     """
@@ -80,7 +81,7 @@ ERROR = 'data: {"error": {"message": "the transfer failed"}}\n\n'
     ],
 )
 async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[object], outcome: Outcome) -> None:
-    """In the same words for every connector."""
+    """The outcomes are the same for every connector."""
     trial = Trial(QUESTION)
     prefill_server, decode_server = server(200, json.dumps(PARAMS)), server(status, *said)
     async with prefill_server as prefill, decode_server as decode, httpx.AsyncClient(timeout=None) as client:
@@ -91,7 +92,7 @@ async def test_a_decode_server_s_behaviour_is_told(status: int, said: list[objec
 
 @pytest.mark.parametrize("said", [(503, "busy"), (200, BREAK), (200, "{}")])
 async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: tuple[int, object]) -> None:
-    """As a plain sequential proxy does."""
+    """A plain sequential proxy does the same."""
     trial = Trial(QUESTION)
     async with server(*said) as prefill, httpx.AsyncClient(timeout=None) as client:
         await Router(client, prefill, "http://127.0.0.1:9", WAIT_S).in_turn(trial)
@@ -100,7 +101,7 @@ async def test_a_failed_prefill_leg_is_a_refusal_and_decode_is_not_asked(said: t
 
 
 async def test_both_legs_carry_one_request_id() -> None:
-    """As vLLM's own proxies send them: NixlPushConnector matches its two ends only by this."""
+    """vLLM's own proxies do the same: NixlPushConnector matches its two ends by this id only."""
     trial = Trial(QUESTION)
     heads: list[bytes] = []
     whole = [event("427"), event(";", "length"), DONE]

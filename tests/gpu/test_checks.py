@@ -71,7 +71,7 @@ def test_the_list_of_checks_is_complete() -> None:
 def test_without_a_gpu_the_checks_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And no check has failed."""
+    """The exit status is 0."""
     monkeypatch.setattr(gpu_check, "gpus", list)
     assert gpu_check.main([]) == 0
     told = capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_check_that_fails_is_told() -> None:
-    """With its reason; the other checks continue."""
+    """The result has the reason, and the exception does not end the run."""
 
     def broken() -> str:
         raise AssertionError("two bytes differ")

@@ -1,4 +1,4 @@
-"""Reports mistakes of a kustomization: `python -m tests.k8s.check [DIRECTORY …]`, for `make
+"""Report mistakes of a kustomization: `python -m tests.k8s.check [DIRECTORY …]`, for `make
 manifests`.
 """
 

@@ -1,4 +1,4 @@
-"""Renders a kustomization like kustomize, for the features that k8s/ uses; refuses all others.
+"""Render a kustomization like kustomize, for the features that k8s/ uses; refuse all others.
 
 The package indexes of the tests have no kustomize. `resources`, `components` and JSON patches (RFC
 6902, with an exact target) have one meaning only; `make manifests-kustomize` compares with

@@ -1,4 +1,4 @@
-"""Parses Kubernetes' quantities."""
+"""Parse Kubernetes' quantities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validates manifests against the schemas of Kubernetes and of the custom resources.
+"""Validate manifests against the schemas of Kubernetes and of the custom resources.
 
 Unknown fields are errors; the API server would silently drop them. Like the API server, this fills
 in the defaults of a structural schema first (the definitions list defaulted fields as required),

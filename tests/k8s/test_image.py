@@ -70,7 +70,7 @@ def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
 
 
 def test_build_tools_stay_out() -> None:
-    """Of all stages except `gpu`, where Triton needs a compiler (decision 13)."""
+    """Only the stage `gpu` has build tools, because Triton needs a compiler (decision 13)."""
     with_tools = {name for name, lines in stages().items() if any(BUILD_TOOLS.search(line) for line in lines)}
     assert with_tools == {"gpu"}
 
@@ -93,7 +93,7 @@ def test_the_same_script_installs_everywhere() -> None:
 
 
 def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    """Before any change."""
+    """The script refuses an unknown argument before any change."""
     ended = subprocess.run(
         [str(ROOT / "install.sh"), str(tmp_path), "tpu"], capture_output=True, text=True, check=False
     )
@@ -115,7 +115,7 @@ def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
 def test_make_takes_the_gpu_lock_where_there_is_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, arguments: list[str], expected: tuple[str, str]
 ) -> None:
-    """Only for the targets that serve: the suite needs the CPU builds on every machine.
+    """Targets that serve use the GPU lock; the suite needs the CPU builds on every machine.
 
     DEVICE overrides.
     """

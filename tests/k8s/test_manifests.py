@@ -69,7 +69,7 @@ def test_the_variants() -> None:
 
 
 def test_secrets_go_to_who_needs_them() -> None:
-    """API keys to routers, the peers' secret to engines, nothing to the head; no manifest has a
+    """Routers get API keys, engines the peers' secret, the head nothing; no manifest has a
     value.
     """
     (service,) = only(render(ROOT / "overlays" / "gpu"), "RayService")

@@ -172,7 +172,7 @@ def test_data_parallel_ranks_share_the_gpus_of_a_pod(manifests: list[Manifest]) 
 
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_gpus: int) -> None:
-    """As those of one model are."""
+    """The checks are those of a single model's engines."""
 
     def change(arguments: dict[str, Any]) -> None:
         model = {key: arguments.pop(key) for key in ("model", "engine", "prefill", "decode")}

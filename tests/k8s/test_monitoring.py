@@ -199,7 +199,7 @@ def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
 
 
 def test_the_dashboard_shows_whatever_the_connector_reports() -> None:
-    """And an alert reports blocks that only an engine's end frees."""
+    """The dashboard has every metric, and alerts cover blocks that only an engine's end frees."""
     reported = {name for name in emitted() if name.startswith("vllm:tandem_kv_") and not name.endswith("_created")}
     shown = {name for panel in PANELS for target in panel["targets"] for name in _names(target["expr"])}
     assert reported <= shown

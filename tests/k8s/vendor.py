@@ -1,4 +1,4 @@
-"""Prints the part of a custom resource definition for the tests: `python -m tests.k8s.vendor
+"""Print the part of a custom resource definition for the tests: `python -m tests.k8s.vendor
 CRD.yaml`.
 """
 

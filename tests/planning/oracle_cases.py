@@ -17,7 +17,7 @@ KINDS = ("full", "sliding", "chunked", "latent", "state")
 FOREVER = 1 << 30
 
 Choose = Callable[[Sequence[Any]], Any]
-"""Picks one of some options: a random generator's ``choice``, or hypothesis."""
+"""Function that chooses one of several options: a random generator's ``choice``, or hypothesis."""
 
 
 @dataclass(frozen=True)

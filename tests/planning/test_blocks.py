@@ -32,7 +32,7 @@ def chunked(window_tokens: int) -> Group:
 
 
 TABLE = list(range(101, 111))
-"""Return a table with block 100 + p + 1 at position p, for up to 40 tokens."""
+"""Block table with block 100 + p + 1 at position p, for up to 40 tokens."""
 
 
 @pytest.mark.parametrize(

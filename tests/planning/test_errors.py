@@ -30,7 +30,7 @@ def test_incompatible_peers_read_well() -> None:
 
 
 def test_unsupported_caches_read_well() -> None:
-    """Layer, unsupported property, remedy."""
+    """The message has layer, unsupported property and remedy."""
     error = errors.UnsupportedCacheError("layers.3.attn", "its cache is compressed", "serve it without Tandem")
     assert str(error) == "layer 'layers.3.attn': its cache is compressed; serve it without Tandem"
     assert error.layer == "layers.3.attn"

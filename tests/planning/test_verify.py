@@ -104,8 +104,8 @@ def test_swapped_destination_slices_are_refused(tp: tuple[int, int]) -> None:
 
 
 def test_whole_transfers_are_verified() -> None:
-    """The same proof over a transfer's own runs: a run removed, repeated, cut or moved is
-    refused.
+    """`verify_cover` accepts a transfer's own runs, and refuses them with a run removed, repeated,
+    cut or moved.
     """
     shape = Shape(style="token_major")
     producers, consumers = make_engine(shape, 2), make_engine(shape, 1)

@@ -221,7 +221,7 @@ ANY = (
 @settings(max_examples=400)
 @given(st.sampled_from(PATHS), ANY | st.just(...))
 def test_fuzz_fields(path: tuple[str | int, ...], value: object) -> None:
-    """With any field replaced by any value: agent metadata that encodes again, or a WireError."""
+    """Agent metadata with a replaced field either encode again or raise a WireError."""
     try:
         decoded = decode_agent_metadata(changed(list(path), value))
     except WireError:
@@ -232,7 +232,7 @@ def test_fuzz_fields(path: tuple[str | int, ...], value: object) -> None:
 @settings(max_examples=200)
 @given(st.binary(max_size=100), st.integers(0, 3000))
 def test_fuzz_bytes(payload: bytes, cut: int) -> None:
-    """Any bytes, and agent metadata with bytes overwritten anywhere."""
+    """Any bytes, and agent metadata with overwritten bytes, raise no other error than WireError."""
     whole = encode_agent_metadata(agent_metadata())
     for candidate in (payload, whole[:cut], whole[:cut] + payload + whole[cut + len(payload) :]):
         try:

@@ -76,7 +76,9 @@ DECODE_STATES: dict[str, tuple[Callable[[], Consumer], list[Peer], list[Peer]]] 
     "quarantined": (quarantined, [P1], []),
     "received": (received, [], []),
 }
-"""Return a machine in the state, its partners that may still write, and those being verified."""
+"""Function that returns a machine in the state, its partners that may still write, and those being
+verified.
+"""
 
 
 def given_back(actions: list[ConsumerAction]) -> list[Received | Freed]:
@@ -185,7 +187,9 @@ PREFILL_STATES: dict[str, tuple[Callable[[], Producer], type[object] | None]] = 
     "live, cancelled during a write": (called_off, Cancelled),
     "live, delivered": (delivered_before_its_end, None),
 }
-"""Return a machine in the state, and its final message to decode; None if decode does not wait."""
+"""Function that returns a machine in the state, and its final message to decode; None if decode
+does not wait.
+"""
 
 
 @pytest.mark.parametrize("twins", [0, 1], ids=["alone", "with a twin"])

@@ -124,7 +124,7 @@ PLANS = (
 def test_whatever_fails_the_end_rests_on_verified_objects(
     plan: StorePlan, tokens: int, start_blocks: int, data: st.DataObject
 ) -> None:
-    """And it is the longest prefix of objects that did not fail."""
+    """The end is that of the longest prefix of objects that did not fail."""
     start = min(start_blocks * 192, tokens)
     fetch = Fetch(plan, start, tokens)
     present = {ref for ref in fetch.candidates if data.draw(st.integers(0, 5))}

@@ -207,7 +207,8 @@ def test_a_disk_that_hangs_in_a_read_costs_the_lookup_deadline(host: Host) -> No
 
 
 class SlowFiles(FaultyFiles):
-    """Returns each object in four pieces, with a pause before each on the clock of the store.
+    """Files that return each object in four pieces, with a pause before each on the clock of the
+    store.
 
     That clock stands still otherwise.
     """

@@ -112,7 +112,7 @@ def test_many_writes_at_once(fresh: tuple[Agent, Agent]) -> None:
 
 @pytest.mark.parametrize("which", ["source before", "source after", "target before", "target after", "one of many"])
 def test_writes_outside_registered_memory_are_refused(fresh: tuple[Agent, Agent], which: str) -> None:
-    """On either side, by a single byte: TransportError, and no byte is written."""
+    """A write one byte outside, on either side, raises TransportError and writes no byte."""
     ours, theirs = fresh
     good = (ours.address, theirs.address, 8)
     bad = {

@@ -45,7 +45,7 @@ def test_a_sender_that_dies_before_the_receiver_is_ready() -> None:
 def test_a_process_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit: str, error: str
 ) -> None:
-    """As in a call of NIXL; the parent kills it."""
+    """The parent kills the process, which hangs as a call of NIXL may."""
     monkeypatch.setattr(selftest, limit, 0.1)
     environments = {"sender": {}, "receiver": started_with(tmp_path, code)}
     assert selftest.run(["UCX"], [], 30.0, environments, show=False) == {"error": error}

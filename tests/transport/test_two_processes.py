@@ -198,7 +198,7 @@ def stopped_receiver(pipe: Connection) -> None:
 
 
 def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
-    """Neither done nor refused: parts of it may have arrived."""
+    """The write is neither done nor refused: parts of it may have arrived."""
     from connectors.errors import FailedWriteError
     from connectors.planning.descriptors import Runs
     from connectors.planning.layout import MemoryKind, Region

@@ -23,7 +23,9 @@ from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.model.translate import engine_layout
 
 BLOCKS = 400
-"""Enough for one request of 256 tokens in every shape of these tests, as vLLM requires."""
+"""Number of blocks for one request of 256 tokens in every shape of these tests, as vLLM
+requires.
+"""
 
 _names = itertools.count()
 

@@ -19,8 +19,8 @@ from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 
 
 class Breakable(MemoryTransport):
-    """Acts like NIXL over TCP after a reset: nothing reaches a peer until its connection is
-    reopened.
+    """Transport that acts like NIXL over TCP after a reset: nothing reaches a peer until its
+    connection is reopened.
     """
 
     broken = False

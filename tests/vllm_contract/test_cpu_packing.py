@@ -166,7 +166,7 @@ def test_the_isa_follows_the_block_size(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", MLA)
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_mla_keeps_plain_rows(backend: type[CPUMLAImpl | AMXMLAImpl], tokens: int) -> None:
-    """(block, token, latent then rope): can be cut at any token."""
+    """Rows (block, token, latent then rope) can be cut at any token."""
     latent, rope = torch.randn(tokens + 5, 512, dtype=BF16), torch.randn(tokens + 5, 1, 64, dtype=BF16)
     cache = torch.full((3, tokens, 576), 7.0, dtype=BF16)
     expected = cache.clone().view(-1, 576)

@@ -71,7 +71,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
 
 
 def test_what_is_forced_changes_greedy_answers() -> None:
-    """So it may not be skipped in a greedy batch."""
+    """vLLM must not skip the processor in a greedy batch."""
     assert ForcedTokens(None, torch.device("cpu"), False).is_argmax_invariant() is False
 
 

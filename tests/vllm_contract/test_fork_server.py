@@ -73,7 +73,7 @@ def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path)
 
 
 def test_vllm_starts_processes_where_they_are_replaced() -> None:
-    """Without it engines spawn their processes, and every start takes 10 s longer."""
+    """Without this change, engines spawn their processes, and every start takes 10 s longer."""
     modules = [importlib.import_module(name) for name in USERS]
     before = [module.get_mp_context for module in modules]
     assert len(set(before)) == 1
@@ -111,7 +111,7 @@ def test_argument_names_in_vllms_source_are_those_of_its_classes() -> None:
 
 
 def test_a_class_that_the_source_does_not_hold() -> None:
-    """vLLM is imported then."""
+    """The result None makes the caller import vLLM."""
     assert fields_in_source("class A:\n    x: int", "B") is None
     assert fields_in_source("class A(elsewhere.Base):\n    x: int", "A") is None
     assert fields_in_source("class A:\n    x: int\n    K: ClassVar[int] = 1\nclass B(A):\n    y = 1", "B") == {"x"}

@@ -1,5 +1,5 @@
-"""Fails if the source of a private symbol changes on which `connectors/vllm_hma/upstream`
-depends.
+"""Check that the sources of private symbols that `connectors/vllm_hma/upstream` uses have not
+changed.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ class Damaging(MemoryTransport):
 
 
 class Late(MemoryTransport):
-    """Reads its source at the poll after ``let_go``, as RDMA may read at any moment until then."""
+    """Transport that reads its source at the poll after ``let_go``, as RDMA may read at any moment
+    until then.
+    """
 
     let_go = False
 

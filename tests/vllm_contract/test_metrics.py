@@ -109,7 +109,9 @@ def test_blocks_in_quarantine_show_until_they_are_free(
 
 
 def test_a_write_that_hangs_shows_until_it_ends(metrics: TandemPromMetrics, worker: Callable[..., Worker]) -> None:
-    """After hang_s, on the producer: its consumer has given up and waits for the answer."""
+    """The producer counts it as hanging after hang_s, while its consumer waits for the answer to
+    Cancel.
+    """
     limits = TransferLimits(progress_s=0.3, alive_s=0.1, cancel_s=0.1, lease_s=60)
     producer, consumer = worker("p", transport_class=HeldWrites, limits=limits), worker("c")
     consumer.step(receives=[receive(producer.address)])
@@ -181,7 +183,9 @@ def test_kv_has_arrived_when_the_last_rank_has_it() -> None:
 
 
 def test_a_transfer_of_two_workers_says_when_it_arrived(worker: Callable[..., Worker]) -> None:
-    """From the order to receive to the last byte; a failed transfer is marked."""
+    """An arrival lasts from the order to receive to the last byte, and records whether it
+    failed.
+    """
     producer, consumer = worker("p"), worker("c")
     before = time.monotonic()
     consumer.step(receives=[receive(producer.address)])

@@ -33,7 +33,7 @@ def child() -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, method: str) -> None:
-    """For both of vLLM's methods to start the child."""
+    """The child ends for both of vLLM's start methods."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     root = Path(__file__).resolve().parents[2]

@@ -63,7 +63,7 @@ def test_a_second_hello_takes_no_second_place() -> None:
 
 
 def test_a_stranger_who_speaks_gets_no_place() -> None:
-    """Only a Hello does that."""
+    """Only a Hello adds a worker to the table."""
     table = full()
     table.spoke(peer("d"))
     assert peer("d") not in table

@@ -258,7 +258,7 @@ def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
 
 
 def test_only_the_rest_is_written(worker: Callable[..., Worker]) -> None:
-    """Tokens 0 to 4 are in the first block: the producer writes the second one only."""
+    """Tokens 0 to 3 are in the first block: the producer writes the second one only."""
     producer, consumer = worker("p"), worker("c")
     producer.cache[:] = 0xEE
     consumer.cache[3] = 0x11

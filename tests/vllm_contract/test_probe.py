@@ -149,7 +149,7 @@ def test_a_process_of_another_host_is_never_gone(change: dict[str, object]) -> N
 
 
 def test_a_process_whose_files_are_hidden_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /proc with hidepid shows other users' processes."""
+    """With hidepid, /proc shows other users' processes in this way."""
 
     def denied(*_: object) -> None:
         raise PermissionError

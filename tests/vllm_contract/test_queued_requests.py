@@ -258,8 +258,8 @@ def test_workers_cancelled_in_the_queue(worker: Callable[..., Worker]) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_workers_whose_producer_dies(impatient: Callable[..., Worker], when: str) -> None:
-    """Before or after first contact: the request is computed here, and no block was ever
-    offered.
+    """If the producer dies before or after first contact, decode computes the request and has
+    offered no block.
     """
     producer, consumer = impatient("p"), impatient("c")
     address = producer.address

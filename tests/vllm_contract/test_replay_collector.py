@@ -41,7 +41,9 @@ def cut(rng: Random, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_groups_come_back_as_they_were(seed: int) -> None:
-    """With a slow or a fast reader; output after the record keeps its own groups."""
+    """Groups are the same for slow and fast readers; output after the record keeps its own
+    groups.
+    """
     rng = Random(seed)
     replay_log = cut(rng, TOKENS[: rng.randint(1, len(TOKENS))])
     served = ServedCall(replay=replay_log)
@@ -79,7 +81,7 @@ async def test_groups_come_back_as_they_were(seed: int) -> None:
     ids=["another token", "a step across a border", "an end within a group", "an end before the last group"],
 )
 async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestOutput]) -> None:
-    """Never other tokens instead of the recorded ones."""
+    """The client receives no other tokens instead of the recorded ones."""
     served = ServedCall(replay=((0, 1), (2,)))
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     replaying = ReplayCollector(collector, served)
@@ -98,7 +100,7 @@ async def test_an_engine_that_does_not_repeat_is_an_error(outputs: list[RequestO
 
 
 async def test_an_error_of_the_engine_passes_at_once() -> None:
-    """Whatever waits."""
+    """The error overtakes outputs that wait for their group."""
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     replaying = ReplayCollector(collector, ServedCall(replay=((0, 1, 2),)))
     replaying.put(output(0))

@@ -49,7 +49,7 @@ def consumed(side: SchedulerConnector) -> str:
 
 
 def test_later_transfers_are_refused_by_their_digest() -> None:
-    """On either side, and also between two engines that were reset."""
+    """A reset on either side changes the digests, also between two engines that were both reset."""
     before = consumed(scheduler())
     assert produced(scheduler()) == before
     prefill, decode = scheduler(), scheduler()

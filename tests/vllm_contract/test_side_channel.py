@@ -52,7 +52,7 @@ def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
 
 
 class Eavesdropper:
-    """Relays connections to a port, and records the bytes: ``heard`` from clients, ``said`` to
+    """Relay of one connection to a port that records the bytes: ``heard`` from clients, ``said`` to
     them.
     """
 
@@ -84,7 +84,9 @@ class Eavesdropper:
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_peers_with_one_secret_exchange_kv(worker: Callable[..., Worker], secret: str) -> None:
-    """From the agent metadata to the last message, with and without a secret."""
+    """A transfer completes from the agent metadata to the last message, with and without a
+    secret.
+    """
     producer, consumer = worker("p", secret=secret), worker("c", secret=secret)
     producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.step(receives=[receive(producer.address)])

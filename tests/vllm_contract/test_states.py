@@ -24,7 +24,7 @@ from tests.vllm_contract.caches import cache_config
 
 BLOCKS = 5
 Part = tuple[str, int, int, int, int, int]
-"""Return (name, offset, heads here, total heads, rows, bytes of a row)."""
+"""(name, offset, heads here, total heads, rows, bytes of a row)."""
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def test_layers_come_out_as_they_are_run() -> None:
 
 
 def test_nothing_comes_out_before_the_device_has_done_it() -> None:
-    """Not even those of the next step: layers of this step must not complete its chunks."""
+    """Chunks of the next step wait, too: layers of this step must not complete them."""
     fence = SlowFence()
     steps = Steps(GROUPS, fence)
     steps.begin([FIRST])
@@ -129,7 +129,7 @@ def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Work
 
 @pytest.mark.parametrize(("streaming", "by_layers"), [(Streaming.CHUNK, False), (Streaming.LAYER, True)])
 def test_a_fixed_way_is_kept(streaming: Streaming, by_layers: bool) -> None:
-    """Whatever the cost."""
+    """A fixed mode stays whatever it costs."""
     governor = Governor(streaming)
     for _ in range(40):
         assert governor.by_layers() is by_layers

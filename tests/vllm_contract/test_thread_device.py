@@ -53,7 +53,7 @@ def test_every_thread_of_a_worker_sets_its_device(
 def test_a_verifier_without_a_device_fails_transfers(
     monkeypatch: pytest.MonkeyPatch, worker: Callable[..., Worker]
 ) -> None:
-    """On a full device, for example. Nothing else would end the wait for the comparison."""
+    """The device may be full, for example. Nothing else would end the wait for the comparison."""
 
     def full(_: torch.device) -> None:
         if threading.current_thread().name.startswith("tandem-verify"):

@@ -123,8 +123,8 @@ def test_mla_is_one_head_on_every_rank() -> None:
 
 
 def test_chunked_attention_is_a_kind_of_its_own() -> None:
-    """Only if the allocator frees by chunks: a full-attention spec that mentions a chunk keeps
-    all blocks.
+    """A group is chunked only if the allocator frees by chunks; full attention with a chunk size
+    keeps all blocks.
     """
     chunked = ChunkedLocalAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=32, dtype=torch.float32, attention_chunk_size=64

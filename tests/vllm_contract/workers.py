@@ -30,7 +30,7 @@ LIMITS = TransferLimits(handshake_s=60.0, progress_s=60.0, alive_s=0.2, cancel_s
 """Deadlines far above a pause of the machine, for tests in which none expires."""
 
 SHORT = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0.3, lease_s=2.0)
-"""For tests in which a deadline expires."""
+"""Short deadlines, for tests in which one expires."""
 DIGEST = prompt_digest([1, 2, 3])
 
 

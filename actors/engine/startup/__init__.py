@@ -1,1 +1,1 @@
-"""Records and reports the stages of an engine's start."""
+"""Record and report the stages of an engine's start."""

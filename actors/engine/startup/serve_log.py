@@ -1,4 +1,4 @@
-"""Keeps Serve's log of an engine replica usable after vLLM has configured logging.
+"""Keep Serve's log of an engine replica usable after vLLM has configured logging.
 
 vLLM configures logging with `logging.config.dictConfig`, at its import and at the engine's start
 (vllm/logger.py). `dictConfig` closes all handlers of the process, and a closed `MemoryHandler`, as

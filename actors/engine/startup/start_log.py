@@ -1,4 +1,4 @@
-"""Finds the stage of an engine's start and the cause of a failure in the engine's log. Does no I/O.
+"""Find the stage of an engine's start and the cause of a failure in the engine's log. Does no I/O.
 
 The engine core and its workers log both, but do not report them to the process that starts vLLM.
 """

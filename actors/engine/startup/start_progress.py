@@ -1,4 +1,4 @@
-"""Reports an engine's start to the launcher (`app/run.py`) through Ray's control store.
+"""Report an engine's start to the launcher (`app/run.py`) through Ray's control store.
 
 The launcher cannot call an actor during its constructor, and may run on another node. Engines write
 reports only between `StartWatch.open` and `StartWatch.close`.

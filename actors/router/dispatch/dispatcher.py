@@ -53,7 +53,7 @@ SEED_BITS = 31
 
 
 class Dispatcher:
-    """Makes the attempts of one request; each split attempt has a new transfer id.
+    """Dispatcher that makes the attempts of one request; each split attempt has a new transfer id.
 
     Excludes a replica after it has failed the request. Excludes a suspect decode replica only while
     another one is available. Retries a failed leg on another replica. Each leg has

@@ -25,10 +25,14 @@ status or had an internal error. `late`: no answer within `prefill_timeout_s`.
 """
 
 Discard = Callable[[], Awaitable[None]]
-"""Asks the leg's prefill replica to free the KV of the transfer; has its own timeout."""
+"""Function that calls the leg's prefill replica to free the KV of the transfer; has its own
+timeout.
+"""
 
 Prefilled = Callable[[object], None]
-"""Receives None when the prompt is computed, then the answer: its body, or its first token."""
+"""Function called with None when the prompt is computed, then with the answer: body or first
+token.
+"""
 
 
 class PrefillLeg:

@@ -1,4 +1,4 @@
-"""Serves the requests of one model with its own engines, slots, routing state and metrics."""
+"""Router of the requests of one model, with its own engines, slots, routing state and metrics."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -48,7 +48,7 @@ class ModelEngines:
 
 
 class ModelRouter:
-    """Routes the requests of one model."""
+    """Router of the requests of one model."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ READY_PIECES = 64
 """Number of pieces (items of `Answer.body`), not yet passed on, at which the streams pause."""
 
 Serve = Callable[[ClientRequest], AbstractAsyncContextManager[Answer]]
-"""Serves the request of one prompt; its context yields the answer."""
+"""Function that serves the request of one prompt; its context yields the answer."""
 
 
 class RefusedPromptError(Exception):

@@ -1,4 +1,4 @@
-"""Merges the answers to several prompts into vLLM's answer to a list of prompts. Does no I/O.
+"""Merge the answers to several prompts into vLLM's answer to a list of prompts. Does no I/O.
 
 The format is that of `completion_stream_generator` and `request_output_to_completion_response` in
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/completion/serving.py
@@ -36,7 +36,7 @@ def error_event(body: bytes) -> bytes:
 
 
 class MergedStream:
-    """Merges the events of several streams; `feed` returns the bytes for the client."""
+    """Stream merged from the events of several streams; `feed` returns the bytes for the client."""
 
     def __init__(self, streams: int, choices: int, answer_id: str) -> None:
         """Merge `streams` streams of `choices` choices each."""

@@ -1,4 +1,4 @@
-"""Splits a completion request with a list of prompts into one request per prompt."""
+"""Split a completion request with a list of prompts into one request per prompt."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Relays requests without a body to a decode engine.
+"""Relay requests without a body to a decode engine.
 
 They concern models, vLLM's version, the tokenizer, and stored responses.
 """

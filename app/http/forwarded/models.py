@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 1 << 16
 
 
 class ModelList:
-    """Answers `/v1/models` of several models: joins the lists of those with a decode replica."""
+    """Endpoint `/v1/models` of several models: joins the lists of those with a decode replica."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -65,7 +65,9 @@ class ModelList:
 
 
 class AdapterEndpoints:
-    """Answers `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for all engines of a model."""
+    """Endpoints `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`; each changes all engines of
+    a model.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router

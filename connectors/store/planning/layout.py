@@ -1,4 +1,4 @@
-"""Describes the store as a virtual engine, so that the transfer planner also plans store copies.
+"""Describe the store as a virtual engine, so that the transfer planner also plans store copies.
 
 The virtual engine has TP 1 and a dense layout with one block per object. ``plan_pair(rank, store)``
 plans a rank's copies into objects, and ``plan_pair(store, rank)`` its copies from objects, for the

@@ -1,4 +1,4 @@
-"""Lists the units to copy (``Moves``) from a request's blocks into objects, and back.
+"""List the units to copy (``Moves``) from a request's blocks into objects, and back.
 
 ``store_moves`` and ``load_moves`` return moves for the plans of ``layout.plan_rank``. The group
 numbers of moves therefore count only groups that have objects.

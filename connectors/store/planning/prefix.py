@@ -1,4 +1,4 @@
-"""Computes the objects that a step completes or a request needs, and the usable stored prefix.
+"""Compute the objects that a step completes or a request needs, and the usable stored prefix.
 
 Here, a request *resumes at token t* if the engine computes it from token t on, and takes the
 earlier KV that it needs from the engine's own cache and from objects. Together with a transfer,

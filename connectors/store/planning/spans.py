@@ -1,4 +1,4 @@
-"""Plans, when an engine starts, how each KV cache group is divided into stored objects.
+"""Plan, when an engine starts, how each KV cache group is divided into stored objects.
 
 chunk  ``chunk_tokens`` tokens of a request; chunks begin at multiples of ``chunk_tokens``
 row    one token, or several that a kernel packs together (``connectors/planning/layout.py``)

@@ -19,7 +19,7 @@ can tell a slow disk from a hanging one (``reads.py``)."""
 
 
 class Files:
-    """Creates, reads, writes and renames files, one file per call. Methods raise OSError.
+    """File operations: create, read, write and rename, one file per call. Methods raise OSError.
 
     Has no state, so threads may share an instance.
     """

@@ -1,4 +1,4 @@
-"""Counts the bytes below one folder for all processes that store there, to keep a shared budget.
+"""Count the bytes below one folder for all processes that store there, to keep a shared budget.
 
 The ledger is a small file next to the objects. A process that holds the lock marks the ledger dirty
 before it changes files, and clean before it releases the lock, unless an operation failed or a file

@@ -1,4 +1,4 @@
-"""Frees the staging slots of writes, and of reads that outlast their fetch, once the calls end.
+"""Free the staging slots of writes, and of reads that outlast their fetch, once the calls end.
 
 Until a call ends, a thread of a tier may access its slot.
 """

@@ -1,4 +1,4 @@
-"""Sends messages to other workers, and reconnects if the connection is broken.
+"""Send messages to other workers, and reconnect if the connection is broken.
 
 A connection that was reset stays broken on this side until it is reopened, even if the network
 recovers. The sender therefore repeats a failed message once, over a new connection. It reconnects
@@ -32,7 +32,7 @@ def agent_name(peer: Peer) -> str:
 
 
 class MessageSender:
-    """Sends messages of one worker. Thread-safe.
+    """Sender of one worker's messages. Thread-safe.
 
     ``key``  key of the messages' tags (``Keys.messages``)
     """

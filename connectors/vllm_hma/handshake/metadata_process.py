@@ -1,4 +1,4 @@
-"""Runs the side channel in its own process, outside the engine core's interpreter lock.
+"""Run the side channel in its own process, outside the engine core's interpreter lock.
 
 The engine core writes the agent metadata to the process's standard input and keeps it open. The
 process ends when that pipe closes, also if the core is killed. If the process ends before that, the

@@ -1,4 +1,4 @@
-"""Checks whether suspect prefill workers are dead, so that blocks in quarantine can be freed.
+"""Check whether suspect prefill workers are dead, so that blocks in quarantine can be freed.
 
 Blocks of a decode engine stay in quarantine until each prefill worker that may write to them has
 acknowledged that it writes no more, or its process is proved dead (docs/decisions/0025). For the
@@ -39,7 +39,7 @@ _MAX_WITNESSES = 16
 
 
 class WorkerProbe:
-    """Probes the watched workers in a thread, which runs only while workers are watched.
+    """Probe of the watched workers, in a thread that runs only while workers are watched.
 
     ``timeout_s``  time limit of a request to one other engine, in seconds
     ``identity``   key for the side channels of other engines (``Keys.identity``)

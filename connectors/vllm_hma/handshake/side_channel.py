@@ -67,7 +67,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Serves one engine's agent metadata, and states of its host's processes, until ``close``.
+    """Server of one engine's agent metadata, and of the states of its host's processes, until
+    ``close``.
 
     ``port``           port to listen on; 0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank

@@ -1,4 +1,4 @@
-"""Decides how long a transfer waits for a stored prefix, and which transferred KV to store.
+"""Decide how long a transfer waits for a stored prefix, and which transferred KV to store.
 
 The store loads full attention of a prompt's first tokens. The transfer supplies full attention of
 the tokens after them, and windows and states at the prompt's end (``docs/decisions/0050``).

@@ -1,4 +1,4 @@
-"""Identifies the content of LoRA adapters in this process's memory, as vLLM read it from files.
+"""Identify the content of LoRA adapters in this process's memory, as vLLM read it from files.
 
 vLLM computes KV with the weights in memory, and the files of an adapter may have changed since vLLM
 read them. So this module hashes an adapter's files when vLLM reads them (docs/decisions/0031).

@@ -1,4 +1,4 @@
-"""Translates vLLM's cache specs and tensors to an ``EngineLayout``: addresses, sizes and strides.
+"""Translate vLLM's cache specs and tensors to an ``EngineLayout``: addresses, sizes and strides.
 
 vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, content), for any
 strides. Here a state is one token, and the content is K and V of one head, the latent of MLA, or a

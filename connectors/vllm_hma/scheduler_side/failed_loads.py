@@ -1,4 +1,4 @@
-"""Delays requests with a failed transfer until this engine can compute their prompts.
+"""Delay requests with a failed transfer until this engine can compute their prompts.
 
 vLLM keeps such a request in its queue of requests with blocks (``kv_holding_waiting`` in
 vllm/v1/core/sched/scheduler.py). After ``finished_recving``, vLLM frees the request's blocks and

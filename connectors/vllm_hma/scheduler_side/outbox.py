@@ -1,4 +1,4 @@
-"""Collects the scheduler side's orders until the next step, and its counts for the metrics."""
+"""Collect the scheduler side's orders until the next step, and its counts for the metrics."""
 
 from __future__ import annotations
 

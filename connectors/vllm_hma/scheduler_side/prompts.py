@@ -1,4 +1,4 @@
-"""Computes prompt digests, and checks whether a transfer would divide an image.
+"""Compute prompt digests, and check whether a transfer would divide an image.
 
 The prefill and the decode engine of a transfer must get equal results.
 """

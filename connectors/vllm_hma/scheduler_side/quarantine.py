@@ -1,4 +1,4 @@
-"""Holds blocks that a producer rank may still write to after their request's wait has ended.
+"""Hold blocks that a producer rank may still write to after their request's wait has ended.
 
 The transfer of such a request has failed or was cancelled, and a producer rank has not acknowledged
 that it writes no more. This engine then computes the request in other blocks, or the request has

@@ -1,4 +1,4 @@
-"""Ends an engine core, or vLLM's data-parallel coordinator, when the process that started it ends.
+"""End an engine core, or vLLM's data-parallel coordinator, when the process that started it ends.
 
 vLLM stops its engine core when the parent process shuts down, but not when the parent is killed:
 the core would keep its memory and answer its peers. If the engine's workers are processes of their

@@ -1,4 +1,4 @@
-"""Makes vLLM's workers report each LoRA adapter that they read from files.
+"""Make vLLM's workers report each LoRA adapter that they read from files.
 
 vLLM does not report to connectors which adapters are in memory. Its workers read an adapter when
 the server starts, when a client loads it, and in a step with a request whose adapter is not in

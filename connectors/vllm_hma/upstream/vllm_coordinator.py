@@ -1,4 +1,4 @@
-"""Ends vLLM's data-parallel coordinator when the process that started it ends.
+"""End vLLM's data-parallel coordinator when the process that started it ends.
 
 vLLM stops the coordinator when its parent process shuts down, but not when the parent is killed:
 the coordinator would keep running. Source:

@@ -1,4 +1,4 @@
-"""Changes a prefill request in vLLM, so that its steps compute the KV that the consumer needs.
+"""Change a prefill request in vLLM, so that its steps compute the KV that the consumer needs.
 
 The functions remove the prompt's last token, hide its last tokens until a later step, or restrict
 sampling to its last token. vLLM has no public call for these changes and stores the prompt's tokens

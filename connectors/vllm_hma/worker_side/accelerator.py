@@ -1,4 +1,4 @@
-"""Sets the current accelerator of a thread. A new thread does not inherit this setting."""
+"""Set the current accelerator of a thread. A new thread does not inherit this setting."""
 
 from __future__ import annotations
 

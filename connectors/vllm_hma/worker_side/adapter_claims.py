@@ -1,4 +1,4 @@
-"""Adds the identities of LoRA adapters to prompt digests, and checks them while prompts run.
+"""Add the identities of LoRA adapters to prompt digests, and check them while prompts run.
 
 The two requests of a transfer must use the same adapter. Each rank adds the identity of the content
 that it has loaded (``model/adapters.py``). A producer rank also checks in each step, before, during

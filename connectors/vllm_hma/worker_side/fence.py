@@ -11,7 +11,7 @@ import torch
 
 
 class StepFence:
-    """Marks the end of a layer or a forward pass. Once ``passed`` is True, its KV can be read."""
+    """Mark at the end of a layer or a forward pass. Once ``passed`` is True, its KV can be read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

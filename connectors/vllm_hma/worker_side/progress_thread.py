@@ -10,7 +10,7 @@ _JOIN_S = 5.0
 
 
 class ProgressThread:
-    """Calls ``on_start`` once, then ``progress`` in a loop.
+    """Thread that calls ``on_start`` once, then ``progress`` in a loop.
 
     ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause.
     ``progress`` must not raise: an exception would end the thread, which checks all deadlines and

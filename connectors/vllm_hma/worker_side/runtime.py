@@ -1,4 +1,4 @@
-"""Runs the state machines of one rank: gives them events, and carries out their actions.
+"""Run the state machines of one rank: pass events to them, and carry out their actions.
 
 vLLM's hooks, the progress thread and the threads of handshakes, digests and probes call the same
 machines under one lock. The hooks apply the scheduler side's orders and hand over each step's KV.

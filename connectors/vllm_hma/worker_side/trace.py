@@ -1,4 +1,4 @@
-"""Writes one JSON line per transfer event to ``trace_path``, for benchmarks and debugging.
+"""Write one JSON line per transfer event to ``trace_path``, for benchmarks and debugging.
 
 Times are ``time.monotonic()`` in seconds, a clock that all processes of a host share.
 """
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """Writes one rank's events to the trace file; does nothing if ``path`` is empty.
+    """Writer of one rank's events to the trace file; does nothing if ``path`` is empty.
 
     Ranks and engines may share the file: every line names the engine and the rank. Raises OSError
     if the file cannot be opened.

@@ -1,4 +1,4 @@
-"""Carries out the ``Write`` actions of one rank, and follows each write until it has ended."""
+"""Carry out the ``Write`` actions of one rank, and follow each write until it has ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Posted:
 
 
 class Writes:
-    """Posts and polls writes, and reports their ends to the producer state machine.
+    """Writes of one rank: posts and polls them, and reports their ends to the producer state
+    machine.
 
     ``begin`` and ``poll`` return the actions with which the producer answers these reports. Not
     thread-safe: the owner serialises calls.

@@ -39,7 +39,7 @@ def test_prompts_beside_each_other():
 
 
 def test_an_idle_engine_keeps_its_rate_and_loses_its_throughput():
-    """An hour later."""
+    """The engine has been idle for an hour."""
     load = LoadMeter(0, 15)
     load.prompt(1000, 2, 3)
     assert load.read(3600)["tokens_per_busy_s"] == pytest.approx(500)

@@ -33,7 +33,7 @@ BUSY = PrefillLoad(queued_tokens=0, tokens_per_s=1000, tokens_per_busy_s=2000, p
         ([BUSY, PrefillLoad()], 0, 1.0),
         # 10,000 tokens wait, to be computed in 10 s beside the 1,000/s that arrive.
         ([PrefillLoad(10_000, 1000, 2000, 500)], 0, 2.0),
-        # 20 prompts of 500 tokens wait in routers: the same.
+        # 20 prompts of 500 tokens wait in routers: 10,000 tokens again.
         ([BUSY], 20, 2.0),
         # Unequal engines: 3,000 tokens/s over a mean rate of 3,000 x 0.5.
         ([PrefillLoad(0, 1000, 2000, 500), PrefillLoad(0, 2000, 4000, 500)], 0, 2.0),
@@ -143,13 +143,15 @@ def test_settling_twice_changes_nothing(need, bound):
 
 @given(need=needs, more=st.floats(0, 60), bound=bounds())
 def test_more_load_is_never_fewer_engines(need, more, bound):
-    """Monotone."""
+    """The number of replicas is monotone in the need."""
     assert settle(need, bound, EVEN) <= settle(need + more, bound, EVEN)
 
 
 @given(wanted=st.tuples(engines, engines), prefill=bounds(), decode=bounds())
 def test_bounds_come_first_and_then_the_ratio(wanted, prefill, decode):
-    """For any need: within the bounds, and within the ratio if the bounds allow it."""
+    """For any need, the counts are within the bounds, and within the ratio if the bounds allow
+    it.
+    """
     p_wanted, d_wanted = prefill.clip(wanted[0]), decode.clip(wanted[1])
     p, d = together(p_wanted, d_wanted, prefill, decode, EVEN)
     assert prefill.lowest <= p <= prefill.highest
@@ -174,6 +176,6 @@ def test_bounds_come_first_and_then_the_ratio(wanted, prefill, decode):
     ],
 )
 def test_a_wrong_setting_is_named(given, key):
-    """One line for each."""
+    """The error names the key."""
     with pytest.raises(SettingsError, match=key):
         parse_scaling(given)

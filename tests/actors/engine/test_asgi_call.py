@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Application:
-    """Echoes, streams `chunks` pieces with a pause, or waits forever; records how each request
-    ended.
+    """ASGI application that echoes, streams pieces, fails, or waits; records how streams and waits
+    end.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ async def test_closing_early_is_a_disconnect(application):
 
 
 async def test_cancelling_the_reader_is_a_disconnect(application):
-    """As Serve does when a caller disconnects before an answer."""
+    """Serve cancels the reader in this way when a caller disconnects before an answer."""
 
     async def read() -> None:
         async with aclosing(call_asgi(application.asgi, Call("GET", "/stubborn"), disconnect_s=0.05)) as answer:

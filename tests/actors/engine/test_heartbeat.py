@@ -48,7 +48,9 @@ async def test_every_answer_is_heard_by_all_who_wait() -> None:
 
 
 async def test_an_engine_whose_core_answers_nothing_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after its calls have ended: routers cancel them long before Serve replaces it."""
+    """The engine stays unhealthy after its calls have ended: routers cancel them long before Serve
+    replaces it.
+    """
     asked, answer = asyncio.Event(), asyncio.Event()
 
     async def ping(_: int) -> None:
@@ -126,7 +128,7 @@ async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
 
 
 async def test_the_first_token_of_an_answer_is_reported_at_once() -> None:
-    """Once, before the answer, without a question to the core."""
+    """The engine reports it once, before the answer, without a call to the core."""
     go = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -18,7 +18,9 @@ from configs.settings.parsing import parse_settings
 
 
 def test_a_node_is_lost_some_time_after_it_is_dead():
-    """Not before node_lost_s, then until the report has succeeded, and never again."""
+    """The node is lost from `gone_s` after its death until the report has succeeded, and never
+    again.
+    """
     lost = LostNodes([], gone_s=10)
     assert lost.look(["a"], 100) == []
     assert lost.look(["a", "b"], 109.9) == []
@@ -51,7 +53,9 @@ def test_nodes_that_died_before_our_engine_started_are_none_of_its():
 def test_the_grace_period_outlasts_a_cut_off_node(
     monkeypatch: pytest.MonkeyPatch, reconnect_s: str | None, setting: float | None, grace: float
 ) -> None:
-    """With the timeouts of this node, which are those of the cluster's other workers."""
+    """The grace period follows from this node's timeouts, which the cluster's other workers
+    share.
+    """
     monkeypatch.delenv(RECONNECT_VARIABLE, raising=False)
     if reconnect_s is not None:
         monkeypatch.setenv(RECONNECT_VARIABLE, reconnect_s)

@@ -44,7 +44,7 @@ class Unstarted(Decode):
 
 
 class Engine:
-    """Fetches every probe except one."""
+    """Engine that fetches every probe except one."""
 
     def __init__(self) -> None:
         self.fetched: list[tuple[int, str]] = []
@@ -61,7 +61,9 @@ class Engine:
 
 
 async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
-    """Nor does it prevent the replica's start: this runs in its constructor."""
+    """An unreachable engine does not prevent the replica's start: the warm-up runs in its
+    constructor.
+    """
     decode = Unstarted()
     await decode.warm_up_new_pairs()
     await decode.warm_up_new_pairs()

@@ -153,7 +153,7 @@ def test_an_argument_that_vllm_or_ray_refuses_is_named_with_its_role(args, messa
     ],
 )
 def test_frontend_arguments_with_effect_are_accepted(frontend):
-    """In one place for both roles."""
+    """The setting `frontend` has the arguments of both roles."""
     check_arguments(parse_settings({"frontend": frontend}))
 
 
@@ -213,13 +213,15 @@ def test_a_roles_engine_arguments_win():
     ],
 )
 def test_which_engines_sample_first_tokens(args, reason):
-    """Those whose two roles turn the same request into the same token and events."""
+    """Prefill may sample only if both roles turn the same request into the same token and
+    events.
+    """
     found = why_no_first_token(parse_settings(args))
     assert found is None if reason is None else reason in str(found)
 
 
 def test_data_parallel_size_reaches_vllm_only_if_set():
-    """Of one role: the other keeps its single engine core."""
+    """The setting of one role does not affect the other, which keeps its single engine core."""
     settings = parse_settings({"model": "m", "prefill": {"data_parallel_size": 2}})
     assert engine_arguments(settings, "prefill")["data_parallel_size"] == 2
     assert "data_parallel_size" not in engine_arguments(settings, "decode")

@@ -16,5 +16,5 @@ from actors.engine.vllm_engine import slots_of
     ],
 )
 def test_twice_the_sequences_of_a_step_that_have_a_block(max_num_seqs: int, kv_blocks: int, slots: int) -> None:
-    """As many requests wait in the engine as run."""
+    """The engine accepts as many waiting requests as running ones."""
     assert slots_of(max_num_seqs, kv_blocks) == slots

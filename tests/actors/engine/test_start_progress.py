@@ -13,7 +13,7 @@ from actors.upstream import ray_private
 
 
 class Store:
-    """As `ray.experimental.internal_kv`."""
+    """Replacement of `ray.experimental.internal_kv`."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}

@@ -47,7 +47,9 @@ def test_a_replica_to_avoid_is_not_ranked():
 
 
 def test_each_data_parallel_rank_is_an_engine():
-    """With its own address, slots and producer; an engine without ranks keeps the replica's id."""
+    """Each rank has its own address, slots and producer; an engine without ranks keeps the
+    replica's id.
+    """
     of_ranks = [
         replica_metadata(RpcAddress("h", port, "key"), 7, slots=4, producer={"remote_port": port + 10})
         for port in (1, 2)

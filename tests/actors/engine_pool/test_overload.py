@@ -28,7 +28,7 @@ SLOTS = 4
 QUEUE = RoleSettings().max_queued_requests
 SHORT = LIMITS.model_copy(update={"replica_timeout_s": 3.0, "request_timeout_s": 3.0})
 PATIENT = LIMITS.model_copy(update={"prefill_wait_s": 60.0, "replica_timeout_s": 60.0})
-"""Longer than a pause of the machine."""
+"""Timeouts longer than a pause of the machine."""
 PROMPT_S = 0.05
 
 

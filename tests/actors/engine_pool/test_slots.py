@@ -140,7 +140,7 @@ async def test_a_new_engine_is_offered_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 class CountedReplicas(dict[str, EngineReplica]):
-    """Counts the visits of all replicas."""
+    """Dictionary that counts the iterations over all replicas."""
 
     visits = 0
 

@@ -38,7 +38,7 @@ def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefil
 
 
 def test_before_it_knows_the_fleet():
-    """Serve chooses, once."""
+    """The decision lists no replicas while the replicas are unknown."""
     decision = Planner(RoutingSettings()).decide(ids(1000), None, None, 0.0)
     assert (decision.route, decision.reason, decision.decode, decision.prefill) == ("remote", "unseen", (), ())
 
@@ -167,7 +167,9 @@ def test_prefill_is_idle_after_the_handover():
 
 
 def test_a_silent_replica_comes_last_until_it_answers():
-    """For longer than after another failure: it accepts calls, so each would wait for nothing."""
+    """A silent replica stays last longer than a failed one: it accepts calls, which then time
+    out.
+    """
     planner = Planner(RoutingSettings(policy="always_remote"))
 
     def ranked(now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -33,7 +33,7 @@ from tests.actors.fleet import Handle, Replica, at_rest, router_of
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 FAR = 1000
-"""More waits than any of these requests has."""
+"""Number above the waits of any of these requests."""
 
 
 class CancelledAt:

@@ -23,7 +23,7 @@ from tests.actors.fleet import Handle, Replica, at_rest, router_of
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 DELAY_S = 0.25
-"""Far above all other durations in `virtual_time`."""
+"""Delay far above all other durations in `virtual_time`."""
 
 
 class Engines:
@@ -202,7 +202,7 @@ async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
 
 
 async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
-    """Nor does the leg stay open if the request ends without that answer."""
+    """The prefill leg does not stay open if the request ends without prefill's answer."""
     engines = Engines(**{"prefill's answer": 60})
     async with engines.router.answer(request()) as answer:
         await answer.account(0.01)
@@ -211,7 +211,7 @@ async def test_nobody_waits_longer_than_it_wants_for_prefills_answer():
 
 
 async def test_an_engine_without_statistics_is_unexplained():
-    """vLLM's `disable_log_stats`."""
+    """An engine with vLLM's `disable_log_stats` reports no timings."""
     engines = Engines()
 
     async def silent(call: Call, _: int) -> AsyncGenerator[Any, None]:

@@ -59,7 +59,7 @@ async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
 
 @pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (3, 3), (5, 3)])
 async def test_when_prefill_legs_keep_breaking_decode_serves_alone(replicas, asked):
-    """After `attempts` failures, or without another replica."""
+    """Decode serves alone after `attempts` failures, or if no other prefill replica is left."""
     router, p, d = fleet([dies] * replicas, [OK])
     answer, body = await ask(router, request(stream=False))
     await at_rest(p, d)
@@ -167,7 +167,7 @@ async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
 
 
 async def test_no_engine_is_not_a_queue():
-    """While engines start, or after the last one has stopped: the client is told to retry."""
+    """A request fails at once while engines start, or after the last one has stopped."""
     router, p, d = fleet([well], [])
     with pytest.raises(UnavailableError, match="no decode engine is running"):
         await ask(router, request())
@@ -204,7 +204,7 @@ async def test_a_stream_outlives_its_engine(cut, half):
 
 
 async def test_a_stream_outlives_many_engines():
-    """As long as each engine sends new tokens."""
+    """The router tries further engines as long as each one sends new tokens."""
     router, p, d = fleet([well], [engine(n, [1, 2, 3], 1 + 4 * n) for n in range(9)] + [engine(10, [4])])
     router.limits = LIMITS.model_copy(update={"attempts": 2})
     d.replicas.reverse()
@@ -215,7 +215,7 @@ async def test_a_stream_outlives_many_engines():
 
 
 async def test_a_stream_that_kills_every_engine_at_one_token_ends():
-    """After `attempts` engines, with an error and not after all engines have died."""
+    """The stream ends with an error after `attempts` engines, before all engines have died."""
     router, p, d = fleet([well], [engine(n, [1], 7) for n in range(6)])
     sent = []
 
@@ -249,7 +249,9 @@ async def test_a_stream_that_cannot_go_on_exactly_says_so(body, why):
 
 @pytest.mark.parametrize(("multiple", "legs"), [(16, 1), (0, 0)])
 async def test_choices_that_cannot_share_a_received_prompt_are_served_by_decode(multiple, legs):
-    """With states or drafts; all choices count as sequences of the decode engine."""
+    """Models with states or drafts have no `first_token_multiple`; all choices count as sequences
+    of decode.
+    """
     router, p, d = fleet([well], [engine(1, [1], None)])
     p.metadata = {"producer": METADATA["producer"] | {"first_token_multiple": multiple}}
     answer, _ = await ask(router, request(n=3))
@@ -274,7 +276,7 @@ async def test_an_engine_that_cannot_repeat_says_so():
 
 
 async def test_an_engine_that_answers_otherwise_than_with_the_stream():
-    """For example because it has another release and refuses the request."""
+    """An engine of another release may refuse the request, so the stream cannot resume."""
     first = engine(1, [1], 7)
     router, p, d = fleet([], [first, answers(400, {})])
     d.replicas.reverse()

@@ -78,7 +78,7 @@ async def whole(decode: Any) -> bytes:
 
 
 async def test_the_first_token_is_sent_before_decode_answers():
-    """And decode's events for it are not sent again."""
+    """The router does not send decode's events for this token again."""
     gate = asyncio.Event()
     router, p, d = fleet([samples()], [gated(engine(1, [1]), gate)])
     async with router.answer(request()) as answer:
@@ -281,7 +281,7 @@ async def test_decode_that_dies_around_its_first_token(dies_after: int):
 
 
 async def test_prefill_that_dies_after_its_first_token():
-    """As before decode's answer without a first token: another pair, which repeats the token."""
+    """A later attempt repeats the token, and the client receives each event once."""
     gate = asyncio.Event()
     behaviours = [gated(engine(1, [1]), gate), engine(1, [1])]
     router, p, d = fleet([samples(dies=True)], [lambda call, turn: behaviours[turn - 1](call, turn)])

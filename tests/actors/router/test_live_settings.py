@@ -25,7 +25,9 @@ def rejected(router: Router) -> float:
 
 
 def test_a_change_keeps_the_other_built_settings() -> None:
-    """Also inside `routing`: `user_config` names the changes, not all settings."""
+    """Settings inside `routing` are kept, too: `user_config` names the changes, not all
+    settings.
+    """
     one = router()
     one.reconfigure({"request_timeout_s": 120, "routing": {"decode_weight": 3}})
     assert one.limits == BUILT.model_copy(

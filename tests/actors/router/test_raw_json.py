@@ -66,6 +66,6 @@ def test_engines_read_what_the_router_reads(raw: bytes) -> None:
 
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=6), st.booleans())
 def test_any_object_comes_out_as_it_went_in(body: dict[str, object], ascii_only: bool) -> None:
-    """With any names and values, with and without escapes."""
+    """Objects with any names and values, with and without escapes, stay unchanged."""
     raw = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     assert json.loads(write(as_written(raw, body))) == body

@@ -142,7 +142,9 @@ def test_prefill_leg_of_a_response():
 
 
 def test_prefill_leg_of_a_message():
-    """Keeps what shapes the prompt, `thinking` and `system` included; drops stop sequences."""
+    """The leg keeps fields that shape the prompt, such as `thinking` and `system`, and drops stop
+    sequences.
+    """
     shaping = {
         "system": "be brief",
         "messages": TURN,

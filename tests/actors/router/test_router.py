@@ -289,7 +289,7 @@ async def discarded(client: httpx.AsyncClient) -> float:
     ],
 )
 async def test_kv_that_decode_does_not_fetch_is_discarded(client, prompt, times):
-    """While its call is still held, so that the replica knows the transfer."""
+    """The router discards it while the call is held, so the replica still has the transfer."""
     before = await discarded(client)
     await ask(client, prompt)
     await idle(client)
@@ -335,7 +335,7 @@ async def test_a_client_that_leaves_ends_both_calls(client, prompt):
 
 
 async def test_health_names_the_replicas(client):
-    """As Serve has published them."""
+    """The response counts the replicas that Serve has published, by role."""
     reply = await client.get("/health")
     assert (reply.status_code, reply.json()) == (200, {"status": "ok", "replicas": {"prefill": 1, "decode": 2}})
 

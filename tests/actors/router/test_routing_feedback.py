@@ -118,7 +118,7 @@ async def test_a_second_turn_goes_to_the_engine_that_has_the_first():
     ],
 )
 async def test_policies(policy, routes, decode, prefill):
-    """From the second request on: the first one finds the replicas."""
+    """The policy applies from the second request on: the first one finds the replicas."""
     engines = Engines(limits(policy=policy), prefill="pq", decode="def")
     await engines.ask(ids(1000))
     asked = [await engines.ask(ids(1000, n * 1000)) for n in range(1, 7)]
@@ -131,7 +131,7 @@ async def test_policies(policy, routes, decode, prefill):
 
 
 async def test_a_session_stays_with_its_decode_replica():
-    """For any other load, from the first request on that knows the replicas."""
+    """Other load does not move a session, once the router knows the replicas."""
     engines = Engines(limits(policy="round_robin"), decode="defg")
     await engines.ask(ids(10))
     took = [(await engines.ask(ids(100, 100 * n), session=str(n % 5)))[1] for n in range(20)]
@@ -177,7 +177,7 @@ async def test_an_engine_that_dies_idle_does_not_attract_requests():
 
 
 async def test_routing_changes_while_requests_run():
-    """As Serve passes it: a plain dictionary. No call goes to the engines."""
+    """Serve passes the new settings as a plain dictionary. No call goes to the engines."""
     engines = Engines(limits(policy="always_remote"))
     await engines.ask(ids(1000))
     engines.router.reconfigure(limits(policy="never_remote").model_dump())
@@ -257,7 +257,7 @@ async def test_usage_of_the_prefill_leg_is_learnt():
 
 
 async def test_costs_are_learnt_a_moment_later(caplog):
-    """Not during an answer; all callables run, in order, even if one fails."""
+    """No callable runs during an answer; later all run, in order, even if one fails."""
     later, done = Deferred(), []
 
     def fails() -> None:

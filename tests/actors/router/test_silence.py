@@ -123,7 +123,7 @@ async def test_a_slow_engine_that_lives_is_not_given_up():
 
 @pytest.mark.parametrize("prefill", [[well] * 2, []], ids=["remote", "local"])
 async def test_an_answer_outlives_a_silent_engine(prefill):
-    """Also if it is not streamed; nothing of it was sent."""
+    """Another engine answers a request that is not streamed: no part of the answer was sent."""
     router, p, d = fleet(prefill, [frozen(0), OK])
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
     for _ in range(2):

@@ -14,7 +14,7 @@ AGE_S = 0.2
 
 
 class Work:
-    """Counts its calls; each takes `takes_s`."""
+    """Callable that counts its calls; each takes `takes_s`."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.takes_s = takes_s
@@ -30,14 +30,14 @@ class Work:
 
 
 async def test_one_answer_for_all_who_ask_together() -> None:
-    """Even if the call takes longer than its result may be old: waiting callers use the result."""
+    """Waiting callers use the result even if the call takes longer than its result may be old."""
     flight = SingleFlight(Work(2 * AGE_S), AGE_S)
     assert await asyncio.gather(*(flight() for _ in range(5))) == [1] * 5
     assert await flight() == 1
 
 
 async def test_an_answer_that_is_old_is_made_anew() -> None:
-    """And not before."""
+    """A result is reused until it is old."""
     flight = SingleFlight(Work(), AGE_S)
     assert [await flight(), await flight()] == [1, 1]
     await asyncio.sleep(1.5 * AGE_S)

@@ -1,4 +1,4 @@
-"""Runs each test of a server on both kinds of event loop."""
+"""Run each test of a server on both kinds of event loop."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ MESSAGES: dict[int, list[Any]] = {
         EndStream(2, RpcFailure("engine_down", "killed")),
     ]
 }
-"""Return every message of each version, as an engine or a router of this release encodes it."""
+"""Every message of each version, as an engine or a router of this release encodes it."""
 
 RECORDED = Path(__file__).parent / "frames"
 FILES = {1: ["version-1.hex", "version-1-tokens.hex"]}
@@ -124,6 +124,6 @@ def test_fields_of_a_later_version_are_ignored() -> None:
     ],
 )
 def test_invalid_frames(payload: bytes) -> None:
-    """From another program than an engine or a router."""
+    """Frames that neither an engine nor a router sends are refused."""
     with pytest.raises(RpcProtocolError, match="invalid frame"):
         list(FrameReader().feed(LENGTH.pack(len(payload)) + payload))

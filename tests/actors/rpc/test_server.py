@@ -63,7 +63,9 @@ async def test_a_call_that_fails(world: World, path: str, error: type[Exception]
 
 @pytest.mark.parametrize("came", range(len(ITEMS) + 1))
 async def test_a_cancelled_call_ends_in_the_engine(world: World, came: int) -> None:
-    """Before its connection is open, after any item, and during a wait for the next one."""
+    """Cancel a call before its connection is open, after any item, or during a wait for the next
+    one.
+    """
     async with AsyncExitStack() as stack:
         call = await world.call("hangs", stack)
         for _ in range(came):
@@ -199,7 +201,7 @@ async def test_it_listens_where_it_is_told(world: World) -> None:
 
 
 async def test_the_queue_of_routers_is_known(world: World) -> None:
-    """From each router's last call."""
+    """Each router's last call reports its queue."""
     async with AsyncExitStack() as stack:
         await items(await world.call("ends", stack))
         assert world.server.queued() == 0

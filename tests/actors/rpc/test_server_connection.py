@@ -48,7 +48,7 @@ def opened(stream: int, path: str = "ends") -> Open:
     ],
 )
 async def test_a_peer_without_the_key_is_refused(world: World, said: bytes) -> None:
-    """So is one whose first message is no RpcHello.
+    """A peer whose first message is no RpcHello is refused as well.
 
     It receives the reason if it has not sent too much.
     """
@@ -104,7 +104,7 @@ async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.M
     ids=["hello", "same stream", "item", "credit of no stream", "cancel of no stream", "none", "too much", "end"],
 )
 async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> None:
-    """In the middle of a call: the engine closes the connection, and the call ends."""
+    """The engine closes the connection in the middle of a call, and the call ends."""
     async with Stranger(world) as stranger:
         stranger.say(RpcHello(1, world.address.key), opened(1, "hangs"))
         assert await stranger.heard() == RpcWelcome(1)
@@ -132,7 +132,7 @@ async def test_a_cancel_that_crosses_the_end(world: World) -> None:
 
 
 async def test_a_call_that_is_cancelled_before_it_begins(world: World) -> None:
-    """Both in one frame: it has an end, as every call has."""
+    """One frame opens and cancels the call; the server still ends it."""
     async with Stranger(world) as router:
         router.say(RpcHello(1, world.address.key), opened(1), CancelStream(1))
         assert await router.answer(1) == []

@@ -29,7 +29,7 @@ REMOTE = RequestTimestamps(
     decode=LegTimestamps(1011, 1082, DECODE),
     streams=True,
 )
-"""Whole seconds, easy to add up."""
+"""Timestamps in whole seconds, easy to add up."""
 
 REMOTE_PARTS = {
     "body": 1,
@@ -118,7 +118,7 @@ def test_an_answer_that_is_not_streamed_is_generated_first():
 
 
 def test_broken_tries_are_not_the_routers_time():
-    """From the first attempt to the one that answered."""
+    """Retries last from the first attempt to the one that answered."""
     parts = break_down(replace(REMOTE, tried_at=1002)).parts
     assert parts == {**REMOTE_PARTS, "router": 4, "retries": 1}
 
@@ -213,7 +213,7 @@ def late(**by_s: float) -> EngineTimings:
     ],
 )
 def test_seven_seconds_more_on_decode(timings, part):
-    """Likewise for decode's measurements."""
+    """All of decode's timings after the stage are seven seconds later; nothing else changes."""
     timestamps = replace(REMOTE, decode=LegTimestamps(1011, 1089, timings))
     assert break_down(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 

@@ -21,7 +21,7 @@ def record(number: int, prefill: str | None = "p1") -> RequestRecord:
 
 
 def test_the_newest_are_kept_and_no_more() -> None:
-    """Of any number."""
+    """The newest three of a thousand requests are kept."""
     recent = RecentRequests(kept=3)
     for number in range(1000):
         recent.add(record(number))
@@ -30,7 +30,7 @@ def test_the_newest_are_kept_and_no_more() -> None:
 
 
 def test_a_record_is_json_in_milliseconds() -> None:
-    """And without the prompt."""
+    """The record has no prompt."""
     (described,) = one(record(7)).newest(1)
     assert json.loads(json.dumps(described)) == {
         "request_id": "r7",

@@ -16,7 +16,7 @@ def stats(queued_at: float) -> RequestStateStats:
 
 
 def test_seconds_since_the_call_came() -> None:
-    """On this host's clock, whatever its zero is."""
+    """Times are relative to the call's arrival, whatever the zero of this host's clock is."""
     watch = CallTimestamps()
     now = time.monotonic()
     watch.first_token(stats(now + 10), KvTimes((now + 11, now + 12, True), (now + 10.5, now + 10.75)))
@@ -46,7 +46,7 @@ def test_a_request_waits_from_when_it_is_handed_over() -> None:
 
 
 def test_only_the_first_token_counts_and_is_told_of_once() -> None:
-    """In the first chunk after it; earlier and later chunks have no timings."""
+    """The first chunk after it has the timings; earlier and later chunks have none."""
     served = ServedCall()
     assert served.chunk(b": ping\n\n") == b": ping\n\n"
     now = time.monotonic()

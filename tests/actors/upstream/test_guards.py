@@ -1,4 +1,4 @@
-"""Fails if the source of a private symbol changes on which a file of `actors/upstream` depends."""
+"""Check that the sources of private symbols that `actors/upstream` uses have not changed."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_what_cannot_run(
     ],
 )
 def test_gated_delta_net_is_recognised(model_type: str, layer_types: list[str] | None, gated: bool) -> None:
-    """By the model's type and its layers."""
+    """The model's type and its layers identify a gated delta net."""
     config = SimpleNamespace(model_type=model_type, layer_types=layer_types)
     assert layers_of(config, mla=False) == Layers(gated_delta_net=gated)
 
@@ -161,7 +161,7 @@ def test_quantized_caches_need_avx_512(
     ],
 )
 def test_experts_on_several_ranks(experts: bool, parallel: dict[str, object], remedy: str | None) -> None:
-    """With vLLM's own arguments, which have the names of its configuration."""
+    """The arguments are vLLM's own, which have the names of its configuration."""
     model: Any = SimpleNamespace(is_moe=experts)
     problem = experts_problem(model, AsyncEngineArgs(model="m", **parallel))
     assert (problem is None) == (remedy is None)

@@ -65,7 +65,7 @@ def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached
     ids=["alone", "alone, again", "apart", "apart, partly known", "apart, again", "apart, without a prefix cache"],
 )
 def test_what_came_from_another_engine_is_not_called_cached(local, external, block_tokens, expected):
-    """Like one engine that had computed it."""
+    """The counts are those of one engine that had computed the prompt."""
     assert told(local, external, block_tokens) == expected
 
 
@@ -139,7 +139,7 @@ def test_which_requests_sample_first_tokens(transfer, expected):
 
 
 def test_one_token():
-    """For any limit of the client; its own parameters do not change."""
+    """The limits are 1 whatever the client's are; the client's parameters do not change."""
     params = SamplingParams(max_tokens=9, min_tokens=5, temperature=0.5, stop=["a"])
     only = one_token(params)
     assert (only.max_tokens, only.min_tokens, only.temperature, only.stop) == (1, 1, 0.5, ["a"])

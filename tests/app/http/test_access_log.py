@@ -122,7 +122,7 @@ async def test_parameters_of_requests() -> None:
 
 
 async def test_texts_of_requests() -> None:
-    """As they were sent, without the key."""
+    """The log has the requests' bodies as they were sent, and no API key."""
     logged = Logged([], [answers(200, {})], KEY, request_log="text")
     await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
     assert (await logged.line())["request"] == BODY
@@ -130,7 +130,7 @@ async def test_texts_of_requests() -> None:
 
 
 async def test_an_answer_tells_its_usage() -> None:
-    """Also for a request that decode serves alone."""
+    """The log has the usage of a request that decode serves alone."""
     text = 'a text with "usage":{"prompt_tokens":99}'
     logged = Logged([], [answers(200, {"choices": [{"text": text}], "usage": USAGE})])
     await logged.http.post("/v1/completions", json={"prompt": "a", "echo": True})
@@ -150,7 +150,7 @@ async def test_an_answer_tells_its_usage() -> None:
     ],
 )
 async def test_refusals_are_logged(path: str, body: bytes, key: str, status: int) -> None:
-    """With the status and without a route."""
+    """The line has the status and no route."""
     logged = Logged([], [dies], KEY)
     await logged.http.post(path, content=body, headers={"Authorization": f"Bearer {key}"})
     line = await logged.line()

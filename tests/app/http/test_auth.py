@@ -111,7 +111,7 @@ async def test_each_key_opens():
 
 
 async def test_probes_and_scrapers_need_no_key():
-    """As in vLLM."""
+    """vLLM needs no key for these paths either."""
     surface = Surface(KEYS)
     assert [(await surface.get(path)).status_code for path in ("/", "/health", "/metrics")] == [200] * 3
 
@@ -312,7 +312,9 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
 
 
 async def test_blanks_around_a_key_are_no_part_of_it(monkeypatch):
-    """In the settings as in the environment, where a file's last line break is easily included."""
+    """Keys in settings and environment are stripped: a file's last line break is easily
+    included.
+    """
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-environment\n")
     auth = parse_settings({"auth": {"api_keys": [" of-the-settings "]}}).auth
     surface = Surface(tuple(key.get_secret_value() for key in auth.operators_keys()))

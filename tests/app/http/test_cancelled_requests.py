@@ -29,7 +29,7 @@ KEY = "of-a-client"
 
 
 class Suspensions:
-    """Counts the waits of all tasks of a loop, and calls `act` at the n-th."""
+    """Task factory that counts the waits of all tasks of a loop, and calls `act` at the n-th."""
 
     def __init__(self, n: int = 0, act: Callable[[], object] = lambda: None) -> None:
         self.waits = 0
@@ -37,7 +37,7 @@ class Suspensions:
         self._act = act
 
     def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-        """The loop's task factory."""
+        """Create a task; the loop calls this as its task factory."""
         return asyncio.Task(_Counted(work, self), loop=loop, **options)
 
     def one_more(self) -> None:
@@ -172,7 +172,9 @@ def _cancel(serving: list[asyncio.Task[None]]) -> None:
 @pytest.mark.parametrize("ending", ["cancelled", "left"])
 @pytest.mark.parametrize("story", STORIES)
 async def test_at_each_suspension(story: str, ending: str) -> None:
-    """By Serve or by a client's disconnect: everything is released, and no client gets a 500."""
+    """Serve or a disconnect cancels the request: everything is released, and no client gets a
+    500.
+    """
     loop = asyncio.get_running_loop()
     try:
         waits = await _whole(story)

@@ -71,7 +71,7 @@ def http(router: Router) -> httpx.AsyncClient:
 
 @pytest.mark.parametrize("path", SERVED)
 async def test_what_the_model_does_not_support(path: str, http: httpx.AsyncClient, decode: Handle) -> None:
-    """Gets the 404 of vLLM, which registers routes for the model's tasks."""
+    """vLLM registers routes for the model's tasks only, so the client receives vLLM's 404."""
     async with http:
         reply = await (http.post(path, files={"file": b"a"}) if path in FORMS else http.post(path, json={"input": 1}))
     if path == "/v1/embeddings":
@@ -97,7 +97,7 @@ async def test_a_recording(stream: bool, http: httpx.AsyncClient, decode: Handle
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_form_sets_no_transfer(form: str, http: httpx.AsyncClient, decode: Handle) -> None:
-    """Also not where the name is escaped; any other form is the engine's to judge."""
+    """The router refuses the name, escaped or not; the engine checks any other form."""
     async with http:
         for extra in ('{"kv_transfer_params": "x"}', '{"\\u006bv_transfer_params": "x"}'):
             reply = await http.post(form, data={"vllm_xargs": extra}, files={"file": b"a"})

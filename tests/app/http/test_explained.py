@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Asking(Client):
-    """Asks for an explanation, and records it."""
+    """Client that asks for an explanation, and records its `Server-Timing`."""
 
     def __init__(self, stream: bool = True) -> None:
         super().__init__(request(stream=stream))

@@ -32,7 +32,7 @@ WAIT_S = 60
 
 HEAD = b"GET / HTTP/1.1\r\nHost: tandem\r\n"
 HEAD_S = 0.4
-"""Shorter timeouts for these tests."""
+"""Header timeout of tests with the fixture `short_head`."""
 
 
 @pytest.fixture(autouse=True)
@@ -300,7 +300,7 @@ async def test_it_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_port_of_another_service() -> None:
-    """It is not shared, although the kernel would do it."""
+    """A service refuses to share the port, although the kernel would allow it."""
     port = free_port()
     async with opened(Behind("one"), port, "another"):
         with pytest.raises(PortTakenError, match=f"http_port: {HOST}:{port}.*another program or service"):
@@ -309,7 +309,7 @@ async def test_the_port_of_another_service() -> None:
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-none\r\n", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b""])
 async def test_the_port_of_another_program(says: bytes) -> None:
-    """Whatever it answers."""
+    """The port is refused whatever the other program answers."""
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(says)
@@ -339,7 +339,7 @@ async def test_an_address_of_another_machine() -> None:
 
 
 async def test_it_listens_where_it_is_told() -> None:
-    """And on no other interface."""
+    """The server listens on no other interface."""
     port = free_port()
     async with opened(Behind("one"), port):
         with socket.socket() as other:
@@ -347,7 +347,7 @@ async def test_it_listens_where_it_is_told() -> None:
 
 
 SOON_S = 30.0
-"""Far below the timeout of an idle connection, and far above a pause of the machine."""
+"""Time far below the timeout of an idle connection, and far above a pause of the machine."""
 
 
 @pytest.fixture
@@ -415,7 +415,7 @@ async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
 
 @pytest.mark.parametrize(("length", "status"), [(60_000, 200), (70_000, 431), (250_000, 431)])
 async def test_a_large_head(length: int, status: int) -> None:
-    """Complete, in one piece."""
+    """The request header arrives complete, in one piece."""
     port = free_port()
     async with opened(Behind("one"), port):
         head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"

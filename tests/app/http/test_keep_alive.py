@@ -39,7 +39,7 @@ WRONG = {"error": {"message": "the prompt is too long", "type": "BadRequestError
 
 
 class Recorder(Client):
-    """Keeps what it is sent."""
+    """Client that records the headers and pieces that it receives."""
 
     def __init__(self, wanted: ClientRequest) -> None:
         super().__init__(wanted)

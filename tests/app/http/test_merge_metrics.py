@@ -77,7 +77,7 @@ def series(text: str, **more: str) -> Counter_[tuple[Series, float]]:
 
 
 def expected(sources: list[tuple[str, str, str]]) -> Counter_[tuple[Series, float]]:
-    """Of all processes, read one by one."""
+    """Return the series of all processes, read one by one."""
     return sum((series(text, role=role, replica=replica) for role, replica, text in sources), Counter_())
 
 
@@ -138,7 +138,7 @@ def test_values_are_left_as_they_are():
 
 @pytest.mark.parametrize("replica", ['quo"te', "back\\slash", "new\nline", "{}", "a b,c", "\N{SNOWMAN}\x85\u2028"])
 def test_any_origin_is_escaped(replica: str):
-    """For any replica name and any label values."""
+    """Any replica name and any label values can be parsed again."""
     registry = CollectorRegistry()
     Gauge("plain", "Plain.", registry=registry).set(1)
     Gauge("labelled", "Labelled.", ["a"], registry=registry).labels(replica).set(2)

@@ -31,15 +31,15 @@ class Engines(Handle):
             name: {one: (0, f"/{one}", False) for one in adapters} for name in names
         }
         self.failing: dict[str, Any] = {}
-        """By replica: its answer when it is to load an adapter."""
+        """Answer of each replica to a request to load an adapter."""
         self.unreachable: set[str] = set()
         """Replicas that have lost their connection after a load."""
         self.told: list[tuple[str, str]] = []
         self.silent = False
-        """Whether its adapters cannot be asked for."""
+        """Whether requests for its adapters get no answer."""
         self.asked = 0
         self.meanwhile: Callable[[], object] = lambda: None
-        """Called when an adapter is loaded."""
+        """Function called when an adapter is loaded."""
         self.models_reply: tuple[int, str] | None = None
         """Status and body of its answer to `/v1/models`; None for a list of its model."""
         self._known = True
@@ -205,7 +205,9 @@ async def test_the_list_does_not_leave_out_a_busy_model(service: Service) -> Non
 
 
 async def test_health_is_that_of_all_models(service: Service) -> None:
-    """Not before each model had a decode engine; later, no model takes the others with it."""
+    """The service is healthy once each model has had a decode engine; a later loss only degrades
+    it.
+    """
     replicas, service.b[1].replicas = service.b[1].replicas, []
     assert (await service.http.get("/health")).status_code == 503
     service.b[1].replicas = replicas

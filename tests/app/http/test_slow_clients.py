@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class SlowClient(Client):
-    """Reads a stream's first piece and then one per `piece_s`."""
+    """Client that reads a stream's first piece and then one per `piece_s`."""
 
     def __init__(self, piece_s: float) -> None:
         super().__init__(request(max_tokens=40))

@@ -30,7 +30,7 @@ class Told:
         self.metrics = RouterMetrics()
 
     def max_requests_of_key(self, keys: int) -> None:
-        """No limit."""
+        """Set no limit."""
 
     async def status(self) -> dict[str, Any]:
         return {"at": 1.5, "routers": [], "engines": [], "recent": []}
@@ -85,6 +85,6 @@ async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
 
 
 async def test_without_keys_both_are_open() -> None:
-    """Like all other paths."""
+    """All other paths are open as well."""
     async with client() as http:
         assert (await http.get("/tandem/status")).status_code == 200

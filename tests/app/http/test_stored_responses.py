@@ -31,7 +31,7 @@ EVENTS = [f"data: {number}\n\n" for number in range(3)]
 
 
 class Engine:
-    """Stores one response, as vLLM does: its id is known to no other engine."""
+    """Engine that stores one response, as vLLM does; no other engine has it."""
 
     def __init__(self, stored: str) -> None:
         self.stored = stored
@@ -83,7 +83,7 @@ def service(*engines: Any, **limits: Any) -> tuple[httpx.AsyncClient, Handle]:
 
 @pytest.mark.parametrize("wanted", ["a", "b", "c"])
 async def test_each_response_is_found(wanted: str) -> None:
-    """On any of three engines: retrieved, cancelled, continued."""
+    """A response on any of three engines can be retrieved, cancelled and continued."""
     http, decode = service(*(Engine(name).serve for name in "abc"))
     async with http:
         for _ in range(4):  # the router rotates over replicas
@@ -109,7 +109,9 @@ async def test_a_response_that_nobody_has() -> None:
 
 
 async def test_an_engine_that_dies_hides_no_response() -> None:
-    """The others are called; if none has it, the failed engine may have it: 503, not 404."""
+    """The router calls the other engines; the failed one may have a missing response: 503, not
+    404.
+    """
     http, decode = service(Engine("a").serve, dies)
     async with http:
         for _ in range(4):
@@ -120,7 +122,7 @@ async def test_an_engine_that_dies_hides_no_response() -> None:
 
 @pytest.mark.parametrize("engines", [("a", dies), (dies, "a")], ids=["at last", "at first"])
 async def test_a_response_to_continue_may_be_in_the_engine_that_died(engines: tuple[Any, Any]) -> None:
-    """Also if the others do not have it."""
+    """The answer is 503, not 404, if the engines that answer do not have it."""
     http, decode = service(*(one if one is dies else Engine(one).serve for one in reversed(engines)))
     decode.in_order = True
     async with http:
@@ -157,7 +159,9 @@ async def test_a_full_engine_hides_no_response() -> None:
 
 @pytest.mark.parametrize("others", [0, 2])
 async def test_a_full_engine_is_waited_for(others: int) -> None:
-    """After the others, within `replica_timeout_s`."""
+    """The router calls the other engines first, then waits up to `replica_timeout_s` for the full
+    one.
+    """
     http, decode = service(full(5, Engine("a").serve), *(Engine("b").serve for _ in range(others)))
     async with http:
         assert (await http.get("/v1/responses/a")).json() == {"id": "a"}
@@ -177,7 +181,7 @@ async def test_a_slow_engine_hides_no_response() -> None:
 
 
 async def test_the_query_arrives_and_events_are_relayed() -> None:
-    """As vLLM sends them, from the event that the client names."""
+    """The router relays vLLM's events from the one after the event that the client names."""
     engines = [Engine(name) for name in "ab"]
     http, decode = service(*(one.serve for one in engines))
     async with http:
@@ -218,7 +222,7 @@ async def test_a_client_that_leaves_a_stored_stream_ends_it() -> None:
 
 
 async def test_an_engine_gets_path_and_query_apart() -> None:
-    """As a server passes them to vLLM's application."""
+    """The application receives path and query as from an HTTP server."""
 
     async def told(request: Request) -> Response:
         return JSONResponse({"path": request.scope["path"], "query": dict(request.query_params)})

@@ -70,7 +70,7 @@ async def answer(port: int, ca: Path, own: tuple[Path, Path]) -> bytes:
 
 
 async def test_clients_verify_the_router(ours: Authority, foreign: Authority) -> None:
-    """Also the second router of the port, which asks the first one for its service."""
+    """The second router of the port requests the first one's service id over TLS."""
     files, port = TlsFiles(*ours.issue("router")), free_port()
     async with served(files, port) as url, served(files, port):
         assert (await get(url, ours.file)).text == "router"

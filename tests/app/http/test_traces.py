@@ -23,7 +23,7 @@ CLIENTS = b"00-%s-%s-01" % (TRACE_ID.encode(), CLIENTS_SPAN.encode())
 
 
 class Collector:
-    """Listens as an OpenTelemetry collector does; `spans` are the received ones."""
+    """Replacement of an OpenTelemetry collector; `spans` has the received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

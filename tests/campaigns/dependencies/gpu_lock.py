@@ -1,4 +1,4 @@
-"""Resolves requirements-gpu.lock with uv, or checks it with pip.
+"""Resolve requirements-gpu.lock with uv, or check it with pip.
 
     python -m tests.campaigns.dependencies.gpu_lock resolve --uv build/lock/bin/uv
     python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python

@@ -1,4 +1,4 @@
-"""Parses HTTP answers for comparison; one table lists the parts that cannot be equal.
+"""Parse HTTP answers for comparison; one table lists the parts that cannot be equal.
 
 A stream is joined, because its chunk boundaries depend on timing on either side. Its final chunks,
 and the fields that all chunks repeat, are kept.
@@ -168,7 +168,7 @@ DELTA_FIELDS = ("delta", "logprobs")
 
 
 def _same_block(last: dict[str, Any], event: dict[str, Any]) -> bool:
-    """Whether both events are a piece of one content block of Anthropic's Messages API."""
+    """Return whether both events are a piece of one content block of Anthropic's Messages API."""
     return event.get("type") == last.get("type") == "content_block_delta" and (
         event["index"],
         event["delta"]["type"],

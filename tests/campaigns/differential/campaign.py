@@ -1,4 +1,4 @@
-"""Sends all requests to both sides and reports the differences: `make differential`.
+"""Send all requests to both sides and report the differences: `make differential`.
 
     python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE]
         [--first-token ROLE] [--out FILE]

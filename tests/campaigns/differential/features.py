@@ -60,7 +60,7 @@ def everywhere(name: str, fields: Fields, **more: Any) -> Feature:
 
 
 def generating(name: str, fields: Fields, **more: Any) -> Feature:
-    """The same for completions and chats."""
+    """A feature with one name for completions and chats."""
     return Feature(name, fields, fields, None, **more)
 
 
@@ -76,7 +76,7 @@ LONGER = {
 
 
 def longer(name: str, fields: Fields, **more: Any) -> Feature:
-    """With forty tokens of answer, if the feature shows only then."""
+    """A feature that shows only in an answer of forty tokens."""
     return Feature(name, fields | LONGER["completions"], fields | LONGER["chat"], fields | LONGER["responses"], **more)
 
 

@@ -95,7 +95,7 @@ def cache_cases() -> Iterator[Case]:
 
 
 def token_cases() -> Iterator[Case]:
-    """What vLLM's server says of tokens."""
+    """Yield requests to the endpoints for tokens."""
     text = prompt("tokens").text
     bodies: dict[str, dict[str, Any]] = {
         "text": {"prompt": text},
@@ -152,7 +152,7 @@ def named_cases() -> Iterator[Case]:
 
 
 def route_cases() -> Iterator[Case]:
-    """What else the single server answers, and what it does not."""
+    """Yield requests to other routes, existing or not."""
     yield Case("models", (Request(MODELS, method="GET"),))
     yield Case("version", (Request("/version", method="GET"),))
     for method in ("GET", "PUT", "DELETE"):

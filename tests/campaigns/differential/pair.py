@@ -1,4 +1,4 @@
-"""Starts both sides: the service (prefill and decode engine, router), and one vLLM server, with
+"""Start both sides: the service (prefill and decode engine, router), and one vLLM server, with
 equal arguments.
 """
 
@@ -38,8 +38,9 @@ ENGINE: dict[str, Any] = {
     "reasoning_parser": "deepseek_v3",
 }
 SINGLE: dict[str, Any] = {"max_num_batched_tokens": 8192}
-"""What the single server has otherwise: no prompt takes it two steps. vLLM's CPU worker dies of a
-seeded one that does (our engines do not: `actors/upstream/vllm_cpu_worker.py`)."""
+"""Settings of the single server only: it computes every prompt in one step. vLLM's CPU worker dies
+of a seeded prompt of two steps; Tandem's worker does not (`actors/upstream/vllm_cpu_worker.py`).
+"""
 
 FRONTEND: dict[str, Any] = {
     "enable_prompt_tokens_details": True,
@@ -50,7 +51,7 @@ FRONTEND: dict[str, Any] = {
 
 @dataclass
 class PairOfServers:
-    """Both sides.
+    """The service and the single server.
 
     `single_model` is what the single server loads, where that is to be another checkpoint.
     """
@@ -117,6 +118,6 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def make_pair(folder: Path) -> PairOfServers:
-    """Both sides with one and the same checkpoint, in `folder`."""
+    """Return both sides with one checkpoint, which is created in `folder`."""
     model = thinking_model(folder)
     return PairOfServers(folder, model, model)

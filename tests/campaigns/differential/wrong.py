@@ -151,7 +151,7 @@ OF_THE_ROUTER: tuple[tuple[str, Any], ...] = (("n", 100_000), ("structured_outpu
 
 BREAKS = "vLLM's Responses API lets the engine's refusal through within a stream, and the connection breaks"
 BROKEN_OFF = ((RESPONSES, "structured_outputs", {"regex": "["}),)
-"""What the single server does not answer, streamed."""
+"""Values to which the single server does not answer if the request is streamed."""
 
 PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"stream": True, "prompt_logprobs": 1}),
@@ -203,7 +203,7 @@ def wrong_cases() -> Iterator[Case]:
 
 
 def broken_cases() -> Iterator[Case]:
-    """What is no request at all."""
+    """Yield bodies that are no valid request, and unusual content types."""
     bodies = {
         "no JSON": b"{",
         "a list": b"[]",

@@ -60,7 +60,9 @@ class Results:
 
 
 def client() -> httpx.AsyncClient:
-    """Connections are not kept: a server's next start must not see the last one's."""
+    """Return a client that keeps no connections: a server's next start must not get the last
+    one's.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(timeout=None, limits=limits)
 

@@ -1,4 +1,4 @@
-"""Judges a fault's observations. Pure.
+"""Judge a fault's observations. Pure.
 
 right      HTTP 200, the whole stream, and the text of a plain engine
 refused    an error, or a broken stream whose text is the beginning of the right text

@@ -1,4 +1,4 @@
-"""Draws pairs of faults and their delay: a pure function of the seed.
+"""Draw pairs of faults and their delay: a pure function of the seed.
 
 A round has every ordered pair of kinds once, and known difficult ones HARD_WEIGHT times, in an
 order that the seed shuffles. The second fault starts during the first one, or soon after its end.

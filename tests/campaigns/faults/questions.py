@@ -16,7 +16,9 @@ from testing.servers import MODEL
 from tests.campaigns.faults.trials import ANSWER_TOKENS, Question
 
 FACTS = (3, 5, 10, 20, 21, 40, 42, 60, 84, 85, 120, 128, 160, 200, 230, 256)
-"""Of 21 to 1,539 tokens, one chunk to seven, on and beside block boundaries."""
+"""Numbers of facts: prompts of 21 to 1,539 tokens, one chunk to seven, on and beside block
+boundaries.
+"""
 
 EACH = 5
 MARGIN = 0.05

@@ -62,7 +62,7 @@ class Cases(list[dict[str, Any]]):
         return total
 
     def broken(self) -> Counter[str]:
-        """How many faults have led to each kind of finding."""
+        """Return the number of faults that have led to each kind of finding."""
         return Counter(kind for case in self for kind in {_kind(finding) for finding in case["findings"]})
 
     def verdict(self) -> str:

@@ -72,7 +72,7 @@ class Fault:
 
     @property
     def what(self) -> str:
-        """Its row in a report."""
+        """Description of the fault in a report."""
         match self.family:
             case "kill":
                 return f"SIGKILL {self._victim}"
@@ -88,7 +88,7 @@ class Fault:
 
     @property
     def brief(self) -> str:
-        """Its name in a pair."""
+        """Name of the fault in a pair."""
         return self.what.replace("client closes the connection", "cancel").replace("cancel of", "cancel")
 
     @property

@@ -48,7 +48,7 @@ SECRET = "what the hostile agent does not know"
 ACTIONS = 20
 PEERS = 16
 PATIENT = replace(SHORT, handshake_s=12.0, progress_s=12.0, lease_s=5.0)
-"""Long, so that a busy machine causes no finding."""
+"""Long deadlines, so that a busy machine causes no finding."""
 WARM_UP = 0.4
 MAX_GROWTH_MIB = 64
 
@@ -80,7 +80,7 @@ class Report:
 
 
 class Listener(logging.Handler):
-    """Collects the connector's log; an error, or a frame that raised in its reader, is a
+    """Handler of the connector's log: an error, or a frame that raised in its reader, is a
     finding.
     """
 
@@ -208,7 +208,7 @@ class Campaign:
         )
 
     def _deliver(self, worker: Worker, sender: str, frame: bytes) -> None:
-        """As from the transport."""
+        """Deliver a frame as the transport does."""
         worker.runtime.frame_received(sender, frame, time.monotonic())
 
     def _connection(self) -> None:

@@ -59,7 +59,7 @@ ODD: tuple[Any, ...] = (
 
 
 class Hostile:
-    """Makes frames. ``key`` is the secret's, or another; ``me`` is the sender."""
+    """Source of hostile frames. ``key`` is the secret's, or another; ``me`` is the sender."""
 
     def __init__(self, rng: random.Random, me: Peer, agent_metadata: bytes, key: bytes) -> None:
         self.rng = rng
@@ -195,5 +195,5 @@ class Hostile:
         return self.rng.randbytes(self.rng.choice((0, 1, 7, 8, 40, 1000, 100_000)))
 
     def _signed_or_not(self, frame: bytes) -> bytes:
-        """With a valid tag for the changed frame, or unchanged."""
+        """Return the frame with a valid tag, or unchanged."""
         return frame if self.rng.random() < 0.5 else frame[:-32] + _tag(frame[:-32], self.key)

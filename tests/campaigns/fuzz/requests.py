@@ -132,7 +132,7 @@ def fields(path: str) -> dict[str, dict[str, Any]]:
 
 
 class Requests:
-    """Makes cases."""
+    """Source of random cases."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"requests {seed}")

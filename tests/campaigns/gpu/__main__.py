@@ -1,4 +1,4 @@
-"""Checks Tandem's transport, fences and digests on this machine's NVIDIA GPU: ``make gpu-check``.
+"""Check Tandem's transport, fences and digests on this machine's NVIDIA GPU: ``make gpu-check``.
 
     python -m tests.campaigns.gpu [--device cuda:0] [--out gpu.json]
 

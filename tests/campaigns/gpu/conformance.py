@@ -51,7 +51,7 @@ def a_write_moves_its_bytes_and_no_others(pair: Pair) -> str:
 
 
 def a_whole_region_is_written(pair: Pair) -> str:
-    """From the first byte to the last."""
+    """A write covers a region from the first byte to the last."""
     pair.write(pair.runs((0, 0, SIZE)))
     compare(pair, source(pair))
     return f"{SIZE} bytes"
@@ -87,7 +87,7 @@ def many_writes_at_once(pair: Pair) -> str:
 
 
 def writes_outside_registered_memory_are_refused(pair: Pair) -> str:
-    """On either side, by one byte: TransportError, and no byte is written."""
+    """A write one byte outside, on either side, raises TransportError and writes no byte."""
     for row in ((-1, 0, 8), (SIZE - 7, 0, 8), (0, -1, 8), (0, SIZE - 7, 8)):
         try:
             pair.write(pair.runs((0, 0, 8), row))
@@ -111,7 +111,7 @@ def poll_waits_for_the_last_byte(pair: Pair) -> str:
 
 
 def messages_arrive_whole_and_once(pair: Pair) -> str:
-    """Both ways, of up to 1 MiB."""
+    """Messages have up to 1 MiB and go both ways."""
     payloads = [b"", b"hello", bytes(range(256)), np.random.default_rng(0).bytes(2**20)]
     for payload in payloads:
         pair.ours.transport.notify(pair.peer, payload)
@@ -213,4 +213,4 @@ CASES: tuple[Callable[[Pair], str], ...] = (
     a_busy_device_does_not_delay_a_write,
     bandwidth,
 )
-"""Each is called after ``Pair.refill`` and returns its observation, or raises."""
+"""Checks; each is called after ``Pair.refill`` and returns its observation, or raises."""

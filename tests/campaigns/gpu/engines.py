@@ -19,7 +19,7 @@ from typing import Any
 
 CACHE_BYTES = 2**28
 TOLERANCE = 5e-3
-"""Of the first token's logprob: Triton multiplies float32 in TF32."""
+"""Tolerance of the first token's logprob: Triton multiplies float32 in TF32."""
 
 
 def main() -> None:

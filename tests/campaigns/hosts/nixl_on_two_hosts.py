@@ -29,7 +29,7 @@ RATE = "100mbit"
 """Rate at which SIZE_BYTES take more than a second."""
 
 TIMEOUT_S = 60.0
-"""Much less than the kernel's timeout for a host that does not answer (134 s)."""
+"""Timeout far below the kernel's for a host that does not answer (134 s)."""
 
 
 class Agent:

@@ -1,4 +1,4 @@
-"""Forwards a port of this machine's loopback to another network namespace, connection by
+"""Forward a port of this machine's loopback to another network namespace, connection by
 connection.
 """
 

@@ -108,7 +108,7 @@ class Rank:
 
 
 class StopsInMidWrite(NixlTransport):
-    """Stops its process as soon as a write is posted."""
+    """Transport that stops its process as soon as a write is posted."""
 
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
         handle = super().write(peer, runs, source, target)

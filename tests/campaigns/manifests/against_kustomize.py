@@ -1,4 +1,4 @@
-"""Compares our rendering of `k8s/` with kustomize's: `make manifests-kustomize`.
+"""Compare our rendering of `k8s/` with kustomize's: `make manifests-kustomize`.
 
 Needs `kustomize` or `kubectl` on the path. Not a test: the tests' package indexes have neither.
 """

@@ -1,4 +1,4 @@
-"""Checks that the application file inside an overlay serves.
+"""Check that the application file inside an overlay serves.
 
     make overlay-serves OVERLAY=k8s/overlays/cpu
 

@@ -1,4 +1,4 @@
-"""Runs promtool over the alerts and their tests, for `make alerts`.
+"""Run promtool over the alerts and their tests, for `make alerts`.
 
     python -m tests.campaigns.manifests.promtool
 

@@ -167,7 +167,7 @@ class ExplorableProducer(Producer):
         return next(number for number in range(peer.rank * WIDS, FRESH) if number not in self._writes)
 
     def transfers(self) -> Iterator[Transfer]:
-        """Also those that only a write or a request refers to."""
+        """Yield all transfers, also those that only a write or a request refers to."""
         found: dict[int, Transfer] = {}
         for transfer in (
             *self._transfers.values(),

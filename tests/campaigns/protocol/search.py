@@ -1,4 +1,4 @@
-"""Visits every state of a scenario once, and checks from each that everything ends."""
+"""Visit every state of a scenario once, and check from each that everything ends."""
 
 from __future__ import annotations
 

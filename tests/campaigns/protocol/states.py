@@ -24,7 +24,7 @@ from tests.campaigns.protocol.automata import (
 from tests.campaigns.protocol.transfers import Budget, Scenario
 
 DEAD = -1
-"""Replaces a machine's number."""
+"""Number of a machine that has died."""
 
 WAITING, STARTED, GOT, FAILED = range(4)
 UNASKED, QUEUED, DUE = range(3)
@@ -94,7 +94,7 @@ State = tuple[int, ...]
 
 
 class Table:
-    """Values, numbered."""
+    """Map of values to consecutive numbers."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}

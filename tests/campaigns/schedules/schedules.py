@@ -45,7 +45,7 @@ def play(seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--replay", type=int, help="play the schedule with this seed, and nothing else")
     arguments = parser.parse_args()

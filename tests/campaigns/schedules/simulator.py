@@ -1,4 +1,4 @@
-"""Runs producer and consumer machines against each other, deterministically, in simulated time.
+"""Run producer and consumer machines against each other, deterministically, in simulated time.
 
 Blocks have a tag per rank instead of bytes. A write copies one block after the other at separate
 moments, so it can be torn; freed blocks are overwritten with another tag at once. A write may also
@@ -196,7 +196,7 @@ class World:
 
     def send_from(self, rank: ProducerRank | ConsumerRank, receiver: Peer, message: Message) -> None:
         if receiver not in rank.plans:
-            raise Violation(f"{rank.peer} says {message.kind} to {receiver}, which its owner was told to forget")
+            raise Violation(f"{rank.peer} sends {message.kind} to {receiver}, which its owner has removed")
         self.send(rank.peer, receiver, message)
 
     # ---- the prefill engine ---------------------------------------------------------------------
@@ -237,7 +237,7 @@ class World:
 
     def write(self, producer: ProducerRank, write: Write) -> None:
         if write.peer not in producer.plans:
-            raise Violation(f"{producer.peer} writes to {write.peer}, which its owner was told to forget")
+            raise Violation(f"{producer.peer} writes to {write.peer}, which its owner has removed")
         target = next((each for each in self.consumers if each.peer == write.peer), None)
         heads = self.heads[producer.peer.rank, write.peer.rank]
         total = sum(
@@ -278,8 +278,8 @@ class World:
     def land(
         self, producer: ProducerRank, consumer: ConsumerRank, write: Write, src: int, dst: int, layer: int
     ) -> None:
-        """One block and layer of a write reaches the consumer's memory, with the producer's
-        current content.
+        """Copy one block and layer of a write to the consumer's memory, with the producer's current
+        content.
         """
         if not producer.alive or not consumer.alive:
             return

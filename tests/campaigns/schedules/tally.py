@@ -9,8 +9,8 @@ from connectors.planning.blocks import Ints
 
 
 class Tally:
-    """Digests ``content(block id, layer)`` of every unit, layer by layer, as ``TransferDigest``
-    does with bytes.
+    """Digest of ``content(block id, layer)`` of every unit, layer by layer; ``TransferDigest``
+    digests bytes.
     """
 
     def __init__(self, content: Callable[[int, int], object] = lambda block, layer: block, layers: int = 1) -> None:

@@ -240,7 +240,7 @@ def bench(url: str, backend: str, endpoint: str) -> str:
 
 
 def langchain(url: str, python: str) -> str:
-    """Its own process and environment, without Tandem."""
+    """Run the LangChain client in its own process and environment, without Tandem."""
     prompt = facts("langchain")
     script = Path(__file__).with_name("langchain_client.py")
     reply = subprocess.run(
@@ -259,7 +259,7 @@ def langchain(url: str, python: str) -> str:
 
 
 def anthropic(url: str, python: str) -> str:
-    """Its own process and environment: it knows nothing of Tandem."""
+    """Run the Anthropic client in its own process and environment, without Tandem."""
     prompt = facts("anthropic")
     script = Path(__file__).with_name("anthropic_client.py")
     command = [python, str(script), url, DEMO_SERVED_NAME, prompt.text]

@@ -1,4 +1,4 @@
-"""Kills real decode engines in the middle of streams.
+"""Kill real decode engines in the middle of streams.
 
     python -m tests.campaigns.service.decode_deaths --first 1 --last 40
 

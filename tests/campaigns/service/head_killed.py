@@ -1,4 +1,4 @@
-"""Kills the Ray head of a busy service, without and with Redis.
+"""Kill the Ray head of a busy service, without and with Redis.
 
     python -m tests.campaigns.service.head_killed [--only redis]
 

@@ -1,4 +1,4 @@
-"""Calls LangChain's OpenAI chat model in its own ways; prints the results as JSON.
+"""Call LangChain's OpenAI chat model in its own ways; print the results as JSON.
 
     python langchain_client.py BASE_URL MODEL PROMPT BIAS
 

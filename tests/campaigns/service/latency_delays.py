@@ -36,8 +36,8 @@ SHORT_FACTS = 30
 
 @dataclass(frozen=True)
 class Delay:
-    """Stop `role`'s engine core for `stop_s`, from `after_s` after the request is sent; or its
-    worker.
+    """Stop of `role`'s engine core, or of its worker, for `stop_s`, from `after_s` after the
+    request is sent.
 
     vLLM's CPU engines have a worker process, which continues to receive KV while the core, the
     scheduler, is stopped.

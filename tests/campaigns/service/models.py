@@ -87,7 +87,7 @@ class World:
     """Folders of the adapters, by their weights."""
     prompts: list[list[int]]
     answers: dict[tuple[str, int], Reference]
-    """By model or weights of an adapter, and prompt."""
+    """Right answers by (model or weights of an adapter, prompt)."""
 
 
 def make_world(folder: Path) -> World:
@@ -155,7 +155,7 @@ def _tells_apart(answers: dict[tuple[str, int], Reference], names: list[str], nu
 
 
 class Client:
-    """Sends requests and judges the answers."""
+    """Client that sends requests and judges the answers."""
 
     def __init__(self, url: str, world: World) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S)

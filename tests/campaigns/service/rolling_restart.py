@@ -1,4 +1,4 @@
-"""Replaces every replica of a busy service.
+"""Replace every replica of a busy service.
 
     python -m tests.campaigns.service.rolling_restart
 
@@ -139,7 +139,7 @@ async def _answer(
 
 
 class Operator:
-    """Changes the configuration of a running service, as `serve deploy` does."""
+    """Client of Serve that changes a running service's configuration, as `serve deploy` does."""
 
     def __init__(self, service: ServiceProcess) -> None:
         import ray

@@ -35,7 +35,7 @@ FACTS = {"model": "tandem-demo", "prompt": "mira=427\nkelo=093\nkelo?", "max_tok
 
 @dataclass
 class Shell:
-    """Runs commands as a user does, against the Ray instance of this module."""
+    """Runner of a user's commands against the Ray instance of this module."""
 
     folder: Path
     config: Path

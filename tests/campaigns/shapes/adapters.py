@@ -77,7 +77,9 @@ class Result:
 
 
 def cases(count: int, folder: Path, model: str) -> list[Case]:
-    """So many requests at random, of which every tenth names an adapter that prefill has not."""
+    """Return `count` random requests, of which every tenth names an adapter that prefill does not
+    have.
+    """
     made = [
         LoRARequest(f"adapter-{number}", number, str(lora_adapter(folder / f"adapter-{number}", Path(model), number)))
         for number in range(1, ADAPTERS + 1)

@@ -139,7 +139,7 @@ async def _idle(engines: Sequence[Any], within_s: float = 10.0) -> bool:
 
 
 def _runs_here(family: Family) -> bool:
-    """Whether vLLM's CPU attention has kernels for the family's cache on this machine."""
+    """Return whether vLLM's CPU attention has kernels for the family's cache on this machine."""
     try:
         _get_attn_isa(torch.bfloat16, 32, 32, family.engine.get("kv_cache_dtype"))
     except NotImplementedError:

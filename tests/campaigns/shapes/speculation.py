@@ -50,8 +50,8 @@ class Models:
 
 @dataclass(frozen=True)
 class Method:
-    """How to make the models; ``moves``: whether KV is transferred, rather than refused at first
-    contact.
+    """Speculation method: ``build`` creates the models; ``moves``: whether KV is transferred or
+    refused at first contact.
     """
 
     build: Callable[[Path], Models]

@@ -1,4 +1,4 @@
-"""Sends the shapes of ``families.py`` through Tandem's connector and vLLM's NixlConnector.
+"""Send the shapes of ``families.py`` through Tandem's connector and vLLM's NixlConnector.
 
     python -m tests.campaigns.shapes.upstream_shapes [--connectors NixlConnector,tandem]
         [--cases llama] [--again]

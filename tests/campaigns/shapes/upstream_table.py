@@ -105,7 +105,7 @@ def _row(name: str, family: Family, tp: tuple[int, int], results: dict[str, Any]
 
 
 def page(results: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the text of the whole page."""
     notes: list[str] = []
     titles = ["Model", "KV", "TP, prefill → decode", "Blocks", *NAMES.values()]
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]

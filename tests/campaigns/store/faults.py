@@ -43,7 +43,7 @@ def swap_objects(world: World) -> None:
 
 
 def swap_payloads(world: World) -> None:
-    """Each keeps its header."""
+    """Swap the payloads of two objects; each keeps its header."""
     _swap(world, lambda a, b: (a[:HEADER_BYTES] + b[HEADER_BYTES:], b[:HEADER_BYTES] + a[HEADER_BYTES:]))
 
 

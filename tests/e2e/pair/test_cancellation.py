@@ -1,6 +1,6 @@
-"""Cancels requests between real engines in each state of the connector's machines.
+"""Cancellation of requests between real engines in each state of the connector's machines.
 
-For one and for several answers per request. `make explore` covers every interleaving of a
+Requests have one answer or several. `make explore` covers every interleaving of a
 cancellation with other events, and tests/actors and tests/app cover every wait of the router. Here
 vLLM aborts, with its schedulers, workers and block pools.
 """

@@ -66,7 +66,7 @@ def test_other_endpoints_have_no_list():
 
 
 def test_the_clients_encoding_is_kept():
-    """Of prompts and of numbers; other headers stay."""
+    """Prompts and numbers keep their encoding; other headers stay."""
     raw = b'{"prompt": ["\\u0061\\ud83d\\ude00", "b"], "temperature": 1e-1, "seed": 123456789012345678}'
     first, second = split(request(raw, x_request_id="r", traceparent="t"))
     assert b'"\\u0061\\ud83d\\ude00"' in first.raw
@@ -81,7 +81,7 @@ def test_a_lone_surrogate():
 
 
 def test_the_id_of_the_answer():
-    """As vLLM: of the header, else of the body."""
+    """The answer has the id of the header, else of the body, as in vLLM."""
     assert parent_id(request({"request_id": "b"}, x_request_id="h")) == "h"
     assert parent_id(request({"request_id": "b"})) == "b"
     assert parent_id(request({"request_id": 5})) == ""
