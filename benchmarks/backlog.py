@@ -1,6 +1,6 @@
 """Decode during a prefill backlog: blocks held for waiting prompts, throughput, and TTFT when idle.
 
-    python -m benchmarks.backlog --before CHECKOUT [--rounds 4]
+    python -m benchmarks.backlog --before CHECKOUT [--rounds 4] [--short-every-s 0.1]
 
 ``CHECKOUT`` is another revision's work tree with this environment. Rounds alternate between it and
 this one, each in separate processes. Each round runs two engines of TP 1 (prefill and decode, a
@@ -10,7 +10,8 @@ idle     one request at a time, both legs at once, one token: TTFT
 backlog  both legs of many long prompts at once, as a router sends them, while short requests for
          decode alone arrive one after the other. The decode pool has room for a quarter of the
          prompts, and prefill is the bottleneck. ``tokens_per_s`` counts requests that decode
-         answered before the last of the long ones
+         answered before the last of the long ones. It is decode's throughput only if the short
+         requests saturate decode: ``--short-every-s`` sets the time between two of them
 
 The connector's traces show when a transfer holds *idle* blocks: from its ``receive`` event to the
 first ``chunk`` of its prompt. Both engines trace with the clock of one host.
@@ -66,7 +67,7 @@ def blocks_held(events: list[dict[str, Any]], ids: list[str]) -> dict[str, float
     return {"peak": peak, "mean": block_seconds / lasts}
 
 
-async def measure(folder: Path) -> dict[str, Any]:
+async def measure(folder: Path, short_every_s: float) -> dict[str, Any]:
     """Run one round of the checkout whose modules are imported."""
     from prometheus_client import REGISTRY
 
@@ -116,7 +117,7 @@ async def measure(folder: Path) -> dict[str, Any]:
 
         while not all(each.done() for each in long):
             short.append(asyncio.ensure_future(alone(len(short))))
-            await asyncio.sleep(SHORT_EVERY_S)
+            await asyncio.sleep(short_every_s)
         took = time.monotonic() - began
         done = [each for each in short if each.done()]
         answered = sorted(each.result() for each in long)
@@ -131,6 +132,7 @@ async def measure(folder: Path) -> dict[str, Any]:
             "short_median_s": statistics.median(shorts),
             "short_p90_s": shorts[int(0.9 * len(shorts))],
             "shorts": len(shorts),
+            "short_every_s": short_every_s,
             "preemptions": preemptions(REGISTRY) - preempted,
         }
     finally:
@@ -144,11 +146,12 @@ def preemptions(registry: Any) -> float:
     return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
 
 
-def one_round(checkout: Path) -> dict[str, Any]:
+def one_round(checkout: Path, short_every_s: float) -> dict[str, Any]:
     """Measure a checkout in its own process."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        subprocess.run([sys.executable, __file__, "--once", out.name], env=environment, cwd=checkout, check=True)
+        command = [sys.executable, __file__, "--once", out.name, "--short-every-s", str(short_every_s)]
+        subprocess.run(command, env=environment, cwd=checkout, check=True)
         found: dict[str, Any] = json.loads(Path(out.name).read_text())
     return found
 
@@ -158,12 +161,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="a checkout of the revision to compare with")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--short-every-s", type=float, default=SHORT_EVERY_S)
     parser.add_argument("--out", type=Path, help="where rounds are appended, one a line; resumes there")
     parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.once is not None:
         with tempfile.TemporaryDirectory() as folder:
-            arguments.once.write_text(json.dumps(asyncio.run(measure(Path(folder)))))
+            arguments.once.write_text(json.dumps(asyncio.run(measure(Path(folder), arguments.short_every_s))))
         return
     here = Path(__file__).resolve().parents[1]
     checkouts = {"before": arguments.before.resolve(), "after": here}
@@ -172,7 +176,7 @@ def main() -> None:
         rounds = [json.loads(line) for line in arguments.out.read_text().splitlines()]
     for number in range(arguments.rounds):
         for arm in ("before", "after") if number % 2 == 0 else ("after", "before"):
-            rounds.append({"arm": arm, **one_round(checkouts[arm])})
+            rounds.append({"arm": arm, **one_round(checkouts[arm], arguments.short_every_s)})
             shown = {key: value for key, value in rounds[-1].items() if key != "idle_ttft_ms"}
             print(shown, statistics.median(rounds[-1]["idle_ttft_ms"]), flush=True)
             if arguments.out is not None:
