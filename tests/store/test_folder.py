@@ -345,6 +345,26 @@ def test_a_disk_that_fails_costs_only_the_store(tier: FolderTier, monkeypatch: p
     assert write(tier, 1)
 
 
+class Broken(Files):
+    """Fails in a way that this package does not expect."""
+
+    def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
+        raise ValueError("broken")
+
+
+def test_an_unexpected_error_of_a_store_is_counted_and_leaves_nothing(tier: FolderTier) -> None:
+    """The thread that runs the call logs the error (``lanes.py``)."""
+    tier.files = Broken()
+    with pytest.raises(ValueError, match="broken"):
+        write(tier, 1)
+    assert tier.counts.failed_stores == 1
+    assert list((tier.path / "parts").iterdir()) == []
+    assert tier.used_bytes(soon()) == 0
+    tier.files = Files()
+    assert write(tier, 1)
+    assert holds(tier, 1)
+
+
 def test_a_removed_folder_is_a_miss(tier: FolderTier) -> None:
     """On an unmounted disk, nothing is written below its mount point."""
     write(tier, 1)

@@ -201,13 +201,12 @@ class FolderTier:
                 self._touch(path)
                 return False
             return self._write(path, name, payload, cost_ns, deadline)
-        except StoreError:
+        except Exception as error:
             self.counts.failed_stores += 1
+            if isinstance(error, OSError):
+                # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
+                raise StoreError(f"{path}: {error.strerror}") from error
             raise
-        except OSError as error:
-            # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
-            self.counts.failed_stores += 1
-            raise StoreError(f"{path}: {error.strerror}") from error
 
     def close(self) -> None:
         self._ledger.close()
@@ -231,9 +230,11 @@ class FolderTier:
                     self._ledger.add(-allocated(size))
                     return False
                 self.files.publish(part, path)
-        except (OSError, StoreError) as error:
+        except Exception as error:
             self._give_up(part, size)
-            raise StoreError(f"{path}: {error}") from error
+            if isinstance(error, OSError | StoreError):
+                raise StoreError(f"{path}: {error}") from error
+            raise
         finally:
             os.close(fd)
         with self._order_lock:
