@@ -244,6 +244,29 @@ def test_costs_and_uses_survive_a_restart(tmp_path: Path) -> None:
     assert [number for number in range(1, 7) if holds(second, number)] == [2, 3, 5, 6]
 
 
+def test_an_unused_prompt_goes_first_after_a_restart(tmp_path: Path) -> None:
+    """Later objects of a prompt cost slightly less. The last use still decides between prompts."""
+    first = FolderTier(tmp_path / "store", 6 * BLOCK, durable=False)
+    now = time.time()
+    for number, cost, unused_s in (
+        (1, 1000, 3600.0),
+        (2, 999, 3601.0),
+        (3, 998, 3602.0),
+        (4, 990, 0.0),
+        (5, 989, 1.0),
+        (6, 988, 2.0),
+    ):
+        write(first, number, cost)
+        os.utime(file_of(first, number), (now - unused_s, now - unused_s))
+    second = FolderTier(tmp_path / "store", 6 * BLOCK, durable=False)
+    assert second.open() == 6
+    kept = []
+    for number in range(7, 12):
+        write(second, number, 990)
+        kept.append([each for each in range(1, 7) if file_of(second, each).exists()])
+    assert kept == [[1, 2, 4, 5, 6], [1, 4, 5, 6], [4, 5, 6], [4, 5], [4]]
+
+
 def test_unused_objects_go_in_the_end_however_costly() -> None:
     order: EvictionOrder[int] = EvictionOrder()
     order.add(0, 1, 10.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -31,6 +32,25 @@ class EvictionOrder(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._age = 0.0
         self._use_numbers = itertools.count()
+
+    def add_used(self, periods: Sequence[Sequence[tuple[K, int, float]]]) -> None:
+        """Add objects found in files to an empty order. Estimates the age at each one's last use.
+
+        While all objects are replaced once, the age rises by about their mean cost per byte. With
+        equal ages instead, a difference in cost, however small, would outweigh days without a use.
+
+        ``periods``  (key, size in bytes, cost) of the objects last used in each period, both from
+                     the oldest to the latest. The objects of a period get the same age
+        """
+        total_bytes = max(1, sum(size_bytes for period in periods for _, size_bytes, _ in period))
+        mean_cost = sum(cost for period in periods for _, _, cost in period) / total_bytes
+        older_bytes = 0
+        for period in periods:
+            self._age = mean_cost * older_bytes / total_bytes
+            for key, size_bytes, cost in period:
+                self.add(key, size_bytes, cost)
+                older_bytes += size_bytes
+        self._age = mean_cost
 
     def __len__(self) -> int:
         return len(self._entries)

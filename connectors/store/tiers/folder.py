@@ -24,6 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
@@ -396,7 +397,7 @@ class FolderTier:
         A file counts as missing only if it is missing relative to its folder's descriptor: paths
         also fail while a disk is briefly unavailable.
         """
-        found: list[tuple[float, Path, int, float]] = []
+        found: list[tuple[float, tuple[Path, int, float]]] = []
         used = 0
         for part in _entries(self._parts):
             path = self._parts / part.name
@@ -420,12 +421,15 @@ class FolderTier:
                         raise OSError(f"{self.path} changed while its files were counted") from None
                 else:
                     used += allocated(state.st_size)
-                    found.append((state.st_mtime, path, allocated(state.st_size), cost))
-        found.sort(key=lambda item: item[0])
+                    found.append((state.st_mtime, (path, allocated(state.st_size), cost)))
+        found.sort(key=itemgetter(0))
+        # Modification times are exact to _TOUCH_S only (``_touch``).
+        periods = [
+            [used for _, used in period] for _, period in itertools.groupby(found, key=lambda item: item[0] // _TOUCH_S)
+        ]
         with self._order_lock:
             self._order = EvictionOrder()
-            for _, path, size, cost in found:
-                self._order.add(path, size, cost)
+            self._order.add_used(periods)
         self._scanned_at = time.monotonic()
         return used
 
