@@ -484,6 +484,16 @@ def test_a_folder_of_the_engines_group_is_accepted(tmp_path: Path) -> None:
     assert write(FolderTier(tmp_path / "volume", 10 * BLOCK, durable=False), 1)
 
 
+def test_only_the_engines_user_may_write_below_the_folder(tmp_path: Path) -> None:
+    """Digests do not authenticate objects, and a container may run without a umask."""
+    umask = os.umask(0)
+    try:
+        assert write(FolderTier(tmp_path, 10 * BLOCK, durable=False), 1)
+    finally:
+        os.umask(umask)
+    assert [path.name for path in tmp_path.rglob("*") if path.stat().st_mode & 0o022] == []
+
+
 # ---- several processes -------------------------------------------------------------------------
 
 WRITER = """

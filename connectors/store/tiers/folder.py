@@ -98,9 +98,9 @@ class FolderTier:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path)
-            (path / _MARKER).touch(exist_ok=True)
-            self._objects.mkdir(exist_ok=True)
-            self._parts.mkdir(exist_ok=True)
+            (path / _MARKER).touch(mode=0o600)
+            self._objects.mkdir(mode=0o700, exist_ok=True)
+            self._parts.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
                 f"store: {path} cannot be used: {error.strerror}; configure another path"
