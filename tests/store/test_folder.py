@@ -267,11 +267,32 @@ def test_an_unused_prompt_goes_first_after_a_restart(tmp_path: Path) -> None:
     assert kept == [[1, 2, 4, 5, 6], [1, 4, 5, 6], [4, 5, 6], [4, 5], [4]]
 
 
+def test_objects_that_another_engine_uses_stay(tmp_path: Path) -> None:
+    """The second engine only knows when it has used them itself; the first one reads two of
+    them.
+    """
+    one, other = (FolderTier(tmp_path, 6 * BLOCK, durable=False) for _ in range(2))
+    for number in range(6):
+        write(one, number)
+        os.utime(file_of(one, number), (time.time() - 3600, time.time() - 3600))
+    other.open()
+    assert holds(one, 0)
+    assert holds(one, 1)
+    kept = []
+    for number in range(6, 10):
+        write(other, number)
+        kept.append([each for each in range(6) if file_of(other, each).exists()])
+    assert kept == [[0, 1, 3, 4, 5], [0, 1, 4, 5], [0, 1, 5], [0, 1]]
+    assert write(other, 10)
+    assert [each for each in range(11) if holds(other, each)] == [1, 6, 7, 8, 9, 10]
+    assert other.used_bytes(soon()) == disk_bytes(other)
+
+
 def test_unused_objects_go_in_the_end_however_costly() -> None:
     order: EvictionOrder[int] = EvictionOrder()
-    order.add(0, 1, 10.0)
+    order.add(0, 1, 10.0, 0.0)
     for number in range(1, 100):
-        order.add(number, 1, 1.0)
+        order.add(number, 1, 1.0, 0.0)
         if len(order) > 3:
             order.pop()
     assert 0 not in order
@@ -286,17 +307,17 @@ def test_eviction_with_equal_costs_is_lru(operations: list[tuple[int, str]]) -> 
     for key, operation in operations:
         match operation:
             case "add":
-                order.add(key, 10, 70.0)
+                order.add(key, 10, 70.0, 0.0)
                 model = [each for each in model if each != key] + [key]
             case "use":
-                order.use(key)
+                order.use(key, 0.0)
                 model = [each for each in model if each != key] + [key] * (key in model)
             case "discard":
                 order.discard(key)
                 model = [each for each in model if each != key]
             case "pop":
                 popped = order.pop()
-                assert popped == ((model.pop(0), 10) if model else None)
+                assert (popped and popped[0]) == (model.pop(0) if model else None)
         assert len(order) == len(model)
 
 
