@@ -24,6 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
@@ -97,9 +98,9 @@ class FolderTier:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path)
-            (path / _MARKER).touch(exist_ok=True)
-            self._objects.mkdir(exist_ok=True)
-            self._parts.mkdir(exist_ok=True)
+            (path / _MARKER).touch(mode=0o600)
+            self._objects.mkdir(mode=0o700, exist_ok=True)
+            self._parts.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
                 f"store: {path} cannot be used: {error.strerror}; configure another path"
@@ -201,13 +202,12 @@ class FolderTier:
                 self._touch(path)
                 return False
             return self._write(path, name, payload, cost_ns, deadline)
-        except StoreError:
+        except Exception as error:
             self.counts.failed_stores += 1
+            if isinstance(error, OSError):
+                # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
+                raise StoreError(f"{path}: {error.strerror}") from error
             raise
-        except OSError as error:
-            # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
-            self.counts.failed_stores += 1
-            raise StoreError(f"{path}: {error.strerror}") from error
 
     def close(self) -> None:
         self._ledger.close()
@@ -231,13 +231,15 @@ class FolderTier:
                     self._ledger.add(-allocated(size))
                     return False
                 self.files.publish(part, path)
-        except (OSError, StoreError) as error:
+        except Exception as error:
             self._give_up(part, size)
-            raise StoreError(f"{path}: {error}") from error
+            if isinstance(error, OSError | StoreError):
+                raise StoreError(f"{path}: {error}") from error
+            raise
         finally:
             os.close(fd)
         with self._order_lock:
-            self._order.add(path, allocated(size), cost_ns)
+            self._order.add(path, allocated(size), cost_ns, time.time())
         self.counts.stored += 1
         self.counts.stored_bytes += payload.nbytes
         return True
@@ -329,18 +331,25 @@ class FolderTier:
                 )
 
     def _evict_next(self, deadline: float) -> int | None:
-        """Evict the object of least value; return its bytes, 0 if it was missing.
+        """Evict the object of least value; return the freed bytes.
 
-        Without a known object, counts the files again, in case other processes have stored objects,
-        and returns 0. If the last count is not older than _RESCAN_S, returns None instead. Requires
-        the ledger's lock. Raises StoreError after ``deadline``, and OSError if files cannot be
-        removed or counted.
+        Frees nothing if the object was missing, or if another process has used it since this
+        process knows of its last use. Without a known object, counts the files again, in case other
+        processes have stored objects, and returns 0. If the last count is not older than _RESCAN_S,
+        returns None instead. Requires the ledger's lock. Raises StoreError after ``deadline``, and
+        OSError if files cannot be removed or counted.
         """
         freed_bytes = 0
         with self._order_lock:
             victim = self._order.pop()
         if victim is not None:
-            freed_bytes = self._evict(*victim)
+            path, entry = victim
+            used_at = _modified_at(path)
+            if used_at > entry.used_at:
+                with self._order_lock:
+                    self._order.add(path, entry.size_bytes, entry.cost, used_at)
+            else:
+                freed_bytes = self._evict(path, entry.size_bytes)
         elif time.monotonic() - self._scanned_at > _RESCAN_S:
             self._ledger.recount()
         else:
@@ -380,11 +389,12 @@ class FolderTier:
                 self.removed.append(ObjectName(bytes.fromhex(path.parent.name), bytes.fromhex(path.name)))
 
     def _touch(self, path: Path) -> None:
-        with self._order_lock:
-            self._order.use(path)
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
+        with self._order_lock:
+            # After the file's time: a later one is that of another process (``_evict_next``).
+            self._order.use(path, time.time())
 
     # Eviction order.
 
@@ -395,7 +405,7 @@ class FolderTier:
         A file counts as missing only if it is missing relative to its folder's descriptor: paths
         also fail while a disk is briefly unavailable.
         """
-        found: list[tuple[float, Path, int, float]] = []
+        found: list[tuple[Path, int, float, float]] = []
         used = 0
         for part in _entries(self._parts):
             path = self._parts / part.name
@@ -419,12 +429,13 @@ class FolderTier:
                         raise OSError(f"{self.path} changed while its files were counted") from None
                 else:
                     used += allocated(state.st_size)
-                    found.append((state.st_mtime, path, allocated(state.st_size), cost))
-        found.sort(key=lambda item: item[0])
+                    found.append((path, allocated(state.st_size), cost, state.st_mtime))
+        found.sort(key=itemgetter(3))
+        # Modification times are exact to _TOUCH_S only (``_touch``).
+        periods = [list(used) for _, used in itertools.groupby(found, key=lambda item: item[3] // _TOUCH_S)]
         with self._order_lock:
             self._order = EvictionOrder()
-            for _, path, size, cost in found:
-                self._order.add(path, size, cost)
+            self._order.add_used(periods)
         self._scanned_at = time.monotonic()
         return used
 
@@ -462,6 +473,14 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
             yield from entries
     finally:
         os.close(fd)
+
+
+def _modified_at(path: Path) -> float:
+    """Return a file's modification time on ``time.time``; 0 if it cannot be read."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _bytes_now(entry: os.DirEntry[str]) -> int:
