@@ -332,34 +332,34 @@ def test_a_budget_that_shrank_is_kept_after_a_restart(tmp_path: Path) -> None:
     assert holds(second, 100)
 
 
-# ---- the ledger --------------------------------------------------------------------------------
+# ---- the usage file ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"garbage", bytes(40), bytes(range(40, 80))], ids=["empty", "short", "zeros", "other"]
 )
-def test_a_damaged_ledger_is_counted_again(tier: FolderTier, data: bytes) -> None:
+def test_a_damaged_usage_file_is_counted_again(tier: FolderTier, data: bytes) -> None:
     for number in range(5):
         write(tier, number)
-    (tier.path / "ledger").write_bytes(data)
+    (tier.path / "usage").write_bytes(data)
     assert tier.used_bytes(soon()) == disk_bytes(tier) == 5 * BLOCK
 
 
-def test_an_old_ledger_is_corrected_by_the_next_start(tier: FolderTier) -> None:
+def test_an_old_usage_file_is_corrected_by_the_next_start(tier: FolderTier) -> None:
     """A wrong number with the right digest, as after a restore from a backup."""
-    old = (tier.path / "ledger").read_bytes()
+    old = (tier.path / "usage").read_bytes()
     for number in range(5):
         write(tier, number)
-    (tier.path / "ledger").write_bytes(old)
+    (tier.path / "usage").write_bytes(old)
     assert tier.used_bytes(soon()) == 0
     again = FolderTier(tier.path, tier.budget_bytes)
     again.open()
     assert again.used_bytes(soon()) == 5 * BLOCK
 
 
-def test_a_ledger_that_vanished_is_made_anew(tier: FolderTier) -> None:
+def test_a_usage_file_that_vanished_is_made_anew(tier: FolderTier) -> None:
     write(tier, 1)
-    (tier.path / "ledger").unlink()
+    (tier.path / "usage").unlink()
     assert write(tier, 2)
     assert tier.used_bytes(soon()) == 2 * BLOCK
 
@@ -435,7 +435,7 @@ class Vanishing(Files):
 
 
 def test_a_count_of_files_that_vanish_meanwhile_is_not_believed(tier: FolderTier) -> None:
-    """The ledger is on the disk as well: a wrong count of zero would persist when the disk
+    """The usage file is on the disk as well: a wrong count of zero would persist when the disk
     returns.
     """
     for number in range(5):
@@ -472,11 +472,11 @@ def test_a_count_during_which_the_folder_was_away_is_not_believed(tier: FolderTi
     assert tier.used_bytes(soon()) == 5 * BLOCK
 
 
-def test_a_ledger_that_vanishes_under_the_lock_does_not_open_the_lock(tier: FolderTier) -> None:
+def test_a_usage_file_that_vanishes_under_the_lock_does_not_open_the_lock(tier: FolderTier) -> None:
     """Without the lock, one process would count the files while another adds some."""
     again = FolderTier(tier.path, tier.budget_bytes)
-    with tier._ledger.locked(soon()):  # noqa: SLF001 - a critical section of a writer
-        (tier.path / "ledger").unlink()
+    with tier._usage.locked(soon()):  # noqa: SLF001 - a critical section of a writer
+        (tier.path / "usage").unlink()
         with pytest.raises(StoreError, match="another process holds the store's lock"):
             again.used_bytes(time.monotonic() + 0.05)
     assert write(again, 1)
@@ -581,7 +581,7 @@ def test_processes_share_a_path_and_may_be_killed(tmp_path: Path) -> None:
 
 def disk_bytes_now(tier: FolderTier) -> int:
     """``disk_bytes`` locks, so that a file renamed by another process is not counted twice."""
-    with tier._ledger.locked(soon()):  # noqa: SLF001 - files hold still
+    with tier._usage.locked(soon()):  # noqa: SLF001 - files hold still
         return disk_bytes(tier)
 
 
