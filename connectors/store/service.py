@@ -127,7 +127,7 @@ class KVStore:
 
         Objects that are not written yet are lost.
 
-        Waits at most a second per tier for threads that hold its ledger's lock.
+        Waits at most a second per tier for threads that hold its usage file's lock.
         """
         for tier in self._tiers:
             tier.close()

@@ -341,7 +341,7 @@ class TandemStoreTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Stop, and lose the chunks whose writes are queued.
 
-        Waits at most a second for a thread that holds the lock of the folder's ledger.
+        Waits at most a second for a thread that holds the lock of the folder's usage file.
         """
         for lane in (self._lookup_lane, self._read_lane, self._write_lane):
             lane.close()

@@ -1,4 +1,4 @@
-"""Register the connectors with vLLM, as entry point ``tandem`` of ``vllm.general_plugins``.
+"""Prepare vLLM's processes for the connectors: entry point ``tandem`` of its general plugins.
 
 vLLM finds a connector by ``kv_connector_module_path`` or by its registered name. MultiConnector
 needs the name even for a child with a module path: it rebuilds the children's statistics by class
@@ -12,6 +12,8 @@ import contextlib
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from connectors.vllm_hma.upstream.vllm_media_names import mark_names_of_clients
+
 _CONNECTORS = {
     "TandemConnector": "connectors.vllm_hma.connector",
     "TandemMultiConnector": "connectors.vllm_hma.multi_connector",
@@ -20,11 +22,12 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factory. Repeated calls have no effect.
+    """Register the connectors with vLLM's factory, and mark names that clients give to images.
 
-    vLLM calls this in each of its processes when it loads plugins. ``connector.py`` and
-    ``multi_connector.py`` also call it when they are imported.
+    Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins.
+    The connectors' modules also call it when they are imported.
     """
+    mark_names_of_clients()
     for name, module in _CONNECTORS.items():
         # vLLM raises ValueError for a name that is already registered.
         with contextlib.suppress(ValueError):

@@ -37,6 +37,7 @@ from connectors.vllm_hma.model.drafts import check_store
 from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
 from connectors.vllm_hma.model.media import check_media
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
+from connectors.vllm_hma.plugin import register
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+# For installations without entry points, or with a VLLM_PLUGINS without ``tandem`` (plugin.py).
+register()
 
 
 class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):

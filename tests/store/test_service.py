@@ -262,7 +262,7 @@ def test_a_large_object_is_read_in_pieces(tmp_path: Path) -> None:
 
 
 def test_a_store_whose_disk_hangs_in_a_write_is_closed(host: Host) -> None:
-    """The writing thread holds the ledger's lock."""
+    """The writing thread holds the usage file's lock."""
     files = FaultyFiles()
     store = host.start(files=files)
     until(store.idle)

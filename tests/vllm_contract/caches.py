@@ -33,7 +33,7 @@ def vllm_config(**overrides: Any) -> VllmConfig:
         "block_size": BLOCK_TOKENS,
         "enforce_eager": True,
     }
-    if "hf_overrides" in overrides:
+    if isinstance(overrides.get("hf_overrides"), frozenset):
         overrides["hf_overrides"] = dict(overrides["hf_overrides"])
     return EngineArgs(**(arguments | overrides)).create_engine_config()
 

@@ -25,6 +25,11 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_coordinator": {
         "vllm/v1/engine/coordinator.py:DPCoordinatorProc.run_coordinator": "734c039f6d0b",
     },
+    "vllm_media_names": {
+        "vllm/model_executor/models/qwen3_vl.py:Qwen3VLMultiModalProcessor._get_mm_hashes": "c7f3b00d3456",
+        "vllm/multimodal/hasher.py:MultiModalHasher.hash_kwargs": "d4a8bfb2e512",
+        "vllm/multimodal/processing/inputs.py:ProcessorInputs.get_mm_hashes": "a74506e655d0",
+    },
     "vllm_request_prompt": {
         "vllm/v1/core/sched/output.py:NewRequestData": "f0fa549ca8c7",
         "vllm/v1/core/sched/scheduler.py:Scheduler._update_after_schedule": "51bdf1970b18",

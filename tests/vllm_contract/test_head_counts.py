@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Gemma4TextConfig
+from transformers import Gemma4TextConfig, PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -168,3 +169,33 @@ def test_a_total_that_contradicts_the_rank_is_refused(heads: int) -> None:
     config = case_config({"num_key_value_heads": heads})
     with pytest.raises(UnsupportedCacheError, match=f"'odd'.*1 KV head on each of 4 ranks.*states {heads} in total"):
         total_heads(config, "odd", full(num_kv_heads=1))
+
+
+@pytest.mark.parametrize(
+    "layer", ["model.layers.self_attn.attn", "model.layers.0.experts.1.attn", "model.layers.6.attn"]
+)
+def test_a_layer_without_its_own_number_is_refused(folder: Path, layer: str) -> None:
+    """Gemma 4's layers differ, so the name must have the number of one of its six layers."""
+    config = gemma4_config(folder, 4)
+    assert total_heads(config, FULL, full(num_kv_heads=1)) == GLOBAL_HEADS
+    with pytest.raises(UnsupportedCacheError, match=r"1 KV head on each of 4 .*does not state their total") as refused:
+        total_heads(config, layer, full(num_kv_heads=1))
+    assert refused.value.layer == layer
+
+
+def nemotron_nas(config: PretrainedConfig) -> PretrainedConfig:
+    """Make a Puzzle model of two blocks, the first with one KV head and the second with two."""
+    config.model_type, config.num_attention_heads = "nemotron-nas", 8
+    blocks = (SimpleNamespace(no_op=False, n_heads_in_group=heads) for heads in (8, 4))
+    config.block_configs = [SimpleNamespace(attention=attention) for attention in blocks]
+    return config
+
+
+def test_blocks_with_their_own_numbers_of_heads_are_refused() -> None:
+    """vLLM reports the first block's number for all of them. A rank has one head of the second
+    block, too.
+    """
+    config = vllm_config(tensor_parallel_size=4, hf_overrides=nemotron_nas)
+    assert config.model_config.model_arch_config.total_num_kv_heads == 1
+    with pytest.raises(UnsupportedCacheError, match=r"layers\.1\..*1 KV head on each of 4.*does not state their total"):
+        total_heads(config, "model.layers.1.self_attn.attn", full(num_kv_heads=1))

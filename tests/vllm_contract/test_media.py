@@ -7,9 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from PIL import Image
 from vllm import SamplingParams
-from vllm.config.multimodal import MultiModalConfig
+from vllm.config.multimodal import MMHasherAlgorithm, MultiModalConfig
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -17,8 +21,9 @@ from connectors.errors import ConfigurationError
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.params import EngineAddress
 from connectors.vllm_hma.config import parse_config
-from connectors.vllm_hma.model.media import check_media, reads_whole_images
+from connectors.vllm_hma.model.media import check_media, named_by_content, reads_whole_images
 from connectors.vllm_hma.orders import Orders, Release
+from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from tests.vllm_contract.caches import vllm_config
 
@@ -117,3 +122,44 @@ def test_images_that_vllm_names_by_counters_are_refused(monkeypatch: pytest.Monk
                 check_media(config)
         else:
             check_media(config)
+
+
+def vllm_name(color: str, name: str | None, algorithm: MMHasherAlgorithm, **arguments: Any) -> str:
+    """Return vLLM's name of an image of one color that a client names ``name``."""
+    items = MultiModalDataParser().parse_mm_data({"image": [Image.new("RGB", (8, 8), color)]})
+    inputs = ProcessorInputs([1], items, parse_mm_uuids({"image": [name]}), **arguments)
+    return inputs.get_mm_hashes("model", algorithm)["image"][0]
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"hf_processor_mm_kwargs": {"max_pixels": 1000}},
+        {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+    ],
+)
+def test_an_image_that_a_client_names_is_not_named_by_content(
+    algorithm: MMHasherAlgorithm, arguments: dict[str, Any]
+) -> None:
+    """With arguments of the processor, vLLM names it by a hash of the client's name."""
+    register()
+    red, blue = (vllm_name(color, "photo", algorithm, **arguments) for color in ("red", "blue"))
+    assert red == blue
+    assert not named_by_content(request({}, red))
+    assert not named_by_content(request({}, f"adapter:{red}"))
+    red, blue = (vllm_name(color, None, algorithm, **arguments) for color in ("red", "blue"))
+    assert red != blue
+    assert named_by_content(request({}, red, blue))
+    assert named_by_content(request({}, f"adapter:{red}"))
+
+
+def test_a_hash_of_a_clients_name_and_other_arguments_is_not_named_by_content() -> None:
+    """Qwen3-VL hashes the name of a video again, with the arguments of this video."""
+    register()
+    arguments = {"hf_processor_mm_kwargs": {"fps": 2}}
+    for name, by_content in (("clip", False), (None, True)):
+        for first in (vllm_name("red", name, "blake3"), vllm_name("red", name, "blake3", **arguments)):
+            again = MultiModalHasher.hash_kwargs("blake3", mm_hash=first, fps=2)
+            assert named_by_content(request({}, again)) is by_content

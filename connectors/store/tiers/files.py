@@ -82,7 +82,7 @@ class Files:
 
     def publish(self, part: Path, path: Path) -> None:
         """Rename a complete file to its final name, and create this name's folder if necessary."""
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         part.rename(path)
 
 

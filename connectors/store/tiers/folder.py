@@ -1,7 +1,7 @@
 """A tier: a folder of objects with a byte budget, shared by any number of processes.
 
     <path>/tandem-kv-store            marks the folder as a store
-    <path>/ledger                     bytes used, under a lock of <path> (ledger.py)
+    <path>/usage                      bytes used, under a lock of <path> (usage_file.py)
     <path>/parts/<process>-<number>   files being written, locked by their writers
     <path>/objects/<namespace>/<key>  complete objects; renamed into place, content never changed
 
@@ -24,12 +24,12 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
 from connectors.store.tiers.eviction import EvictionOrder
 from connectors.store.tiers.files import Files, is_abandoned
-from connectors.store.tiers.ledger import Ledger, allocated
 from connectors.store.tiers.objects import (
     ObjectHeader,
     ObjectName,
@@ -39,6 +39,7 @@ from connectors.store.tiers.objects import (
     is_other_format,
     parse_header,
 )
+from connectors.store.tiers.usage_file import UsageFile, allocated
 
 # Minimum interval in seconds between updates of a file's modification time, which records its last
 # use for other processes.
@@ -97,9 +98,9 @@ class FolderTier:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path)
-            (path / _MARKER).touch(exist_ok=True)
-            self._objects.mkdir(exist_ok=True)
-            self._parts.mkdir(exist_ok=True)
+            (path / _MARKER).touch(mode=0o600)
+            self._objects.mkdir(mode=0o700, exist_ok=True)
+            self._parts.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
                 f"store: {path} cannot be used: {error.strerror}; configure another path"
@@ -111,15 +112,15 @@ class FolderTier:
         self._full_at = float("-inf")
         self._part_numbers = itertools.count()
         self._process = uuid.uuid4().hex
-        self._ledger = Ledger(path, self._scan)
+        self._usage = UsageFile(path, self._scan)
 
     def open(self) -> int:
         """Read the eviction order from the files, if not done yet; return its number of objects.
 
-        Only eviction needs it. Raises StoreError if the ledger's lock is not free within _OPEN_S,
-        or the files cannot be counted.
+        Only eviction needs it. Raises StoreError if the usage file's lock is not free within
+        _OPEN_S, or the files cannot be counted.
         """
-        with self._ledger.locked(time.monotonic() + _OPEN_S):
+        with self._usage.locked(time.monotonic() + _OPEN_S):
             pass
         with self._order_lock:
             return len(self._order)
@@ -127,11 +128,11 @@ class FolderTier:
     def used_bytes(self, deadline: float) -> int:
         """Return the bytes of all files, including other processes'.
 
-        Raises StoreError if another thread or process holds the ledger's lock until ``deadline``,
-        or the files cannot be counted.
+        Raises StoreError if another thread or process holds the usage file's lock until
+        ``deadline``, or the files cannot be counted.
         """
-        with self._ledger.locked(deadline):
-            return self._ledger.used_bytes
+        with self._usage.locked(deadline):
+            return self._usage.used_bytes
 
     def find(self, name: ObjectName) -> ObjectHeader | None:
         """Return the header of an object; None if the file is missing or unreadable.
@@ -190,7 +191,7 @@ class FolderTier:
         """Store an object; return False if it already exists.
 
         ``cost_ns``   estimated time to recompute the payload, in nanoseconds
-        ``deadline``  end of any wait for the ledger's lock or for evictions, in
+        ``deadline``  end of any wait for the usage file's lock or for evictions, in
                       ``time.monotonic()`` seconds
 
         Raises StoreError if there is no room, if the file system fails, or at ``deadline``.
@@ -201,16 +202,15 @@ class FolderTier:
                 self._touch(path)
                 return False
             return self._write(path, name, payload, cost_ns, deadline)
-        except StoreError:
+        except Exception as error:
             self.counts.failed_stores += 1
+            if isinstance(error, OSError):
+                # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
+                raise StoreError(f"{path}: {error.strerror}") from error
             raise
-        except OSError as error:
-            # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
-            self.counts.failed_stores += 1
-            raise StoreError(f"{path}: {error.strerror}") from error
 
     def close(self) -> None:
-        self._ledger.close()
+        self._usage.close()
 
     # Files.
 
@@ -224,20 +224,22 @@ class FolderTier:
         fd = self._reserve(part, size, deadline)
         try:
             self.files.write(fd, header, payload, self._durable)
-            with self._ledger.locked(deadline):
-                self._ledger.begin()
+            with self._usage.locked(deadline):
+                self._usage.begin()
                 if path.exists():
                     part.unlink()
-                    self._ledger.add(-allocated(size))
+                    self._usage.add(-allocated(size))
                     return False
                 self.files.publish(part, path)
-        except (OSError, StoreError) as error:
+        except Exception as error:
             self._give_up(part, size)
-            raise StoreError(f"{path}: {error}") from error
+            if isinstance(error, OSError | StoreError):
+                raise StoreError(f"{path}: {error}") from error
+            raise
         finally:
             os.close(fd)
         with self._order_lock:
-            self._order.add(path, allocated(size), cost_ns)
+            self._order.add(path, allocated(size), cost_ns, time.time())
         self.counts.stored += 1
         self.counts.stored_bytes += payload.nbytes
         return True
@@ -247,21 +249,23 @@ class FolderTier:
 
         Raises StoreError if there is no room, if the file system fails, or at ``deadline``.
         """
-        with self._ledger.locked(deadline):
+        with self._usage.locked(deadline):
             self._make_room(allocated(size_bytes), deadline)
-            self._ledger.begin()
+            self._usage.begin()
             try:
                 fd = self._create(part, size_bytes, deadline)
             except OSError as error:
-                # The ledger is correct without the file: evictions have reduced its count.
+                # The count is correct without the file: evictions have reduced it.
                 failure = error
             else:
-                self._ledger.add(allocated(size_bytes))
+                self._usage.add(allocated(size_bytes))
                 return fd
         raise StoreError(f"{part}: {failure.strerror}") from failure
 
     def _create(self, part: Path, size_bytes: int, deadline: float) -> int:
-        """Create a file of ``size_bytes`` and return its descriptor. Requires the ledger's lock.
+        """Create a file of ``size_bytes`` and return its descriptor.
+
+        Requires the usage file's lock.
 
         If the file system is full, evicts objects of at least ``size_bytes`` and tries once more,
         unless a second try has found it full within the last _RESCAN_S. Raises OSError if the file
@@ -281,7 +285,7 @@ class FolderTier:
             raise
 
     def _evict_bytes(self, size_bytes: int, deadline: float) -> None:
-        """Evict objects of at least ``size_bytes``. Requires the ledger's lock.
+        """Evict objects of at least ``size_bytes``. Requires the usage file's lock.
 
         Raises StoreError without enough objects or after ``deadline``, and OSError if files cannot
         be removed or counted.
@@ -296,22 +300,22 @@ class FolderTier:
     def _give_up(self, part: Path, size_bytes: int) -> None:
         """Remove an unfinished file and return its bytes to the budget.
 
-        If the ledger cannot be locked within _GIVE_UP_S, its next use counts all files.
+        If the usage file cannot be locked within _GIVE_UP_S, its next use counts all files.
         """
         try:
-            with self._ledger.locked(time.monotonic() + _GIVE_UP_S):
-                self._ledger.begin()
-                # The part is missing if it was renamed and only the write of the ledger failed.
+            with self._usage.locked(time.monotonic() + _GIVE_UP_S):
+                self._usage.begin()
+                # The part is missing if it was renamed and only the write of the usage file failed.
                 with contextlib.suppress(FileNotFoundError):
                     part.unlink()
-                    self._ledger.add(-allocated(size_bytes))
+                    self._usage.add(-allocated(size_bytes))
         except StoreError:
             with contextlib.suppress(OSError):
                 part.unlink()
-            self._ledger.distrust()
+            self._usage.distrust()
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Evict objects until ``size_bytes`` fit. Requires the ledger's lock.
+        """Evict objects until ``size_bytes`` fit. Requires the usage file's lock.
 
         Raises StoreError if they cannot fit or do not fit before ``deadline``, and OSError if files
         cannot be removed or counted.
@@ -321,7 +325,7 @@ class FolderTier:
                 f"{self.path}: the object's {size_bytes} bytes exceed the budget of {self.budget_bytes} bytes; raise "
                 "disk_gib or memory_gib"
             )
-        while self._ledger.used_bytes + size_bytes > self.budget_bytes:
+        while self._usage.used_bytes + size_bytes > self.budget_bytes:
             if self._evict_next(deadline) is None:
                 raise StoreError(
                     f"{self.path}: {size_bytes} bytes do not fit into the budget of {self.budget_bytes} bytes: files "
@@ -329,20 +333,27 @@ class FolderTier:
                 )
 
     def _evict_next(self, deadline: float) -> int | None:
-        """Evict the object of least value; return its bytes, 0 if it was missing.
+        """Evict the object of least value; return the freed bytes.
 
-        Without a known object, counts the files again, in case other processes have stored objects,
-        and returns 0. If the last count is not older than _RESCAN_S, returns None instead. Requires
-        the ledger's lock. Raises StoreError after ``deadline``, and OSError if files cannot be
-        removed or counted.
+        Frees nothing if the object was missing, or if another process has used it since this
+        process knows of its last use. Without a known object, counts the files again, in case other
+        processes have stored objects, and returns 0. If the last count is not older than _RESCAN_S,
+        returns None instead. Requires the usage file's lock. Raises StoreError after ``deadline``,
+        and OSError if files cannot be removed or counted.
         """
         freed_bytes = 0
         with self._order_lock:
             victim = self._order.pop()
         if victim is not None:
-            freed_bytes = self._evict(*victim)
+            path, entry = victim
+            used_at = _modified_at(path)
+            if used_at > entry.used_at:
+                with self._order_lock:
+                    self._order.add(path, entry.size_bytes, entry.cost, used_at)
+            else:
+                freed_bytes = self._evict(path, entry.size_bytes)
         elif time.monotonic() - self._scanned_at > _RESCAN_S:
-            self._ledger.recount()
+            self._usage.recount()
         else:
             return None
         if time.monotonic() >= deadline:
@@ -351,16 +362,16 @@ class FolderTier:
 
     def _evict(self, path: Path, size_bytes: int) -> int:
         """Remove an object; return its bytes, 0 if it was missing. Raises OSError."""
-        self._ledger.begin()
+        self._usage.begin()
         try:
             path.unlink()
         except FileNotFoundError:
             return 0
         except OSError:
-            # The object is no longer in the order; the next use of the ledger reads it again.
-            self._ledger.distrust()
+            # The object is no longer in the order; the next use of the usage file reads it again.
+            self._usage.distrust()
             raise
-        self._ledger.add(-size_bytes)
+        self._usage.add(-size_bytes)
         self.counts.evicted += 1
         self._note_removed(path)
         return size_bytes
@@ -371,7 +382,7 @@ class FolderTier:
             path.unlink()
         with self._order_lock:
             self._order.discard(path)
-        self._ledger.distrust()
+        self._usage.distrust()
         self._note_removed(path)
 
     def _note_removed(self, path: Path) -> None:
@@ -380,11 +391,12 @@ class FolderTier:
                 self.removed.append(ObjectName(bytes.fromhex(path.parent.name), bytes.fromhex(path.name)))
 
     def _touch(self, path: Path) -> None:
-        with self._order_lock:
-            self._order.use(path)
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
+        with self._order_lock:
+            # After the file's time: a later one is that of another process (``_evict_next``).
+            self._order.use(path, time.time())
 
     # Eviction order.
 
@@ -395,7 +407,7 @@ class FolderTier:
         A file counts as missing only if it is missing relative to its folder's descriptor: paths
         also fail while a disk is briefly unavailable.
         """
-        found: list[tuple[float, Path, int, float]] = []
+        found: list[tuple[Path, int, float, float]] = []
         used = 0
         for part in _entries(self._parts):
             path = self._parts / part.name
@@ -419,12 +431,13 @@ class FolderTier:
                         raise OSError(f"{self.path} changed while its files were counted") from None
                 else:
                     used += allocated(state.st_size)
-                    found.append((state.st_mtime, path, allocated(state.st_size), cost))
-        found.sort(key=lambda item: item[0])
+                    found.append((path, allocated(state.st_size), cost, state.st_mtime))
+        found.sort(key=itemgetter(3))
+        # Modification times are exact to _TOUCH_S only (``_touch``).
+        periods = [list(used) for _, used in itertools.groupby(found, key=lambda item: item[3] // _TOUCH_S)]
         with self._order_lock:
             self._order = EvictionOrder()
-            for _, path, size, cost in found:
-                self._order.add(path, size, cost)
+            self._order.add_used(periods)
         self._scanned_at = time.monotonic()
         return used
 
@@ -462,6 +475,14 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
             yield from entries
     finally:
         os.close(fd)
+
+
+def _modified_at(path: Path) -> float:
+    """Return a file's modification time on ``time.time``; 0 if it cannot be read."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _bytes_now(entry: os.DirEntry[str]) -> int:

@@ -6,17 +6,14 @@ end within an image.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from connectors.errors import ConfigurationError
+from connectors.vllm_hma.upstream.vllm_media_names import is_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-
-_DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-"""Digests of BLAKE3 or SHA-256, and of SHA-512 (VLLM_MM_HASHER_ALGORITHM)."""
 
 
 def check_media(config: VllmConfig) -> None:
@@ -38,12 +35,11 @@ def named_by_content(request: Request) -> bool:
     """Return whether the names of all images of a request look like vLLM's digests of content.
 
     A client of a vLLM server may name an image itself (``uuid`` of a content part), and vLLM takes
-    that name as it is (vllm/multimodal/processing/inputs.py). With ``mm_processor_kwargs`` or
-    ``media_io_kwargs``, vLLM uses a hash of the client's name. This function cannot tell such a
-    hash from a digest of content.
+    that name as it is, or a hash of it, which has a prefix (``upstream/vllm_media_names.py``). This
+    function cannot tell a client's own digest from vLLM's.
     """
     # The name may start with that of a LoRA adapter (vllm/v1/engine/input_processor.py).
-    return all(_DIGEST.fullmatch(each.identifier.rpartition(":")[2]) for each in request.mm_features)
+    return all(is_digest(each.identifier.rpartition(":")[2]) for each in request.mm_features)
 
 
 def reads_whole_images(config: VllmConfig) -> bool:

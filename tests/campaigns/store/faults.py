@@ -59,16 +59,16 @@ def other_weights(world: World) -> None:
 
 
 def wrong_index(world: World) -> None:
-    """Damage, empty or remove a ledger, so that the budget depends on a count of the files."""
-    ledger = world.random.choice((world.disk, world.memory)) / "ledger"
+    """Damage, empty or remove a usage file, so that the budget depends on a count of the files."""
+    usage = world.random.choice((world.disk, world.memory)) / "usage"
     with contextlib.suppress(OSError):
         match world.random.randrange(3):
             case 0:
-                ledger.write_bytes(world.random.randbytes(40))
+                usage.write_bytes(world.random.randbytes(40))
             case 1:
-                ledger.write_bytes(b"")
+                usage.write_bytes(b"")
             case 2:
-                ledger.unlink()
+                usage.unlink()
 
 
 def no_space(world: World) -> None:

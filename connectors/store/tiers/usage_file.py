@@ -1,11 +1,11 @@
 """Count the bytes below one folder for all processes that store there, to keep a shared budget.
 
-The ledger is a small file next to the objects. A process that holds the lock marks the ledger dirty
-before it changes files, and clean before it releases the lock, unless an operation failed or a file
-has changed without the lock. A process that finds it dirty, damaged or missing counts the files
-again, so a process may be killed at any point. Each process also counts them at its first use. The
-lock is ``flock`` on the folder and not on the ledger file, so it does not vanish with this file.
-The kernel releases the lock of a dead process.
+The count lies in a small file next to the objects. A process that holds the lock marks this usage
+file dirty before it changes other files, and clean before it releases the lock, unless an operation
+failed or a file has changed without the lock. A process that finds it dirty, damaged or missing
+counts the files again, so a process may be killed at any point. Each process also counts them at
+its first use. The lock is ``flock`` on the folder and not on the usage file, so it does not vanish
+with this file. The kernel releases the lock of a dead process.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def allocated(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-class Ledger:
+class UsageFile:
     """Byte count of a folder.
 
-    In ``with ledger.locked(deadline)``, no other thread or process adds, renames or evicts files.
+    In ``with usage.locked(deadline)``, no other thread or process adds, renames or evicts files.
 
     ``count``  returns the bytes of all files. Called under the lock at the first use, after
-               ``distrust``, by ``recount``, and if the ledger file is dirty, damaged or missing
+               ``distrust``, by ``recount``, and if the usage file is dirty, damaged or missing
 
     ``used_bytes``, ``begin``, ``add`` and ``recount`` require the lock.
     """
@@ -51,7 +51,7 @@ class Ledger:
         self._folder = folder
         self._count = count
         self._thread_lock = threading.Lock()
-        # Descriptors of the folder and, while it is locked, of the ledger file.
+        # Descriptors of the folder and, while it is locked, of the usage file.
         self._folder_fd: int | None = None
         self._fd: int | None = None
         self._closed = False
@@ -86,7 +86,7 @@ class Ledger:
         return self._used
 
     def begin(self) -> None:
-        """Mark the ledger dirty before files change: after a crash, the next process recounts."""
+        """Mark the file dirty before files change: after a crash, the next process recounts."""
         self._write(dirty=True)
 
     def add(self, number: int) -> None:
@@ -151,8 +151,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def _opened(self, folder: int) -> Iterator[None]:
-        """Open the ledger file in the folder with descriptor ``folder``; close it at the end."""
-        self._fd = os.open("ledger", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        """Open the usage file in the folder with descriptor ``folder``; close it at the end."""
+        self._fd = os.open("usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
         try:
             yield
         finally:
@@ -176,7 +176,7 @@ class Ledger:
         self.recount()
 
     def _write(self, dirty: bool) -> None:
-        assert self._fd is not None, f"{self._folder}: the ledger can only be written while its lock is held"
+        assert self._fd is not None, f"{self._folder}: the usage file can only be written while its lock is held"
         fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
         os.pwrite(self._fd, fields + xxhash.xxh3_128_digest(fields), 0)
 
