@@ -21,18 +21,15 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.engine_pool import discovery
 from actors.engine_pool.engines import EnginePool
-from actors.request import ProducerAddress
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
-from benchmarks.router.engine import WHERE, complete
-from benchmarks.router.service import SLOTS, Instant, NoLLM
+from benchmarks.router.engine import complete
+from benchmarks.router.service import SLOTS, Instant
 from configs.settings.base import RoleName
-from configs.settings.deployment import RoleSettings
 from configs.settings.router import RouterLimits, RoutingSettings
 from testing.ports import free_port
 
@@ -52,19 +49,16 @@ BODY = {
 class Engine(Instant):
     """An instant engine outside Ray."""
 
-    def __init__(self, role: RoleName) -> None:
-        llm: Any = NoLLM()
-        application = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
-        self.role, self.replica, self.running = role, f"{role} 0", 0
-        self._held, self._producers = set(), [ProducerAddress.from_params(WHERE)]
-        self.engine = VllmEngine(llm, application, StopFlag(), AsyncExitStack(), None, None, "nobody")
+    def __init__(self) -> None:
+        """Nothing yet; `pool` opens the actor."""
 
     def __del__(self) -> None:  # type: ignore[override]
         """Nothing is left to close."""
 
-    async def pool(self, stack: AsyncExitStack) -> EnginePool:
+    async def pool(self, role: RoleName, stack: AsyncExitStack) -> EnginePool:
         """Start to listen; return the pool with which a router calls this engine."""
-        await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
+        application = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
+        await self.open(role, f"{role} 0", application, None)
         stack.push_async_callback(self._rpc_servers[0].close)
         metadata = {self.replica: {**self.record_replica_metadata(), "slots": SLOTS}}
         discovery.publish(self.role, metadata)
@@ -128,8 +122,8 @@ async def measure() -> Footprint:
     asyncio.get_running_loop().set_task_factory(found.make_task)
     limits = RouterLimits(routing=RoutingSettings(policy="always_remote"))
     async with AsyncExitStack() as stack:
-        engines = [Engine("prefill"), Engine("decode")]
-        prefill, decode = [await engine.pool(stack) for engine in engines]
+        engines = Engine(), Engine()
+        prefill, decode = await engines[0].pool("prefill", stack), await engines[1].pool("decode", stack)
         router = RouterReplica(limits, ModelEngines(prefill, decode))
         port = free_port()
         server = HttpServer(build_http(router), "127.0.0.1", port, 0.0, "footprint")

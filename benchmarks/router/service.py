@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from actors.engine.asgi_call import AsgiApp
 from actors.engine.engine_actor import CallItem
 from actors.engine.prefill import Prefill
 from actors.engine.vllm_engine import StopFlag, VllmEngine
@@ -55,14 +56,16 @@ class Instant(Prefill):
     """
 
     async def __init__(self, role: RoleName) -> None:  # type: ignore[misc]
-        self.role = role
-        self.replica = serve.get_replica_context().replica_id.unique_id
-        self.running = 0
+        await self.open(role, serve.get_replica_context().replica_id.unique_id, instant(), "nothing to replay")
+
+    async def open(self, role: RoleName, replica: str, app: AsgiApp, cannot_resume: str | None) -> None:
+        """Set the state of an actor whose engine is this application, and listen for routers."""
+        self.role, self.replica, self.running = role, replica, 0
         self._held = set()
         self._changes_adapters = False
         self._producers = [ProducerAddress.from_params(WHERE)]
         llm: Any = NoLLM()
-        self.engine = VllmEngine(llm, instant(), StopFlag(), AsyncExitStack(), "nothing to replay", None, "nobody")
+        self.engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), cannot_resume, None, "nobody")
         await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
