@@ -320,7 +320,15 @@ build/clients/bin/python:
 
 .PHONY: clients
 clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain and Anthropic's SDK (in an environment in build/), vllm bench serve and curl against the service
-	$(BIN)/python -m tests.campaigns.service.clients --langchain build/clients/bin/python --anthropic build/clients/bin/python
+	$(BIN)/python -m tests.campaigns.clients.libraries --langchain build/clients/bin/python --anthropic build/clients/bin/python
+
+build/load-tools/bin/lm_eval:
+	$(PYTHON) -m venv build/load-tools
+	build/load-tools/bin/pip install --quiet 'lm-eval[api]' guidellm aiperf
+
+.PHONY: load-tools
+load-tools: $(STAMP) build/load-tools/bin/lm_eval ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in an environment in build/), beside one vLLM server: ONLY=expression
+	$(BIN)/python -m tests.campaigns.clients.load_tools --tools build/load-tools/bin $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: multi-connector
 multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all

@@ -1,6 +1,7 @@
 """Common clients against the whole service: `make clients`.
 
-    python -m tests.campaigns.service.clients [--langchain PYTHON] [--anthropic PYTHON] [--url URL]
+    python -m tests.campaigns.clients.libraries [--langchain PYTHON] [--anthropic PYTHON]
+        [--url URL]
 
 The `openai` SDK and `vllm bench serve` come with the environment. LangChain and Anthropic's SDK are
 not dependencies of Tandem: PYTHON is an interpreter of an environment with `langchain-openai` or

@@ -1,0 +1,1 @@
+"""Programs that users already have, against a service and beside one vLLM server."""
