@@ -28,7 +28,12 @@ class RayNode:
     process: subprocess.Popen[bytes]
 
     def family(self) -> list[psutil.Process]:
-        """Return all processes of the node: Ray's own, actors, and what these have started."""
+        """Return all processes of the node: Ray's own, actors, and what these have started.
+
+        Return none once `ray start` has ended: another process may have its id.
+        """
+        if self.process.poll() is not None:
+            return []
         with suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self.process.pid)
             return [parent, *parent.children(recursive=True)]
@@ -59,12 +64,14 @@ class RayCluster:
     """A head node without CPUs and its worker nodes. Their session is in ``folder``, a short path.
 
     ``environment``  environment of all nodes, besides this process's
+    ``nodes``        all nodes, in the order of their starts, also those that have not started
     """
 
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     gcs_port: int = field(default_factory=free_port)
     dashboard_port: int = field(default_factory=free_port)
+    nodes: list[RayNode] = field(default_factory=list, init=False)
 
     @property
     def shell(self) -> dict[str, str]:
@@ -101,6 +108,11 @@ class RayCluster:
         """Start a node that joins the head. Raises RuntimeError if it fails."""
         return self._start("worker", f"--address=127.0.0.1:{self.gcs_port}", f"--num-cpus={cpus}")
 
+    def stop(self) -> None:
+        """Stop all nodes, the last one first."""
+        for node in reversed(self.nodes):
+            node.stop()
+
     def _start(self, name: str, *options: str) -> RayNode:
         path = self.folder / f"{name}.log"
         with path.open("wb") as log:
@@ -119,6 +131,7 @@ class RayCluster:
                 start_new_session=True,
             )
         node = RayNode(path, process)
+        self.nodes.append(node)
         give_up_at = time.monotonic() + START_S
         while "--block" not in path.read_text(errors="replace"):
             if process.poll() is not None or time.monotonic() > give_up_at:

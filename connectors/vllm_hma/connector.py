@@ -234,6 +234,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return all groups: vLLM zeroes only the blocks that ``Blocks.zero_edges`` adds."""
         return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -242,6 +243,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             end_token = self.scheduler.consumptions.end_token(request)
             loaded_token = store.load_prefix(request, tables, end_token - num_external_tokens, end_token)
         received = self.scheduler.consumptions.after_alloc(request, tables, num_external_tokens, loaded_token)
+        if received is not None and self._kv_cache_config.needs_kv_cache_zeroing:
+            self.scheduler.blocks.zero_edges(request.request_id, received.start_token)
         if store is not None and received is None:
             store.after_alloc(request, tables, num_external_tokens)
 

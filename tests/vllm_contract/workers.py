@@ -57,6 +57,7 @@ class Worker:
         secret: str = "",
         limits: TransferLimits = LIMITS,
         fence: StepFence | None = None,
+        zeroes_blocks: bool = False,
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
@@ -72,6 +73,7 @@ class Worker:
             transport,
             fence or StepFence(torch.device("cpu")),
             [torch.from_numpy(self.cache)],
+            zeroes_blocks,
         )
         self.server = MetadataServer(
             "127.0.0.1", 0, [encode_agent_metadata(self.agent_metadata)], derive_keys(secret).identity

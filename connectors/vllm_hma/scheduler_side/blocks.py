@@ -55,6 +55,24 @@ class Blocks:
         """
         self._bound.free(request)
 
+    def zero_edges(self, request_id: str, start_token: int) -> None:
+        """Make the step that vLLM is scheduling zero the blocks that a transfer may fill in part.
+
+        These are the first and the last new block of a request in each group. Attention also reads
+        positions of a block without tokens, with weight 0, and 0 * NaN is NaN. In hybrid and
+        mixed-precision caches, stale bytes can be NaN. vLLM zeroes new blocks of such caches,
+        except those that a connector loads (``needs_kv_cache_zeroing`` in
+        vllm/v1/kv_cache_interface.py, vllm#35219).
+
+        ``start_token``  position after the request's tokens in the prefix cache, whose blocks other
+                         requests may share
+        """
+        for manager in self._bound.coordinator.single_type_managers:
+            if manager.records_new_block_ids:
+                table = manager.req_to_blocks[request_id][-(-start_token // manager.block_size) :]
+                new = [block.block_id for block in table if not block.is_null]
+                manager.new_block_ids += dict.fromkeys((*new[:1], *new[-1:]))
+
     def held(self, without: Set[str]) -> set[int]:
         """Return the ids of all requests' blocks, without null blocks.
 

@@ -66,7 +66,7 @@ from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
-from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
 from connectors.vllm_hma.worker_side.writes import Writes
 
@@ -124,7 +124,8 @@ class RuntimeSnapshot:
 class WorkerRuntime:
     """State machines, transport and threads of one rank.
 
-    ``views``  tensors of the KV cache, which digests of KV on an accelerator read
+    ``views``          tensors of the KV cache, which digests of KV on an accelerator read
+    ``zeroes_blocks``  whether vLLM zeroes new blocks of this cache (``Blocks.zero_edges``)
 
     Raises OSError if the trace file cannot be opened, and RuntimeError if no thread can start.
     """
@@ -136,6 +137,7 @@ class WorkerRuntime:
         transport: Transport,
         fence: StepFence,
         views: Sequence[torch.Tensor] = (),
+        zeroes_blocks: bool = False,
     ) -> None:
         self.agent_metadata = agent_metadata
         self._limits = config.limits
@@ -159,6 +161,8 @@ class WorkerRuntime:
         # vLLM's V2 model runner queues the kernels that overwrite freed blocks before it calls the
         # connector (vllm/v1/worker/gpu/model_runner.py: ``update_requests``, ``pre_forward``).
         late_orders = agent_metadata.layout.memory_kind.memory != "DRAM"
+        # There, the kernels that zero blocks may run after the step's hooks.
+        self._zeroes_late = zeroes_blocks and late_orders
         self._producer = Producer(agent_metadata.layout.groups, config.limits, late_orders)
         self._consumer = Consumer(agent_metadata.layout.groups, config.limits)
         self._peers = Peers(self._producer, self._consumer, transport, self._message_sender, self._lock)
@@ -309,10 +313,17 @@ class WorkerRuntime:
         with self._lock:
             self._producer.stepped(now)
             self._steps.end(orders.chunks)
-            for receive in orders.receives:
-                self._receive(receive, now)
+            if self._zeroes_late:
+                self._steps.zero(orders.receives)
+            else:
+                for receive in orders.receives:
+                    self._receive(receive, now)
             for request_id in orders.aborts:
-                self._perform(self._consumer.abort(request_id, now))
+                unsent = self._steps.take(request_id)
+                if unsent is None:
+                    self._perform(self._consumer.abort(request_id, now))
+                else:
+                    self._refuse(unsent, "the request was aborted", now)
             for release in orders.releases:
                 self._perform(self._consumer.release(release.transfer_id, release.producer, now))
             for transfer_id in orders.discards:
@@ -480,6 +491,9 @@ class WorkerRuntime:
                 sent = self._writes.posted > self._posted_before and any(chunk.last for chunk in chunks)
                 if sent and self._exposed is None:
                     self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.in_flight())
+            case Zeroed(receives):
+                for receive in receives:
+                    self._receive(receive, now)
 
     def _measure(self, now: float) -> None:
         """Report the cost of an ``Exposure`` to the governor, once its writes have ended."""
@@ -595,8 +609,7 @@ class WorkerRuntime:
                 for group, table in zip(groups, receive.tables, strict=True)
             )
         except PlanError as error:
-            self._perform([Received(receive.request_id, str(error))])
-            self._perform(self._consumer.release(receive.transfer_id, receive.producer, now))
+            self._refuse(receive, str(error), now)
             return
         self._trace.event(
             "receive",
@@ -613,6 +626,11 @@ class WorkerRuntime:
             wanted,
         )
         self._perform(self._consumer.start(order, now))
+
+    def _refuse(self, receive: Receive, reason: str, now: float) -> None:
+        """End the wait of a request whose blocks no producer rank knows."""
+        self._perform([Received(receive.request_id, reason)])
+        self._perform(self._consumer.release(receive.transfer_id, receive.producer, now))
 
     # Callbacks from other threads.
 

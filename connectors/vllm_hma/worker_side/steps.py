@@ -1,9 +1,10 @@
 """Queue of chunks and layers that engine steps compute, until the device has computed them.
 
-The engine's thread appends the start of a step, its computed layers and its end. On an accelerator
-this thread is ahead of the device, so entries of layers and ends have an event of the ``StepFence``
-and are yielded after the event has passed. Only the engine's thread appends. It appends layers
-without a lock, so that a forward pass does not wait while the progress thread holds the lock.
+The engine's thread appends the start of a step, its computed layers and its end, and the decode
+requests whose new blocks the step zeroes. On an accelerator this thread is ahead of the device, so
+all entries but the start have an event of the ``StepFence`` and are yielded after the event has
+passed. Only the engine's thread appends. It appends layers without a lock, so that a forward pass
+does not wait while the progress thread holds the lock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from connectors.vllm_hma.worker_side.fence import StepFence
 
 if TYPE_CHECKING:
     # `make gpu-check` uses this module without vLLM.
-    from connectors.vllm_hma.orders import Chunk
+    from connectors.vllm_hma.orders import Chunk, Receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,14 @@ class Ended:
     begun: frozenset[str]
 
 
-Entry = Begun | LayersComputed | Ended
+@dataclass(frozen=True, slots=True)
+class Zeroed:
+    """The step has zeroed blocks of these decode requests: KV may now be written to them."""
+
+    receives: tuple[Receive, ...]
+
+
+Entry = Begun | LayersComputed | Ended | Zeroed
 
 
 class Steps:
@@ -110,8 +118,24 @@ class Steps:
             self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
         self._begun = ()
 
+    def zero(self, receives: Sequence[Receive]) -> None:
+        """Append decode requests some of whose blocks this step zeroes, if there are any."""
+        if receives:
+            self._entries.append((self._fence.mark(), Zeroed(tuple(receives))))
+
+    def take(self, request_id: str) -> Receive | None:
+        """Remove a decode request from all entries, and return its order; None without one."""
+        for position, (event, entry) in enumerate(self._entries):
+            if isinstance(entry, Zeroed):
+                found = next((each for each in entry.receives if each.request_id == request_id), None)
+                if found is not None:
+                    left = tuple(each for each in entry.receives if each is not found)
+                    self._entries[position] = event, replace(entry, receives=left)
+                    return found
+        return None
+
     def drop(self, request_id: str) -> None:
-        """Remove a request from all entries: its blocks have been freed, or its KV is wrong."""
+        """Remove a prefill request from all entries: its blocks are freed, or its KV is wrong."""
         kept: deque[tuple[torch.Event | None, Entry]] = deque()
         for event, entry in self._entries:
             match entry:
@@ -120,6 +144,8 @@ class Steps:
                     kept.append((event, replace(entry, chunks=left)))
                 case LayersComputed(request_ids):
                     kept.append((event, replace(entry, request_ids=tuple(i for i in request_ids if i != request_id))))
+                case Zeroed():
+                    kept.append((event, entry))
         self._entries = kept
 
     def passed(self) -> Iterator[Entry]:

@@ -82,7 +82,8 @@ class WorkerConnector:
         )
         tensors = list(views.values())
         fence = StepFence(tensors[0].device)
-        self._runtime = WorkerRuntime(self._config, agent_metadata, transport, fence, tensors)
+        zeroes_blocks = self._cache.needs_kv_cache_zeroing
+        self._runtime = WorkerRuntime(self._config, agent_metadata, transport, fence, tensors, zeroes_blocks)
         logger.info(
             "Tandem: rank %d registered %d regions, %d bytes, for %d groups",
             rank,

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ class Campaign:
         clients.load = Load(name)
         self.loads.append(clients.load)
 
-    async def run(self, head: RayNode, worker: RayNode, nodes: ExitStack) -> None:
-        """Kill `head` under load, and check what follows. `nodes` stops the nodes started here."""
+    async def run(self, head: RayNode, worker: RayNode) -> None:
+        """Kill `head` under load, and check what follows."""
         await until(self.serves, READY_S, "the service answers")
         before = self.engine_ids()
         clients = Clients(self.url, self.load)
@@ -136,7 +136,10 @@ class Campaign:
             clients.start()
             started = asyncio.Event()
             streams = [asyncio.create_task(stream(http, started)) for _ in range(STREAMS)]
-            await started.wait()
+            first = asyncio.create_task(started.wait())
+            # A stream that fails must not keep this waiting; `gather` below reports it.
+            await asyncio.wait([first, *streams], return_when=asyncio.FIRST_COMPLETED)
+            first.cancel()
             self.next_phase(clients, "without the head")
             print(f"killing {len(head.family())} processes of the head", flush=True)
             await asyncio.to_thread(head.kill)
@@ -148,7 +151,7 @@ class Campaign:
             print(f"{STREAMS} streams ended {streamed_s:.1f} s after the kill", flush=True)
             if self.keeps_state:
                 await asyncio.sleep(max(WITHOUT_HEAD_S - streamed_s, 0))
-                await self.bring_back(worker, clients, before, nodes)
+                await self.bring_back(worker, clients, before)
                 await clients.stop()
             else:
                 await asyncio.sleep(max(RECONNECT_S / 2 - streamed_s, 0))
@@ -156,10 +159,10 @@ class Campaign:
                 self.next_phase(clients, "")
                 await self.check_end(worker, killed_at)
 
-    async def bring_back(self, worker: RayNode, clients: Clients, before: dict[str, str], nodes: ExitStack) -> None:
+    async def bring_back(self, worker: RayNode, clients: Clients, before: dict[str, str]) -> None:
         """Start the head again; check that engines stay, and that Serve controls them again."""
         self.next_phase(clients, "the head is back")
-        nodes.callback((await asyncio.to_thread(self.start_head)).stop)
+        await asyncio.to_thread(self.start_head)
         await until(lambda: self.status().get("status") == "RUNNING", READY_S, "serve status is RUNNING")
         if (after := self.engine_ids()) != before:
             self.problems.append(f"engines were restarted: {before} before, {after} after")
@@ -195,8 +198,10 @@ class Campaign:
         print(
             f"{len(family)} processes of the worker node ended within {time.monotonic() - killed_at:.0f} s", flush=True
         )
-        if left:
-            self.problems.append(f"left on a node without the head: {[' '.join(one.cmdline())[:80] for one in left]}")
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                self.problems.append(f"left on a node without the head: {' '.join(process.cmdline())[:80]}")
+                process.kill()
 
 
 def decode_core(worker: RayNode) -> psutil.Process:
@@ -231,7 +236,7 @@ async def until(done: Callable[[], object], within_s: float, what: str) -> None:
         try:
             if await asyncio.to_thread(done):
                 return
-        except (httpx.HTTPError, OSError, KeyError, ValueError):
+        except (httpx.HTTPError, OSError, KeyError, ValueError, subprocess.TimeoutExpired):
             pass  # not yet
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"not within {within_s:g} s: {what}")
@@ -241,16 +246,15 @@ async def until(done: Callable[[], object], within_s: float, what: str) -> None:
 def play(mode: str, folder: Path) -> list[str]:
     """Run one mode. Return the broken promises."""
     folder.mkdir(parents=True)
-    with ExitStack() as nodes:
-        campaign = Campaign(folder, nodes.enter_context(redis(folder)) if mode == "redis" else {})
+    with ExitStack() as servers:
+        campaign = Campaign(folder, servers.enter_context(redis(folder)) if mode == "redis" else {})
+        servers.callback(campaign.cluster.stop)
         if campaign.cluster.run("ray", "get-auth-token", "--generate").returncode != 0:
             raise RuntimeError("ray get-auth-token failed")
         head = campaign.start_head()
-        nodes.callback(head.stop)
         worker = campaign.cluster.start_worker(4)
-        nodes.callback(worker.stop)
         campaign.deploy()
-        asyncio.run(campaign.run(head, worker, nodes))
+        asyncio.run(campaign.run(head, worker))
     for load in campaign.loads:
         campaign.problems += [f"{load.phase}: {one}" for one in (*load.failed, *load.wrong)]
     requests = sum(load.requests for load in campaign.loads)

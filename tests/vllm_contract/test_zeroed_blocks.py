@@ -1,0 +1,204 @@
+"""Blocks that a transfer fills in part must not keep stale bytes that are NaN in their dtype.
+
+vLLM zeroes the new blocks of hybrid and mixed-precision caches, except those that a connector loads
+(``KVCacheConfig.needs_kv_cache_zeroing``, ``get_loaded_kv_cache_group_ids``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from connectors.planning.blocks import wanted_blocks, wanted_units
+from connectors.planning.layout import MemoryKind
+from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from tests.campaigns.schedules import scheduling
+from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
+from tests.vllm_contract.caches import cache_config, full, sliding
+from tests.vllm_contract.memory_engines import memory_rank, plans_for, transfer, units
+from tests.vllm_contract.test_packed_pages import LAYER, config
+from tests.vllm_contract.test_streaming import SlowFence
+from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+
+CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
+PROMPT = list(range(10, 110))
+HEADS, HEAD_SIZE = 2, 64
+
+
+def mixed(blocks: int) -> KVCacheConfig:
+    """Full attention in float32 and windows in bfloat16, which vLLM zeroes."""
+    windows = sliding(block_size=BLOCK_TOKENS, sliding_window=WINDOW_TOKENS, dtype=torch.bfloat16)
+    cache = cache_config(
+        (["model.layers.0.self_attn.attn"], full(block_size=BLOCK_TOKENS)),
+        (["model.layers.1.self_attn.attn"], windows),
+        (["model.layers.2.self_attn.attn"], windows),
+    )
+    cache.num_blocks = blocks
+    assert cache.needs_kv_cache_zeroing
+    return cache
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(scheduling, "kv_cache", mixed)
+    made = Engine(0, 60, prefix_caching=True, asynchronous=False)
+    yield made
+    made.close()
+
+
+def add(engine: Engine, name: str, prompt: list[int], **params: object) -> None:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params or None})
+    sampling.stop_token_ids = [STOP_TOKEN]
+    engine.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=engine.hasher))
+
+
+def step(engine: Engine) -> SchedulerOutput:
+    engine.steps += 1
+    output = engine.scheduler.schedule()
+    engine.scheduler.update_from_output(output, engine.execute(output))
+    return output
+
+
+def test_vllm_zeroes_the_blocks_that_a_transfer_fills_in_part(engine: Engine) -> None:
+    """The last block of full attention, and the first and last of each window; no block that the
+    prefix cache shares, and none that the transfer fills.
+    """
+    add(engine, "earlier", PROMPT[:40])
+    while engine.scheduler.requests:
+        step(engine)
+    engine.later = lambda most=40: engine.steps + 3  # type: ignore[method-assign]
+    add(engine, "r", PROMPT, **CONSUME)
+    output = step(engine)
+    (order,) = output.kv_connector_metadata.receives
+    # 32 tokens are cached; 67 arrive, up to token 99, whose window starts with token 52.
+    assert (order.start_token, order.end_token) == (32, 99)
+    everything, *windows = order.tables
+    zeroed = output.new_block_ids_to_zero
+    assert zeroed is not None
+    assert {*everything[:2], *everything[3:6]}.isdisjoint(zeroed)
+    assert {everything[6], *(window[at] for window in windows for at in (3, 6))} <= {*zeroed}
+
+
+def test_a_cache_that_vllm_does_not_zero() -> None:
+    """Stale numbers of the same dtype are finite, and attention masks them."""
+    engine = Engine(0, 60, prefix_caching=True, asynchronous=False)
+    try:
+        add(engine, "r", PROMPT, **CONSUME)
+        output = step(engine)
+        assert output.kv_connector_metadata.receives
+        assert output.new_block_ids_to_zero is None
+    finally:
+        engine.close()
+
+
+def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]) -> None:
+    """On an accelerator they are queued: bytes of the transfer must not arrive before them."""
+    fence = SlowFence()
+    producer = worker("p", integrity="off")
+    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
+    consumer.step(receives=[receive(producer.address)])
+    assert consumer.runtime.snapshot().consumer.receptions == {}
+    fence.done.update(fence.marked)
+    producer.step(expects=[Expect("q", "t", 6, DIGEST)], chunks=[Chunk("q", ((1, 2),), 6, True)])
+    assert results(consumer) == (set(), {"r"}, set())
+
+
+def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:
+    """It has offered no blocks: vLLM can free them, and prefill must not hold KV for a lease."""
+    fence = SlowFence()
+    producer = worker("p", integrity="off")
+    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
+    consumer.step(receives=[receive(producer.address), receive(producer.address, "s", "u")])
+    consumer.step(aborts=["r"])
+    assert consumer.runtime.results() == (set(), {"r"}, {"r"})
+    producer.step(expects=[Expect("q", "t", 6, DIGEST)], chunks=[Chunk("q", ((1, 2),), 6, True)])
+    producer.step(finished=[Finished("q", True, "")])
+    assert results(producer) == ({"q"}, set(), set())
+    fence.done.update(fence.marked)
+    until(lambda: consumer.runtime.snapshot().consumer.receptions.keys() == {"s"})
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_attention_reads_the_rest_of_a_block(clean: bool) -> None:
+    """A transfer of 70 tokens from blocks of 32 to a block of 128 writes three units of 32 tokens.
+    The attention of token 99 reads a part of the rest, with weight 0.
+    """
+    isa = _get_attn_isa(torch.float32, 32, HEAD_SIZE)
+    spec = {"num_kv_heads": HEADS, "head_size": HEAD_SIZE}
+    producer = memory_rank(config(1, 32), {LAYER: full(block_size=32, **spec)})
+    consumer = memory_rank(config(1, 128), {LAYER: full(block_size=128, **spec)})
+    (plan,) = plans_for([producer], consumer)
+    (shape,) = plan.shapes
+    (group,) = consumer.layout.groups
+    key, value, query = torch.randn(3, 100, HEADS, HEAD_SIZE)
+    write(isa, producer.views[LAYER], key[:70], value[:70], torch.arange(70) + 32)
+    consumer.views[LAYER].fill_(0 if clean else torch.nan)
+    wanted = wanted_units(group, wanted_blocks(group, [5], 0, 70), shape, 70)
+    assert wanted.units.tolist() == [0, 1, 2]
+    sources = [(int(unit) + 1, 0) for unit in wanted.units]
+    targets = list(zip(wanted.dst_ids.tolist(), wanted.dst_parts.tolist(), strict=True))
+    transfer([producer], consumer, [units(0, shape, sources, targets)])
+    # The engine then computes tokens 70 to 99.
+    write(isa, consumer.views[LAYER], key[70:], value[70:], torch.arange(70, 100) + 5 * 128)
+    found = attend(isa, consumer.views[LAYER], query[99:], 100, [5])
+    scores = torch.einsum("hd,thd->ht", query[99], key) * HEAD_SIZE**-0.5
+    expected = torch.einsum("ht,thd->hd", scores.softmax(1), value)
+    assert torch.allclose(found[0], expected, atol=1e-4) is clean
+    assert bool(found.isnan().any()) is not clean
+
+
+def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks, heads, tokens, content = cache.shape
+    keys, values = cache.view(blocks, heads, 2 * tokens, content // 2).chunk(2, dim=2)
+    return keys, values
+
+
+def write(isa: str, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    ops.cpu_attn_reshape_and_cache(key, value, *halves(cache), slots, isa, kv_cache_dtype="auto")
+
+
+def attend(isa: str, cache: torch.Tensor, query: torch.Tensor, tokens: int, table: list[int]) -> torch.Tensor:
+    """Return the attention of the last tokens of a request, as vLLM's CPU backend computes it."""
+    keys, values = halves(cache)
+    lengths = torch.tensor([tokens], dtype=torch.int32)
+    starts = torch.tensor([0, len(query)], dtype=torch.int32)
+    found = torch.empty_like(query)
+    same = {"query_start_loc": starts, "seq_lens": lengths, "causal": True, "kv_cache_dtype": "auto"}
+    metadata = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_SIZE,
+        dtype=query.dtype,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=False,
+        dynamic_causal=None,
+        **same,
+    )
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=found,
+        scale=HEAD_SIZE**-0.5,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=torch.tensor([table], dtype=torch.int32),
+        softcap=0.0,
+        scheduler_metadata=metadata,
+        s_aux=None,
+        dynamic_causal=None,
+        k_scale=1.0,
+        v_scale=1.0,
+        **same,
+    )
+    return found
