@@ -344,7 +344,7 @@ head-killed: $(STAMP) ## Kill the Ray head of a busy service, without Redis and 
 	$(BIN)/python -m tests.campaigns.service.head_killed $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: setting-changes
-setting-changes: $(STAMP) ## Change every setting of a running service, compare the restarts (25 minutes): ONLY="router. store.path"
+setting-changes: $(STAMP) ## Change every setting of a running service, compare the restarts (25 to 35 minutes): ONLY="router. store.path"
 	$(BIN)/python -m tests.campaigns.service.setting_changes $(if $(ONLY),--only $(ONLY))
 
 .PHONY: explore
