@@ -351,6 +351,10 @@ rolling-restart: $(STAMP) ## Replace every replica of a busy service, and scale 
 head-killed: $(STAMP) ## Kill the Ray head of a busy service, without Redis and with it (needs redis-server; 6 minutes): ONLY=redis
 	$(BIN)/python -m tests.campaigns.service.head_killed $(if $(ONLY),--only '$(ONLY)')
 
+.PHONY: setting-changes
+setting-changes: $(STAMP) ## Change every setting of a running service, compare the restarts (25 to 35 minutes): ONLY="router. store.path"
+	$(BIN)/python -m tests.campaigns.service.setting_changes $(if $(ONLY),--only $(ONLY))
+
 .PHONY: explore
 explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour): PART=1/6
 	$(BIN)/python -m tests.campaigns.protocol.explore --part $(PART)

@@ -104,9 +104,9 @@ class RayCluster:
         ports = (f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}")
         return self._start("head", "--head", *ports, "--num-cpus=0", *options)
 
-    def start_worker(self, cpus: int) -> RayNode:
+    def start_worker(self, cpus: int, *options: str) -> RayNode:
         """Start a node that joins the head. Raises RuntimeError if it fails."""
-        return self._start("worker", f"--address=127.0.0.1:{self.gcs_port}", f"--num-cpus={cpus}")
+        return self._start("worker", f"--address=127.0.0.1:{self.gcs_port}", f"--num-cpus={cpus}", *options)
 
     def stop(self) -> None:
         """Stop all nodes, the last one first."""

@@ -56,7 +56,12 @@ class RoleSettings(PlacementSettings):
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that the actor requests from Ray")
-    num_gpus: float = Field(0, ge=0, description="GPUs of one replica, requested from Ray; 0: run on the CPU")
+    num_gpus: float = Field(
+        0,
+        ge=0,
+        description="GPUs of one replica, requested from Ray; 0: run on the CPU. The engine's arguments follow `args`, "
+        "so a change from or to 0 must be in `args`",
+    )
     resources: dict[str, float] = Field(
         default_factory=dict, description="custom Ray resources that the actor requests"
     )

@@ -15,6 +15,7 @@ from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
 from actors.autoscaling.policy import ROLE_POLICY
+from actors.engine.arguments import engine_arguments
 from app.main import ROUTER_ENVIRONMENT, build
 from configs.changes import DEPLOYMENTS, Change, change_of
 from configs.reference import SECTIONS, reference
@@ -169,3 +170,13 @@ def test_actor_options_replace_those_of_the_service() -> None:
     for name in (*before["runtime_env"]["env_vars"], *ROUTER_ENVIRONMENT):
         assert f"`{name}" in page
     assert "env_vars" not in after.get("runtime_env", {})
+
+
+def test_the_option_num_gpus_moves_no_engine_to_another_device() -> None:
+    """The engine's arguments follow `args`, as docs/configuration.md says."""
+    gpus = override(change_of("decode", "num_gpus"), "decode", 1)
+    assert restarted(application(), gpus) == {"Decode"}
+    without, with_gpu = parse_settings({}), parse_settings({"decode": {"num_gpus": 1}})
+    assert "worker_cls" in engine_arguments(without, "decode")
+    assert "worker_cls" not in engine_arguments(with_gpu, "decode")
+    assert "a change from or to 0 must be in `args`" in reference()

@@ -1,0 +1,1 @@
+"""Changes every setting of a running service; compares the restarts with `configs/changes.py`."""
