@@ -102,14 +102,14 @@ def _rank_local(settings: RoutingSettings, options: Options, session: str | None
     """
     if len(options.decode) == 1:
         return [0]
-    keys: list[Any] = [failing]
+    keys: list[Any] = [failing] if any(failing) else []
     if session is not None:
         keys.append([_affinity(session, name) for name in options.decode])
     if settings.policy == "least_load":
         keys.append([options.ongoing_decode(name) for name in options.decode])
     elif settings.policy != "round_robin":
         keys.append(options.local_costs(settings.decode_weight, settings.interference_weight))
-    order: list[int] = np.lexsort(keys[::-1]).tolist()
+    order: list[int] = np.lexsort(keys[::-1]).tolist() if keys else list(range(len(options.decode)))
     return order
 
 

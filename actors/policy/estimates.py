@@ -116,7 +116,7 @@ class Levels:
     def factors(self, engines: Iterable[str], now: float) -> np.ndarray:
         """Return the factor of each engine."""
         index = self._index
-        return _factors(self._values[:, [index.get(name, 0) for name in engines]], self._fades_s, now)
+        return _factors(self._values.take([index.get(name, 0) for name in engines], axis=1), self._fades_s, now)
 
     def observe(self, engine: str, assumed_s: float, measured_s: float, now: float) -> None:
         """Update the level of one engine from a measurement."""
@@ -162,7 +162,7 @@ class PairLevels:
         """Return the factors of all pairs, in shape (decode engines, prefill engines)."""
         columns = [self._prefill.get(name, 0) for name in prefill]
         rows = [self._decode.get(name, 0) for name in decode]
-        return _factors(self._values[:, rows][:, :, columns], self._fades_s, now)
+        return _factors(self._values.take(rows, axis=1).take(columns, axis=2), self._fades_s, now)
 
     def observe(self, pair: tuple[str, str], assumed_s: float, measured_s: float, now: float) -> None:
         """Update the level of one pair from a measurement."""

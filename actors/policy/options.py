@@ -99,7 +99,7 @@ class Options:
         new = self.prompt_tokens - np.array([self.prefill_held[prefill] for prefill in self.prefill], float)
         compute_s = self._prefill_s(new, self.costs.prefill.factors(self.prefill, self.now))
         loads = [self.prefill_loads.get(prefill, NOTHING) for prefill in self.prefill]
-        others = np.array(list(map(_others, self.prefill.values(), loads)))
+        others = np.array(list(map(_others, self.prefill.values(), loads)), float)
         queue_s = np.array([load.prompts.wait_s(self.now) for load in loads]) + others * compute_s
         parts = self.costs.handover_parts(moved, streams)
         handovers_s = self.costs.handovers_s(list(self.prefill), list(self.decode), parts, self.now)
