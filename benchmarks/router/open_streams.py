@@ -1,7 +1,7 @@
 """Thousands of streams that are open at the same time on one router: memory per stream, and its
 growth.
 
-    python -m benchmarks.router.open_streams [--streams 10000] [--minutes 10] [--pace-s 10]
+    python -m benchmarks.router.open_streams [--streams 10000] [--minutes 10] [--pace-s 20]
 
 Tandem's service with instant engines, over HTTP. Client processes open the streams; each stream
 receives a token every `--pace-s` seconds and ends after the last minute. The engines have more
@@ -249,7 +249,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--minutes", type=int, default=10)
-    parser.add_argument("--pace-s", type=float, default=10.0)
+    parser.add_argument("--pace-s", type=float, default=20.0)
     given = parser.parse_args()
     raise_file_limit(given.streams)
     port = free_port()
