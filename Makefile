@@ -199,6 +199,19 @@ bench-router: $(STAMP) build/vllm-router/bin/vllm-router ## Measure what the rou
 disconnects: $(STAMP) ## 10,000 requests, half of whose clients leave: what is counted, what is left, the memory
 	$(BIN)/python -m benchmarks.router.disconnects
 
+.PHONY: open-streams
+open-streams: $(STAMP) ## 10,000 open streams on one router for 10 minutes: memory per stream, growth (20 minutes): STREAMS=2000 MINUTES=1
+	$(BIN)/python -m benchmarks.router.open_streams $(if $(STREAMS),--streams $(STREAMS)) $(if $(MINUTES),--minutes $(MINUTES))
+
+.PHONY: rolling-versions
+rolling-versions: $(STAMP) ## Rolling restarts between two versions of the RPC protocol under load (3 minutes): OLDER=checkout
+	$(BIN)/python -m benchmarks.router.versions $(if $(OLDER),--older $(abspath $(OLDER)))
+
+.PHONY: bench-fleet
+bench-fleet: $(STAMP) ## One bookkeeping pass and one decision with 64 engines; a stream whose router does not read (1 minute)
+	$(BIN)/python -m benchmarks.bookkeeping
+	$(BIN)/python -m benchmarks.slow_reader
+
 .PHONY: bench-promises
 bench-promises: $(STAMP) ## Measure what digests, secret and tags cost: TTFT and a batch, with and without them
 	$(BIN)/python -m benchmarks.promises
@@ -324,7 +337,7 @@ clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain and Anth
 
 build/load-tools/bin/lm_eval:
 	$(PYTHON) -m venv build/load-tools
-	build/load-tools/bin/pip install --quiet 'lm-eval[api]' guidellm aiperf
+	build/load-tools/bin/pip install --quiet 'lm-eval[api]' transformers guidellm aiperf
 
 .PHONY: load-tools
 load-tools: $(STAMP) build/load-tools/bin/lm_eval ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in an environment in build/), beside one vLLM server: ONLY=expression

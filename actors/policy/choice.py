@@ -5,8 +5,9 @@ Has no state or clock of its own: the options supply the time, the loads and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -68,39 +69,63 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
     The dispatcher needs all of them, because the first replica may have no free slot. The decision
     has none if its reason is UNSEEN, or if no decode replica is usable.
     """
-    key = _key(settings, options, asked.session)
-    local = sorted(options.local, key=key)
-    remote = None
-    if asked.whole is None and options.prefill and options.decode:
-        names, prefills = list(options.decode), list(options.prefill)
-        ranks = _rank_pairs(settings, options, asked.session)
-        order = ranks.min(axis=1).argsort().tolist()
-        prefill_order = ranks[order[0]].argsort().tolist()
+    local = remote = None
+    names = list(options.decode)
+    if names:
+        failing = _all_failing(options.decode_loads, names, options.now)
+        local_order = _rank_local(settings, options, asked.session, failing)
+        local = options.local(names[local_order[0]])
+    if asked.whole is None and options.prefill and names:
+        prefills = list(options.prefill)
+        order, prefill_order = _rank_pairs(settings, options, asked.session, failing)
         remote = options.pair(names[order[0]], prefills[prefill_order[0]])
-    route, reason = _route(settings, options, asked, local, remote, key)
-    best_local = local[0] if local else None
-    if route == "local":
-        chosen, other, decode, prefill = best_local, remote, tuple(one.decode for one in local), ()
-    elif remote is not None:
-        chosen, other = remote, best_local
+    route, reason = _route(settings, options, asked, local, remote)
+    decode: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    chosen = other = None
+    if route == "local" and local is not None:
+        chosen, other = local, remote
+        decode = tuple(names[index] for index in local_order)
+    elif route == "remote" and remote is not None:
+        chosen, other = remote, local
         decode = tuple(names[index] for index in order)
         prefill = tuple(prefills[index] for index in prefill_order)
-    else:
-        chosen = other = None
-        decode = prefill = ()
     if chosen is None:
         return Decision(route, reason, settings.policy, options.prompt_tokens)
     return Decision(route, reason, settings.policy, options.prompt_tokens, decode, prefill, chosen, other)
 
 
-def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None) -> np.ndarray:
-    """Return the position of each pair of replicas in the order of `_key`; 0 is the best.
+def _rank_local(settings: RoutingSettings, options: Options, session: str | None, failing: Sequence[bool]) -> list[int]:
+    """Return the positions of the decode replicas in the order of `_key`, best first.
 
-    Shape: (decode replicas, prefill replicas).
+    ``failing``  whether each decode replica comes last
+    """
+    if len(options.decode) == 1:
+        return [0]
+    keys: list[Any] = [failing] if any(failing) else []
+    if session is not None:
+        keys.append([_affinity(session, name) for name in options.decode])
+    if settings.policy == "least_load":
+        keys.append([options.ongoing_decode(name) for name in options.decode])
+    elif settings.policy != "round_robin":
+        keys.append(options.local_costs(settings.decode_weight, settings.interference_weight))
+    order: list[int] = np.lexsort(keys[::-1]).tolist() if keys else list(range(len(options.decode)))
+    return order
+
+
+def _rank_pairs(
+    settings: RoutingSettings, options: Options, session: str | None, failing: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """Return positions of decode and of prefill replicas, best first, in the order of `_key`.
+
+    Decode replicas are ordered by their best pair, prefill replicas by their pair with the best
+    decode replica.
+
+    ``failing``  whether each decode replica comes last
     """
     shape = (len(options.decode), len(options.prefill))
     if shape == (1, 1):
-        return np.zeros(shape, int)
+        return [0], [0]
 
     def rows(values: Iterable[float]) -> np.ndarray:
         return np.broadcast_to(np.fromiter(values, float)[:, None], shape)
@@ -108,11 +133,10 @@ def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None
     def columns(values: Iterable[float]) -> np.ndarray:
         return np.broadcast_to(np.fromiter(values, float)[None, :], shape)
 
-    decodes = [options.decode_loads.get(name) for name in options.decode]
-    prefills = [options.prefill_loads.get(name) for name in options.prefill]
-    keys = [
-        rows(_failing(one, options.now) for one in decodes) + columns(_failing(one, options.now) for one in prefills)
-    ]
+    keys = []
+    failing_prefill = _all_failing(options.prefill_loads, options.prefill, options.now)
+    if any(failing) or any(failing_prefill):
+        keys.append(rows(failing) + columns(failing_prefill))
     if session is not None:
         keys.append(rows(_affinity(session, decode) for decode in options.decode))
     if settings.policy == "round_robin":
@@ -124,14 +148,19 @@ def _rank_pairs(settings: RoutingSettings, options: Options, session: str | None
         ]
     else:
         keys.append(options.pair_costs(settings.decode_weight, settings.interference_weight))
-    order = np.lexsort([key.ravel() for key in reversed(keys)])
-    ranks = np.empty(order.size, int)
-    ranks[order] = np.arange(order.size)
-    return ranks.reshape(shape)
+    if len(keys) == 1:  # the sort of all pairs would take longer than the rest of the decision
+        order = np.argsort(keys[0].min(axis=1), kind="stable").tolist()
+        return order, np.argsort(keys[0][order[0]], kind="stable").tolist()
+    pairs = np.lexsort([key.ravel() for key in reversed(keys)])
+    ranks = np.empty(pairs.size, int)
+    ranks[pairs] = np.arange(pairs.size)
+    ranks = ranks.reshape(shape)
+    order = ranks.min(axis=1).argsort().tolist()
+    return order, ranks[order[0]].argsort().tolist()
 
 
 def _route(
-    settings: RoutingSettings, options: Options, asked: Asked, local: list[Estimate], remote: Estimate | None, key: Key
+    settings: RoutingSettings, options: Options, asked: Asked, local: Estimate | None, remote: Estimate | None
 ) -> tuple[str, str]:
     if asked.whole is not None:
         return "local", asked.whole
@@ -139,13 +168,14 @@ def _route(
         return "local", POLICY
     if asked.prefill_known and not options.prefill:
         return "local", PREFILL_FAILED if asked.prefill_failed else NO_PREFILL
-    if remote is None:
+    if remote is None or local is None:
         return "remote", UNSEEN
     if settings.policy != "cost":
         return "remote", POLICY
-    if local[0].uncached_tokens < settings.local_below_tokens:
+    if local.uncached_tokens < settings.local_below_tokens:
         return "local", SHORT
-    return ("local" if key(local[0]) <= key(remote) else "remote"), CHEAPER
+    key = _key(settings, options, asked.session)
+    return ("local" if key(local) <= key(remote) else "remote"), CHEAPER
 
 
 def _affinity(session: str, decode: str) -> float:
@@ -158,6 +188,10 @@ def _failing(load: EngineLoad | None, now: float) -> bool:
         return False
     failed = load.failed_at is not None and now - load.failed_at < FAILING_S
     return failed or (load.silent_at is not None and now - load.silent_at < SILENT_S)
+
+
+def _all_failing(loads: Mapping[str, EngineLoad], names: Iterable[str], now: float) -> list[bool]:
+    return [_failing(loads.get(name), now) for name in names]
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:

@@ -8,12 +8,12 @@ computation, and one step of the running streams.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from actors.policy.estimates import Components, Level, PairLevels, Regression
+from actors.policy.estimates import Components, Levels, Number, PairLevels, Regression
 from configs.settings.router import RoutingSettings
 
 ATTENTION_TOKENS = 32_768.0
@@ -34,23 +34,26 @@ class Cost:
 
     def __init__(self, parts: int, fades_s: float) -> None:
         self.role = Regression(parts, fades_s)
-        self._members: defaultdict[object, Level] = defaultdict(lambda: Level(fades_s * ENGINE_FADES_SHARE))
+        self._members = Levels(fades_s * ENGINE_FADES_SHARE)
 
-    def predict_s(self, member: object, assumed: Components, now: float) -> float:
+    def predict_s(self, member: str, assumed: Components, now: float) -> float:
         return self.role.predict(assumed, now) * self.factor(member, now)
 
-    def factor(self, member: object, now: float) -> float:
-        return self._members[member].factor(now) if member in self._members else 1.0
+    def factor(self, member: str, now: float) -> float:
+        return self._members.factor(member, now)
 
-    def observe(self, member: object, assumed: Components, measured_s: float, now: float) -> None:
+    def factors(self, members: Iterable[str], now: float) -> np.ndarray:
+        """Return the factor of each member."""
+        return self._members.factors(members, now)
+
+    def observe(self, member: str, assumed: Components, measured_s: float, now: float) -> None:
         # The role learns the cost of an average member; otherwise a member's factor would count
         # twice.
         self.role.observe(assumed, measured_s / self.factor(member, now), now)
-        self._members[member].observe(self.role.predict(assumed, now), measured_s, now)
+        self._members.observe(member, self.role.predict(assumed, now), measured_s, now)
 
-    def keep_only(self, members: set[object]) -> None:
-        for gone in self._members.keys() - members:
-            del self._members[gone]
+    def keep_only(self, members: AbstractSet[str]) -> None:
+        self._members.keep_only(members)
 
 
 class Costs:
@@ -60,7 +63,8 @@ class Costs:
     ``local``    costs of a prompt on a decode engine
     ``step``     costs of a decode step
 
-    All token counts but `held_tokens` exclude cached tokens.
+    All token counts but `held_tokens` exclude cached tokens. The functions that return cost parts
+    take numbers, or arrays with one number for each engine.
     """
 
     def __init__(self, settings: RoutingSettings) -> None:
@@ -71,7 +75,7 @@ class Costs:
         self._handover = Regression(3, settings.fades_s)
         self._pairs = PairLevels(settings.fades_s * ENGINE_FADES_SHARE)
 
-    def prefill_parts(self, new_tokens: int, held_tokens: int) -> Components:
+    def prefill_parts(self, new_tokens: Number, held_tokens: Number) -> tuple[float | Number, ...]:
         """Return the assumed cost parts of `new_tokens` after `held_tokens` cached tokens."""
         token_s = 1 / self.settings.assumed_prefill_tokens_per_s
         context_tokens = held_tokens + new_tokens / 2
@@ -81,28 +85,30 @@ class Costs:
             new_tokens * token_s * context_tokens / ATTENTION_TOKENS,
         )
 
-    def local_parts(self, new_tokens: int, held_tokens: int, streams: int, now: float) -> Components:
+    def local_parts(
+        self, new_tokens: Number, held_tokens: Number, streams: Number, now: float
+    ) -> tuple[float | Number, ...]:
         """Return the cost parts of a prefill on a decode engine with ``streams`` running streams.
 
         The parts are derived from the costs of prefill engines, measured or still assumed.
         """
-        prefill = self.prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
-        return (*prefill, prefill[1] * streams / BUSY_STREAMS)
+        fixed, linear, attention = self.prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
+        return (fixed, linear, attention, linear * streams / BUSY_STREAMS)
 
-    def handover_parts(self, moved_tokens: int, streams: int) -> Components:
+    def handover_parts(self, moved_tokens: Number, streams: Number) -> tuple[float | Number, ...]:
         """Return the cost parts of the handover to a decode engine with ``streams`` streams."""
         assumed = self.settings
         step_s = assumed.assumed_step_s * streams / BUSY_STREAMS
         return assumed.assumed_handover_s, moved_tokens / assumed.assumed_transfer_tokens_per_s, step_s
 
-    def step_parts(self, streams: float, prefilled_tokens: float, now: float) -> Components:
+    def step_parts(self, streams: Number, prefilled_tokens: float, now: float) -> tuple[float | Number, ...]:
         """Return the cost parts of a decode step.
 
         ``streams``           mean number of running streams
         ``prefilled_tokens``  mean number of prompt tokens that a step computes
         """
         step_s = self.settings.assumed_step_s
-        # Fast path: each decision calls this twice per decode engine, without prefilled tokens.
+        # Fast path: each decision calls this twice, without prefilled tokens.
         token_s = self.local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
 
@@ -110,13 +116,13 @@ class Costs:
         return self._handover.predict(parts, now) * self._pairs.factor(pair, now)
 
     def handovers_s(
-        self, prefill: Sequence[str], decode: Sequence[str], parts: Sequence[Components], now: float
+        self, prefill: Sequence[str], decode: Sequence[str], parts: tuple[float | np.ndarray, ...], now: float
     ) -> np.ndarray:
         """Return the seconds of all handovers, in shape (decode engines, prefill engines).
 
-        ``parts``  cost parts of a handover to each decode engine
+        ``parts``  cost parts of the handovers to the decode engines
         """
-        usual = np.array(parts) @ np.array(self._handover.factors(now))
+        usual = self._handover.predict(parts, now)
         handovers_s: np.ndarray = usual[:, None] * self._pairs.factors(prefill, decode, now)
         return handovers_s
 

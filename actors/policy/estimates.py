@@ -9,9 +9,10 @@ received no work since.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import mul
+from typing import TypeVar
 
 import numpy as np
 
@@ -45,6 +46,9 @@ LEAST_S = 1e-6
 
 Components = tuple[float, ...]
 """Seconds of each part of a cost; assumed ones, unless stated otherwise."""
+
+Number = TypeVar("Number", float, np.ndarray)
+"""A number, or an array of numbers: one for each engine."""
 
 
 class Level:
@@ -94,6 +98,50 @@ class Level:
         return count / (count + ASSUMED_WEIGHT)
 
 
+class Levels:
+    """`Level` of each engine, also in arrays to compute all factors at once."""
+
+    def __init__(self, fades_s: float) -> None:
+        self._fades_s = fades_s
+        self._levels: dict[str, Level] = {}
+        self._index: dict[str, int] = {}
+        # Mean, count and time of each engine. Column 0 is for engines without measurements.
+        self._values = np.zeros((3, 1))
+
+    def factor(self, engine: str, now: float) -> float:
+        """Return the factor of one engine; 1 without recent measurements."""
+        level = self._levels.get(engine)
+        return 1.0 if level is None else level.factor(now)
+
+    def factors(self, engines: Iterable[str], now: float) -> np.ndarray:
+        """Return the factor of each engine."""
+        index = self._index
+        return _factors(self._values.take([index.get(name, 0) for name in engines], axis=1), self._fades_s, now)
+
+    def observe(self, engine: str, assumed_s: float, measured_s: float, now: float) -> None:
+        """Update the level of one engine from a measurement."""
+        level = self._levels.get(engine)
+        if level is None:
+            level = self._levels[engine] = Level(self._fades_s)
+        level.observe(assumed_s, measured_s, now)
+        self._store(engine, level)
+
+    def keep_only(self, engines: AbstractSet[str]) -> None:
+        """Remove all engines that are not in `engines`."""
+        kept = {engine: level for engine, level in self._levels.items() if engine in engines}
+        if len(kept) < len(self._levels):
+            self.__init__(self._fades_s)  # type: ignore[misc]
+            self._levels = kept
+            for engine, level in kept.items():
+                self._store(engine, level)
+
+    def _store(self, engine: str, level: Level) -> None:
+        index = self._index.setdefault(engine, len(self._index) + 1)
+        if index >= self._values.shape[1]:
+            self._values = np.pad(self._values, [(0, 0), (0, 2 * (index + 1 - self._values.shape[1]))])
+        self._values[:, index] = level.state
+
+
 class PairLevels:
     """`Level` of each (prefill, decode) pair, also in arrays to compute all factors at once."""
 
@@ -114,10 +162,7 @@ class PairLevels:
         """Return the factors of all pairs, in shape (decode engines, prefill engines)."""
         columns = [self._prefill.get(name, 0) for name in prefill]
         rows = [self._decode.get(name, 0) for name in decode]
-        mean, count, at = self._values[:, rows][:, :, columns]
-        present = count * np.exp(-np.maximum(now - at, 0.0) / self._fades_s)
-        factors: np.ndarray = np.exp(mean * present / (present + ASSUMED_WEIGHT))
-        return factors
+        return _factors(self._values.take(rows, axis=1).take(columns, axis=2), self._fades_s, now)
 
     def observe(self, pair: tuple[str, str], assumed_s: float, measured_s: float, now: float) -> None:
         """Update the level of one pair from a measurement."""
@@ -143,6 +188,14 @@ class PairLevels:
         if any(missing):
             self._values = np.pad(self._values, [(0, 0), *((0, 2 * more) for more in missing)])
         self._values[:, row, column] = level.state
+
+
+def _factors(values: np.ndarray, fades_s: float, now: float) -> np.ndarray:
+    """Return the factors of levels whose mean, count and time are the rows of `values`."""
+    mean, count, at = values
+    present = count * np.exp(-np.maximum(now - at, 0.0) / fades_s)
+    factors: np.ndarray = np.exp(mean * present / (present + ASSUMED_WEIGHT))
+    return factors
 
 
 class Regression:
@@ -189,13 +242,14 @@ class Regression:
             self._cached_at = now
         return self._cached
 
-    def parts(self, assumed: Components, now: float) -> Components:
+    def parts(self, assumed: tuple[float | Number, ...], now: float) -> tuple[float | Number, ...]:
         """Return the expected seconds of each part of work with the assumed parts `assumed`."""
         return tuple(map(mul, self.factors(now), assumed))
 
-    def predict(self, assumed: Components, now: float) -> float:
+    def predict(self, assumed: tuple[float | Number, ...], now: float) -> Number:
         """Return the expected seconds of work with the assumed parts `assumed`."""
-        seconds: float = sum(map(mul, self.factors(now), assumed))
+        # Not a product of matrices: equal work must have equal costs, to the last bit.
+        seconds: Number = sum(map(mul, self.factors(now), assumed))
         return seconds
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:

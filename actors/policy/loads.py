@@ -31,6 +31,8 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, _Work] = OrderedDict()
+        self._waiting_s = 0.0
+        """Sum of the expected seconds of the work in `_waiting`."""
         self._busy_since = 0.0
         self._unmeasured: Components = ()
         self._unmeasured_s = 0.0
@@ -44,6 +46,7 @@ class PromptQueue:
             self._busy_since = now
             self._unmeasured, self._unmeasured_s = (), 0.0
         self._waiting[key] = _Work(parts, seconds)
+        self._waiting_s += seconds
 
     def wait_s(self, now: float) -> float:
         """Return the expected seconds until all queued work is done."""
@@ -51,8 +54,7 @@ class PromptQueue:
             return 0.0
         age_s = max(now - self._busy_since, 0.0)
         first_s = next(iter(self._waiting.values())).seconds
-        rest_s = sum(work.seconds for work in self._waiting.values()) - first_s
-        return max(first_s - age_s, age_s * OVERRUN_SHARE) + rest_s
+        return max(first_s - age_s, age_s * OVERRUN_SHARE) + max(self._waiting_s - first_s, 0.0)
 
     def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
         """Remove finished work; return the cost parts and the seconds of a measurement.
@@ -67,7 +69,7 @@ class PromptQueue:
         if work is None:
             return None
         first = next(iter(self._waiting)) == key
-        del self._waiting[key]
+        self._remove(key)
         total = _sum(self._unmeasured, parts or work.parts)
         seconds = self._unmeasured_s + work.seconds
         elapsed_s = now - self._busy_since
@@ -87,7 +89,12 @@ class PromptQueue:
             if next(iter(self._waiting)) == key:
                 self._busy_since = now
                 self._unmeasured, self._unmeasured_s = (), 0.0
-            del self._waiting[key]
+            self._remove(key)
+
+    def _remove(self, key: int) -> None:
+        self._waiting_s -= self._waiting.pop(key).seconds
+        if not self._waiting:
+            self._waiting_s = 0.0  # without the rounding errors of earlier work
 
 
 class EngineLoad:

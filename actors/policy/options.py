@@ -10,6 +10,7 @@ import numpy as np
 
 from actors.policy.costs import Costs
 from actors.policy.decision import Estimate
+from actors.policy.estimates import Number
 from actors.policy.loads import EngineLoad
 
 NOTHING = EngineLoad()
@@ -59,74 +60,94 @@ class Options:
         ongoing = self.decode[decode]
         return ongoing if load is None else len(load.streams) + max(ongoing - len(load.calls), 0)
 
-    def uncached(self, decode: str) -> int:
-        return self.prompt_tokens - self.decode_held[decode]
-
-    @cached_property
-    def local(self) -> list[Estimate]:
-        """Options in which one decode replica serves the request alone."""
-        return [self._local(decode) for decode in self.decode]
-
-    def pair(self, decode: str, prefill: str) -> Estimate:
-        """Return the estimate of the remote option on one pair of replicas."""
-        moved, parts, decoding_s, interference_s = self._decodes[decode]
-        new, queue_s, compute_s = self._prefills[prefill]
-        handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
-        return Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
-
-    def pair_costs(self, decode_weight: float, interference_weight: float) -> np.ndarray:
-        """Return the weighted costs of all pairs in seconds: shape (decode, prefill replicas)."""
-        decodes = self._decodes.values()
-        parts = [parts for _, parts, _, _ in decodes]
-        by_decode = np.array([decode_weight * after + interference_weight * delay for _, _, after, delay in decodes])
-        by_prefill = np.array([queue_s + compute_s for _, queue_s, compute_s in self._prefills.values()])
-        handovers_s = self.costs.handovers_s(list(self.prefill), list(self.decode), parts, self.now)
-        costs: np.ndarray = by_prefill[None, :] + handovers_s + by_decode[:, None]
-        return costs
-
-    @cached_property
-    def _prefills(self) -> dict[str, tuple[int, float, float]]:
-        return {prefill: self._prefill(prefill) for prefill in self.prefill}
-
-    @cached_property
-    def _decodes(self) -> dict[str, tuple[int, tuple[float, ...], float, float]]:
-        return {decode: self._decode(decode) for decode in self.decode}
-
-    @cached_property
-    def _decoding(self) -> dict[str, tuple[float, float]]:
-        """Expected times on each decode replica, in seconds.
-
-        Each value is (answer after its first token, delay of all other streams together).
-        """
-        return {decode: self._decoding_on(decode) for decode in self.decode}
-
-    def _local(self, decode: str) -> Estimate:
-        new, held, streams = self.uncached(decode), self.decode_held[decode], self.streams(decode)
-        parts = self.costs.local_parts(new, held, streams, self.now)
-        compute_s = self.costs.local.predict_s(decode, parts, self.now)
-        decoding_s, interference_s = self._decoding[decode]
+    def local(self, decode: str) -> Estimate:
+        """Return the estimate of the option in which `decode` serves the request alone."""
+        new, streams = self.prompt_tokens - self.decode_held[decode], self.streams(decode)
+        decoding_s, interference_s = self._decoding_s(streams, self.costs.step.factor(decode, self.now))
+        compute_s = self._local_s(new, streams, self.costs.local.factor(decode, self.now))
         queue_s = self._decode_load(decode).prompts.wait_s(self.now)
         delayed_s = interference_s + streams * compute_s
         return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, delayed_s)
 
-    def _prefill(self, prefill: str) -> tuple[int, float, float]:
-        held = self.prefill_held[prefill]
-        new = self.prompt_tokens - held
-        compute_s = self.costs.prefill.predict_s(prefill, self.costs.prefill_parts(new, held), self.now)
+    def pair(self, decode: str, prefill: str) -> Estimate:
+        """Return the estimate of the remote option on one pair of replicas."""
+        moved, streams = self.prompt_tokens - self.decode_held[decode], self.streams(decode)
+        new = self.prompt_tokens - self.prefill_held[prefill]
+        decoding_s, interference_s = self._decoding_s(streams, self.costs.step.factor(decode, self.now))
+        compute_s = self._prefill_s(new, self.costs.prefill.factor(prefill, self.now))
         load = self.prefill_loads.get(prefill, NOTHING)
-        others = max(self.prefill[prefill] - len(load.calls), 0)
-        # Only the number of other routers' sequences is known, so each counts like this request.
-        return new, load.prompts.wait_s(self.now) + others * compute_s, compute_s
+        queue_s = load.prompts.wait_s(self.now) + _others(self.prefill[prefill], load) * compute_s
+        parts = self.costs.handover_parts(moved, streams)
+        handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
+        return Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
 
-    def _decode(self, decode: str) -> tuple[int, tuple[float, ...], float, float]:
-        moved = self.uncached(decode)
-        return moved, self.costs.handover_parts(moved, self.streams(decode)), *self._decoding[decode]
+    def local_costs(self, decode_weight: float, interference_weight: float) -> np.ndarray:
+        """Return the weighted cost in seconds of each decode replica alone."""
+        streams, moved = self._decode_columns
+        decoding_s, interference_s = self._decoding_columns
+        compute_s = self._local_s(moved, streams, self.costs.local.factors(self.decode, self.now))
+        queue_s = np.array([self._decode_load(decode).prompts.wait_s(self.now) for decode in self.decode])
+        delayed_s = interference_s + streams * compute_s
+        costs: np.ndarray = queue_s + compute_s + decode_weight * decoding_s + interference_weight * delayed_s
+        return costs
 
-    def _decoding_on(self, decode: str) -> tuple[float, float]:
-        streams, costs = self.streams(decode), self.costs
-        with_it = costs.step.predict_s(decode, costs.step_parts(streams + 1, 0.0, self.now), self.now)
-        without = costs.step.predict_s(decode, costs.step_parts(streams, 0.0, self.now), self.now)
+    def pair_costs(self, decode_weight: float, interference_weight: float) -> np.ndarray:
+        """Return the weighted costs of all pairs in seconds: shape (decode, prefill replicas)."""
+        streams, moved = self._decode_columns
+        decoding_s, interference_s = self._decoding_columns
+        by_decode = decode_weight * decoding_s + interference_weight * interference_s
+        new = self.prompt_tokens - np.array([self.prefill_held[prefill] for prefill in self.prefill], float)
+        compute_s = self._prefill_s(new, self.costs.prefill.factors(self.prefill, self.now))
+        loads = [self.prefill_loads.get(prefill, NOTHING) for prefill in self.prefill]
+        others = np.array(list(map(_others, self.prefill.values(), loads)), float)
+        queue_s = np.array([load.prompts.wait_s(self.now) for load in loads]) + others * compute_s
+        parts = self.costs.handover_parts(moved, streams)
+        handovers_s = self.costs.handovers_s(list(self.prefill), list(self.decode), parts, self.now)
+        costs: np.ndarray = (queue_s + compute_s)[None, :] + handovers_s + by_decode[:, None]
+        return costs
+
+    @cached_property
+    def _decode_columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Other streams on each decode replica, and prompt tokens that it has not cached."""
+        streams = np.array([self.streams(decode) for decode in self.decode], float)
+        held = np.array([self.decode_held[decode] for decode in self.decode], float)
+        return streams, self.prompt_tokens - held
+
+    @cached_property
+    def _decoding_columns(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._decoding_s(self._decode_columns[0], self.costs.step.factors(self.decode, self.now))
+
+    # The arguments are those of one replica, or arrays with those of all.
+
+    def _decoding_s(self, streams: Number, factor: Number) -> tuple[Number, Number]:
+        """Return the expected seconds of the answer after its first token, and of all delays.
+
+        The second is the delay of all other streams on the decode replica together.
+        """
+        role, costs = self.costs.step.role, self.costs
+        with_it = role.predict(costs.step_parts(streams + 1, 0.0, self.now), self.now) * factor
+        without = role.predict(costs.step_parts(streams, 0.0, self.now), self.now) * factor
         return (self.answer_tokens - 1) * with_it, self.answer_tokens * streams * (with_it - without)
+
+    def _local_s(self, new: Number, streams: Number, factor: Number) -> Number:
+        """Return the expected seconds in which a decode replica computes the prompt."""
+        parts = self.costs.local_parts(new, self.prompt_tokens - new, streams, self.now)
+        compute_s: Number = self.costs.local.role.predict(parts, self.now) * factor
+        return compute_s
+
+    def _prefill_s(self, new: Number, factor: Number) -> Number:
+        """Return the expected seconds in which a prefill replica computes the prompt."""
+        parts = self.costs.prefill_parts(new, self.prompt_tokens - new)
+        compute_s: Number = self.costs.prefill.role.predict(parts, self.now) * factor
+        return compute_s
 
     def _decode_load(self, decode: str) -> EngineLoad:
         return self.decode_loads.get(decode, NOTHING)
+
+
+def _others(ongoing: int, load: EngineLoad) -> int:
+    """Return the number of sequences of other routers on a prefill replica.
+
+    Only their number is known, so each counts like this request.
+    """
+    return max(ongoing - len(load.calls), 0)

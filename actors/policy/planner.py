@@ -9,7 +9,7 @@ from stages that a request reached.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import count
@@ -20,7 +20,7 @@ from actors.policy.decision import Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
-from actors.policy.prefixes import Prefixes
+from actors.policy.prefixes import Held, Prefixes
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
 from configs.settings.router import RoutingSettings
 
@@ -113,8 +113,8 @@ class Planner:
             answer_tokens=self.answer_tokens(prompt),
             decode=_running(decode, avoid, self._decisions),
             prefill=_running(prefill, avoid, self._decisions),
-            decode_held={engine: self._held(engine, prompt) for engine in decode or ()},
-            prefill_held={engine: self._held(engine, prompt) for engine in (prefill or () if whole is None else ())},
+            decode_held=self._held(decode or (), prompt),
+            prefill_held=self._held(prefill or () if whole is None else (), prompt),
             decode_loads=self._decode,
             prefill_loads=self._prefill,
             costs=self._costs,
@@ -127,18 +127,19 @@ class Planner:
 
         ``prefill``  prefill replica; None if decode computes the prompt
         """
-        held, decode_held = self._held(prefill or decode, prompt), self._held(decode, prompt)
+        held = self._held((decode, prefill or decode), prompt)
+        held_tokens = held[prefill or decode]
         load = self._decode[decode]
         tokens = self.prompt_tokens(prompt)
         inflight = InflightRequest(
-            next(self._keys), prompt, decode, prefill, tokens, held, decode_held, len(load.streams), now
+            next(self._keys), prompt, decode, prefill, tokens, held_tokens, held[decode], len(load.streams), now
         )
         load.calls.add(inflight.key)
         if prefill is None:
             parts = self._local_parts(inflight, now)
             load.prompts.add(inflight.key, parts, self._costs.local.predict_s(decode, parts, now), now)
         else:
-            parts = self._costs.prefill_parts(inflight.new_tokens, held)
+            parts = self._costs.prefill_parts(inflight.new_tokens, held_tokens)
             self._prefill[prefill].calls.add(inflight.key)
             prefill_s = self._costs.prefill.predict_s(prefill, parts, now)
             self._prefill[prefill].prompts.add(inflight.key, parts, prefill_s, now)
@@ -262,16 +263,20 @@ class Planner:
     def _local_parts(self, inflight: InflightRequest, now: float) -> tuple[float, ...]:
         return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
 
-    def _held(self, engine: str, prompt: Prompt) -> int:
-        """Return the estimated number of cached tokens of `prompt` on `engine`.
+    def _held(self, engines: Collection[str], prompt: Prompt) -> dict[str, int]:
+        """Return the estimated number of cached tokens of `prompt` on each engine.
 
         The last token of each passage never counts: engines always compute it.
         """
-        found = 0
+        found = dict.fromkeys(engines, 0)
         for passage in prompt.passages:
-            held = self._prefixes.held(engine, passage)
-            tokens = self._tokens(passage, held.data_bytes) + held.answer_tokens
-            found += max(min(tokens, self._tokens(passage, len(passage.data)) - 1), 0)
+            most = self._tokens(passage, len(passage.data)) - 1
+            tokens: dict[Held, int] = {}  # engines with equal prefixes are many
+            for engine, held in zip(found, self._prefixes.held_by(found, passage), strict=True):
+                if (own := tokens.get(held)) is None:
+                    own = self._tokens(passage, held.data_bytes) + held.answer_tokens
+                    own = tokens[held] = max(min(own, most), 0)
+                found[engine] += own
         return found
 
     def _tokens(self, passage: Passage, data_bytes: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+from typing import NamedTuple
 
 import xxhash
 
@@ -18,8 +19,7 @@ Conversations with one system prompt may share all whole pieces and differ only 
 """
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """The prefix of a passage in an engine's cache.
 
     ``data_bytes``     number of bytes of the passage
@@ -28,6 +28,9 @@ class Held:
 
     data_bytes: int = 0
     answer_tokens: int = 0
+
+
+NOTHING = Held()
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,25 @@ class _Tree:
     def __init__(self) -> None:
         self.pieces: OrderedDict[int, tuple[_End, ...]] = OrderedDict()
 
-    def held(self, passage: Passage) -> Held:
+    def held_pieces(self, passage: Passage) -> int:
+        """Return the number of the passage's first pieces that are cached."""
         pieces = self.pieces
-        count = len(list(takewhile(pieces.__contains__, passage.pieces)))
-        at = count * PIECE_BYTES
-        before = passage.pieces[count - 1] if count else passage.seed
-        found = Held(at)
-        for end in pieces.get(before, ()):
+        if not passage.pieces or passage.pieces[0] not in pieces:
+            return 0
+        if passage.pieces[-1] in pieces:
+            return len(passage.pieces)
+        # An engine that has cached a piece has cached those before it, so bisection finds the end
+        # in a long prompt. `drop` may have removed some of these too early.
+        return bisect_left(passage.pieces, True, 1, key=lambda piece: piece not in pieces)
+
+    def longest(self, passage: Passage, before: int, ends: Iterable[_End], found: Held) -> Held:
+        """Return the longest prefix: `found`, or with the last piece's rest of an earlier prompt.
+
+        ``before``  the last piece of `found`, or the seed
+        ``ends``    the prompt ends after it
+        """
+        at = found.data_bytes
+        for end in ends:
             tail = passage.data[at : at + end.tail_bytes]
             longer = at + end.tail_bytes >= found.data_bytes
             # An answer is part of the prompt only if something follows it.
@@ -95,8 +110,23 @@ class Prefixes:
 
     def held(self, engine: str, passage: Passage) -> Held:
         """Return the longest prefix of `passage` that `engine` is assumed to have cached."""
-        tree = self._trees.get(engine)
-        return tree.held(passage) if tree else Held()
+        return self.held_by((engine,), passage)[0]
+
+    def held_by(self, engines: Iterable[str], passage: Passage) -> list[Held]:
+        """Return the longest prefix of `passage` that each engine is assumed to have cached."""
+        found = []
+        whole: dict[int, Held] = {0: NOTHING}  # by number of pieces: equal for most engines
+        for engine in engines:
+            if (tree := self._trees.get(engine)) is None:
+                found.append(NOTHING)
+                continue
+            count = tree.held_pieces(passage)
+            if (held := whole.get(count)) is None:
+                held = whole[count] = Held(count * PIECE_BYTES)
+            before = passage.pieces[count - 1] if count else passage.seed
+            ends = tree.pieces.get(before)
+            found.append(tree.longest(passage, before, ends, held) if ends else held)
+        return found
 
     def snapshot(self) -> dict[str, frozenset[int]]:
         """Return a copy of the pieces that each engine is assumed to have cached."""

@@ -36,6 +36,9 @@ SLOTS = 512
 """Slots of an engine, more than any arm needs."""
 
 
+Env = dict[str, str]
+
+
 class NoLLM:
     """Interface of vLLM's engine that `actors.engine.vllm_engine` uses besides its application."""
 
@@ -55,10 +58,12 @@ class Instant(Prefill):
     actor.
     """
 
-    async def __init__(self, role: RoleName) -> None:  # type: ignore[misc]
-        await self.open(role, serve.get_replica_context().replica_id.unique_id, instant(), "nothing to replay")
+    async def __init__(self, role: RoleName, slots: int = SLOTS) -> None:  # type: ignore[misc]
+        await self.open(role, serve.get_replica_context().replica_id.unique_id, instant(), "nothing to replay", slots)
 
-    async def open(self, role: RoleName, replica: str, app: AsgiApp, cannot_resume: str | None) -> None:
+    async def open(
+        self, role: RoleName, replica: str, app: AsgiApp, cannot_resume: str | None, slots: int = SLOTS
+    ) -> None:
         """Set the state of an actor whose engine is this application, and listen for routers."""
         self.role, self.replica, self.running = role, replica, 0
         self._held = set()
@@ -66,7 +71,7 @@ class Instant(Prefill):
         self._producers = [ProducerAddress.from_params(WHERE)]
         llm: Any = NoLLM()
         self.engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), cannot_resume, None, "nobody")
-        await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=SLOTS, rpc_host="127.0.0.1"))
+        await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=slots, rpc_host="127.0.0.1"))
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
         """Serve a call, which `running` counts until it ends."""
@@ -79,37 +84,63 @@ class Instant(Prefill):
             self.running -= 1
 
     async def status(self) -> dict[str, Any]:
-        """Return the leftovers: running calls, taken slots, and held transfers."""
-        left = {"running": self.running, "ongoing": self._rpc_servers[0].ongoing, "held": len(self._held)}
+        """Return the leftovers: running calls, taken slots, and held transfers.
+
+        Also returns the protocol version of each connection.
+        """
+        server = self._rpc_servers[0]
+        left: dict[str, Any] = {"running": self.running, "ongoing": server.ongoing, "held": len(self._held)}
+        connections = [connection._protocol.version for connection in server._connections]
+        left["versions"] = sorted(filter(None, connections))
         return {"role": self.role, "replica": self.replica, "host": "127.0.0.1", **left}
 
 
-def deploy(port: int) -> None:
-    """Run the application on this process's Ray cluster; its router answers on `port`."""
+def application(
+    port: int, slots: int = SLOTS, replicas: int = 1, router_env: Env | None = None, engine_env: Env | None = None
+) -> serve.Application:
+    """Return the application; its routers answer on `port`.
+
+    ``slots``       number of ongoing sequences of each engine; a router admits four times as many
+    ``replicas``    number of routers, and of engines of each role
+    ``router_env``  additional environment variables of the routers
+    ``engine_env``  additional environment variables of the engines
+    """
     actor = serve.deployment(Instant).options(
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": engine_env or {}}},
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
-        max_ongoing_requests=SLOTS,
+        max_ongoing_requests=slots,
+        num_replicas=replicas,
     )
     routing = RoutingSettings(policy="always_remote")
-    settings = RouterSettings(http_port=port, leave_s=0.1, access_log=False, routing=routing)
+    settings = RouterSettings(http_port=port, leave_s=0.1, access_log=False, routing=routing, replicas=replicas)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
     router = router_deployment(settings)
-    model = DeployedModel(prefill.bind("prefill"), decode.bind("decode"))
-    serve.run(router.bind(settings, [model]), name="tandem")
+    if router_env:
+        options = router.ray_actor_options or {}
+        runtime_env = {"env_vars": {**options["runtime_env"]["env_vars"], **router_env}}
+        router = router.options(ray_actor_options={**options, "runtime_env": runtime_env})
+    more = () if slots == SLOTS else (slots,)  # an older revision's actor has no argument for it
+    model = DeployedModel(prefill.bind("prefill", *more), decode.bind("decode", *more))
+    return router.bind(settings, [model])
+
+
+def deploy(app: serve.Application) -> None:
+    """Run the application on this process's Ray cluster, or replace the one that runs."""
+    serve.run(app, name="tandem")
 
 
 @contextmanager
-def running(port: int, proxy_port: int | None) -> Iterator[None]:
-    """Run the service on a Ray cluster of this process; also Ray Serve's HTTP proxy if
-    `proxy_port` is set.
+def running(port: int, proxy_port: int | None, app: serve.Application | None = None) -> Iterator[None]:
+    """Run the service, or `app`, on a Ray cluster of this process.
+
+    Also runs Ray Serve's HTTP proxy if `proxy_port` is set.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", namespace="serve", include_dashboard=False, num_cpus=4, log_to_driver=False)
     try:
         options = {"host": "127.0.0.1", "port": proxy_port or 0}
         serve.start(proxy_location="HeadOnly" if proxy_port else "Disabled", http_options=options)
-        deploy(port)
+        deploy(application(port) if app is None else app)
         yield
     finally:
         serve.shutdown()

@@ -72,7 +72,7 @@ def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
 
     One more stream costs each a thousandth of a second.
     """
-    (estimate,) = options(**ONE, **given).local
+    estimate = options(**ONE, **given).local("d")
     assert estimate.queue_s == pytest.approx(queue_s)
     assert estimate.compute_s == pytest.approx(compute_s, abs=1e-6)
     assert estimate.handover_s == 0
@@ -195,7 +195,7 @@ def test_weights():
     loaded = options(**ONE, d=busy(streams=1))
     assert choose(ASSUMED, loaded, Asked()).route == "remote"
     assert choose(ASSUMED.model_copy(update={"interference_weight": 0.0}), loaded, Asked()).route == "local"
-    (estimate,) = loaded.local
+    estimate = loaded.local("d")
     assert score(ASSUMED, estimate) == pytest.approx(estimate.ttft_s + estimate.decoding_s + estimate.interference_s)
 
 
@@ -221,11 +221,11 @@ def test_if_all_replicas_of_a_role_failed_those_of_the_other_are_still_ranked(po
     assert (decision.prefill if role == "decode" else decision.decode)[-1] == last
 
 
-@pytest.mark.parametrize("policy", ["cost", "always_remote", "least_load", "round_robin"])
+@pytest.mark.parametrize("policy", ["cost", "always_remote", "never_remote", "least_load", "round_robin"])
 @pytest.mark.parametrize("session", [None, "s"])
 @pytest.mark.parametrize("seed", range(10))
-def test_pairs_are_ranked_as_one_by_one(policy, session, seed):
-    """Ranking all pairs at once gives the order of each pair's own estimate; ties keep the
+def test_options_are_ranked_as_one_by_one(policy, session, seed):
+    """Ranking all options at once gives the order of each one's own estimate; ties keep the
     replicas' order.
     """
     rng = random.Random(seed)
@@ -237,12 +237,21 @@ def test_pairs_are_ranked_as_one_by_one(policy, session, seed):
     given = options(decode=decode, prefill=prefill, held=[(rng.choice(decode + prefill), 500)], **loads)
     for pair in rng.sample([(p, d) for p in prefill for d in decode], k=rng.randint(0, len(prefill) * len(decode))):
         given.costs.observe_handover(pair, (0.05, 0.1, 0.0), rng.choice([0.01, 0.2, 3.0]), 0.0)
+    for name in rng.sample(decode, k=rng.randint(0, len(decode))):
+        given.costs.step.observe(name, (0.05, 0.02, 0.0), rng.choice([0.01, 0.2]), 0.0)
+        given.costs.local.observe(name, (0.1, 0.5, 0.1, 0.0), rng.choice([0.2, 3.0]), 0.0)
+    for name in rng.sample(prefill, k=rng.randint(0, len(prefill))):
+        given.costs.prefill.observe(name, (0.1, 0.5, 0.1), rng.choice([0.2, 3.0]), 0.0)
+    given.costs.keep_only(set(prefill) - {rng.choice(prefill)}, set(decode) - {rng.choice(decode)})
     settings = ASSUMED.model_copy(update={"policy": policy})
     key = choice._key(settings, given, session)  # noqa: SLF001
     pairs = sorted((given.pair(d, p) for d in decode for p in prefill), key=key)
     decision = choose(settings, given, Asked(session=session))
-    best = decision.other if decision.local else decision.chosen
-    assert best == pairs[0]
+    alone = sorted((given.local(d) for d in decode), key=key)
+    best, best_alone = (decision.other, decision.chosen) if decision.local else (decision.chosen, decision.other)
+    assert (best, best_alone) == (pairs[0], alone[0])
+    whole = choose(settings, given, Asked(session=session, whole="echo"))
+    assert whole.decode == tuple(one.decode for one in alone)
     if not decision.local:
         assert decision.decode == tuple(dict.fromkeys(one.decode for one in pairs))
         assert decision.prefill == tuple(one.prefill for one in pairs if one.decode == pairs[0].decode)

@@ -1,0 +1,149 @@
+"""Time of a router's bookkeeping in a large fleet: a pass over its waiting requests, a decision.
+
+    python -m benchmarks.bookkeeping [--rounds 7]
+
+Without sockets, engines or Ray, in one thread.
+
+pass      64 engines of one role, all slots taken, 128 requests wait. *Slot* is the return of one
+          slot, which grants it to the first waiting request. *None* is an attempt without a free
+          slot
+decision  32 x 32 engines that hold the prompt, with running work and with costs measured for each
+          engine and pair: the list of ongoing sequences of both roles, and the decision
+
+Medians of each round, then the median and quartiles of the rounds. Exits with 1 if the median of a
+pass, or of a decision for a prompt of 1 KB, exceeds `AIM_MS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+from actors.engine_pool.discovery import EngineReplica
+from actors.engine_pool.slots import SlotPool
+from actors.policy.planner import Planner
+from actors.policy.prompts import Prompt, read_prompt
+from actors.rpc.address import RpcAddress
+from benchmarks.report import summary, write
+from configs.settings.router import RoutingSettings
+
+AIM_MS = 0.3
+ENGINES, SLOTS, WAITING = 64, 64, 128
+ROLE = 32
+REPEATS = 200
+STREAMS = 4
+"""Running streams and queued prompts of each engine."""
+
+
+def fleet(role: str, engines: int) -> dict[str, EngineReplica]:
+    """Return engines as discovery lists them."""
+    names = [f"{role}{number:04d}" for number in range(engines)]
+    return {name: EngineReplica(RpcAddress("10.0.0.1", 5700, "k" * 64), SLOTS, 256, {}, name) for name in names}
+
+
+def timed_ms(do: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    do()
+    return (time.perf_counter() - began) * 1e3
+
+
+async def passes() -> dict[str, float]:
+    """Return the median milliseconds of a pass, with a free slot and without one."""
+    engines = fleet("engine", ENGINES)
+    pool = SlotPool(lambda: engines)
+    names = [await pool.take() for _ in range(ENGINES * SLOTS)]
+    for name in engines:
+        pool.record_accepted(name, SLOTS)
+    waiting = [asyncio.create_task(pool.take()) for _ in range(WAITING)]
+    await asyncio.sleep(0)
+    assert pool.waiting == WAITING, f"{pool.waiting} requests wait"
+    without = statistics.median(timed_ms(pool.changed) for _ in range(REPEATS))
+    times = []
+    for _ in range(REPEATS):
+        times.append(timed_ms(lambda: pool.give_back(names.pop())))
+        assert pool.waiting == WAITING - 1
+        waiting.append(asyncio.create_task(pool.take()))
+        await asyncio.sleep(0)
+        done = [one for one in waiting if one.done()]
+        waiting = [one for one in waiting if not one.done()]
+        names[:0] = [one.result() for one in done]
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    return {f"pass, {ENGINES} engines, {WAITING} waiting: slot": statistics.median(times), "the same: none": without}
+
+
+def prompt_of(kilobytes: int) -> Prompt:
+    """Return a prompt of this size."""
+    text = "abcdefgh" * (kilobytes * 128)
+    return read_prompt({"messages": [{"role": "user", "content": text}], "max_tokens": 100})
+
+
+def busy_planner(prompt: Prompt, prefill: list[str], decode: list[str]) -> Planner:
+    """Return a planner that has measured all pairs, whose engines are busy and hold `prompt`."""
+    planner, rng, now = Planner(RoutingSettings()), random.Random(1), 0.0
+    small = prompt_of(1)
+    for first in prefill:
+        for second in decode:
+            request = planner.begin(small, second, first, now)
+            planner.prefilled(request, now := now + rng.uniform(0.01, 0.1), 300)
+            planner.opened(request, now := now + rng.uniform(0.001, 0.01))
+            planner.ended(request, now := now + rng.uniform(0.1, 1.0), 100)
+    for _ in range(STREAMS):
+        for first, second in zip(prefill, decode, strict=True):
+            request = planner.begin(prompt, second, first, now)
+            planner.prefilled(request, now := now + 0.001)
+            planner.opened(request, now := now + 0.001)
+            planner.begin(prompt, second, first, now)
+    return planner
+
+
+def decision_ms(kilobytes: int) -> float:
+    """Return the median milliseconds of a decision for a prompt of this size."""
+
+    async def measure() -> float:
+        engines = fleet("prefill", ROLE), fleet("decode", ROLE)
+        pools = [SlotPool(lambda one=one: one) for one in engines]  # type: ignore[misc]
+        for pool in pools:
+            for _ in range(ROLE * STREAMS):
+                await pool.take()
+        prompt = prompt_of(kilobytes)
+        planner = busy_planner(prompt, *map(list, engines))
+        loop = asyncio.get_running_loop()
+
+        def decide() -> None:
+            decision = planner.decide(prompt, pools[0].ongoing(), pools[1].ongoing(), loop.time())
+            assert len(decision.decode) == ROLE
+
+        return statistics.median(timed_ms(decide) for _ in range(REPEATS))
+
+    return asyncio.run(measure())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        measured = asyncio.run(passes())
+        measured |= {f"decision, {ROLE} x {ROLE}, {size} KB": decision_ms(size) for size in (1, 16, 220)}
+        for name, value in measured.items():
+            found.setdefault(name, []).append(value)
+    result = {name: summary(values) for name, values in found.items()}
+    for name, row in result.items():
+        print(f"{name:44} {row['median']:.3f} ms ({row['q1']:.3f} to {row['q3']:.3f})")
+    print("written to", write("bookkeeping", {"aim_ms": AIM_MS, "rounds": rounds, "ms": result}))
+    missed = [name for name, row in result.items() if not name.endswith(("16 KB", "220 KB")) and row["median"] > AIM_MS]
+    for name in missed:
+        print(f"MISSED: {name} takes more than {AIM_MS} ms")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

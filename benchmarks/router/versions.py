@@ -1,0 +1,290 @@
+"""Rolling restarts between two versions of the RPC protocol, under load: failed requests.
+
+    python -m benchmarks.router.versions [--clients 16] [--settle-s 10] [--older FOLDER]
+
+Tandem's service with instant engines: two routers, and two engines of each role. This checkout is
+the older release. The later one is a copy of it with `EDITS`: its newest version is one higher, and
+it supports this one, too. In that version both sides add a `Step` to each frame, a message that
+this checkout cannot decode. A connection that used the wrong version would fail all its calls.
+
+With `--older`, this checkout is the later release, and the checkout of another revision in FOLDER
+the older one.
+
+Serve replaces the replicas one after the other while clients send requests all the time, streams
+and others, each on its own connection:
+
+1. engines to the later release: routers of the older one with engines of both
+2. routers to the later release
+3. engines back: routers of the later release with engines of both
+4. routers back
+
+The exit status is 0 if every answer was complete, and if after each phase the connections have the
+version that both sides support.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from actors.rpc.protocol import NEWEST_VERSION
+from benchmarks.report import write
+from benchmarks.router.load import body
+from benchmarks.router.service import application, deploy, running
+from testing.ports import free_port
+from testing.service_process import ROOT
+
+PACKAGES = ("actors", "app", "benchmarks", "configs", "connectors", "testing")
+REPLICAS = 2
+TOKENS, PACE_MS = 40, 25.0
+"""A stream takes a second, so that streams run in each engine that is replaced."""
+
+REPORTED_S = 30.0
+"""Limit of the wait until the status page reports the connections of the new replicas."""
+
+EDITED_VERSION = NEWEST_VERSION + 1
+
+EDITS = {
+    "actors/rpc/messages.py": [
+        (
+            "\nMessage = RpcHello",
+            '\nclass Step(msgspec.Struct, frozen=True, array_like=True, tag=100):\n    """End of a frame."""\n\n'
+            "    messages: int\n\n\nMessage = Step | RpcHello",
+        ),
+    ],
+    "actors/rpc/protocol.py": [
+        (f"NEWEST_VERSION = {NEWEST_VERSION}\n", f"NEWEST_VERSION = {EDITED_VERSION}\n"),
+        ("    RpcWelcome,\n", "    RpcWelcome,\n    Step,\n"),
+        (
+            "        return encode(messages)\n",
+            f"        steps = [Step(len(messages))] if self.version == {EDITED_VERSION} else []\n"
+            "        return encode([*messages, *steps])\n",
+        ),
+        (
+            "        for message in self._frames.feed(data):\n",
+            "        for message in self._frames.feed(data):\n"
+            f"            if isinstance(message, Step) and self.version == {EDITED_VERSION}:\n"
+            "                continue\n",
+        ),
+    ],
+}
+"""Replacements by file. Each text must occur in the file; all occurrences are replaced."""
+
+
+def later_release(folder: Path) -> Path:
+    """Copy this checkout to `folder` and apply EDITS; raises ValueError for one that finds nothing.
+
+    EDITS include the newest version, so that the copy is that of the next release, whatever this
+    checkout's is.
+    """
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name, edits in EDITS.items():
+        text = (folder / name).read_text()
+        for old, new in edits:
+            if old not in text:
+                raise ValueError(f"{name} does not contain {old!r}; adapt EDITS")
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    return folder
+
+
+@dataclass
+class Load:
+    """Outcomes of one phase."""
+
+    phase: str
+    seconds: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+
+
+class Clients(threading.Thread):
+    """Send requests all the time, in a thread; `load` is the current phase's."""
+
+    def __init__(self, port: int, clients: int) -> None:
+        super().__init__()
+        self.load = Load("before")
+        self._port, self._clients = port, clients
+        self._over = False
+
+    def run(self) -> None:
+        asyncio.run(self._run())
+
+    def stop(self) -> None:
+        """End after the current answers."""
+        self._over = True
+        self.join()
+
+    async def _run(self) -> None:
+        await asyncio.gather(*(self._ask_forever(random.Random(number)) for number in range(self._clients)))
+
+    async def _ask_forever(self, rng: random.Random) -> None:
+        while not self._over:
+            load, stream = self.load, rng.random() < 0.7
+            try:
+                await self._ask(stream, rng.choice((200, 16_000)))
+                load.outcomes["stream" if stream else "whole"] += 1
+            except (OSError, TimeoutError, ValueError) as error:
+                load.failed[f"{type(error).__name__}: {str(error)[:200]}"] += 1
+            await asyncio.sleep(rng.uniform(0, 0.05))
+
+    async def _ask(self, stream: bool, size: int) -> None:
+        data = body(size, TOKENS, PACE_MS)
+        if not stream:
+            data = data.replace(b'"stream": true', b'"stream": false')
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{self._port}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
+        ).encode()
+        async with asyncio.timeout(120):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            try:
+                writer.write(head + data)
+                answer = await reader.read()
+            finally:
+                writer.transport.abort()
+        complete = answer.count(b"made_ns") == TOKENS and b"[DONE]" in answer if stream else b'"usage"' in answer
+        if not answer.startswith(b"HTTP/1.1 200 ") or b"x-tandem-route: remote" not in answer.lower() or not complete:
+            raise ValueError(f"not a whole answer: {answer[:150]!r} ... {answer[-80:]!r}")
+
+
+@dataclass(frozen=True)
+class Release:
+    """Source tree of one side, and its newest version."""
+
+    tree: str
+    newest: int
+
+    @classmethod
+    def of(cls, tree: Path) -> Release:
+        """Return the release in a folder."""
+        found = re.search(r"^NEWEST_VERSION = (\d+)$", (tree / "actors/rpc/protocol.py").read_text(), re.MULTILINE)
+        if found is None:
+            raise ValueError(f"{tree} has no versions of the RPC protocol")
+        return cls(str(tree.resolve()), int(found[1]))
+
+
+def replicas_by_tree() -> Counter[tuple[str, str]]:
+    """Return the number of replicas by kind and source tree."""
+    found: Counter[tuple[str, str]] = Counter()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if title := re.match(r"ray::ServeReplica:tandem:(\w+)", " ".join(process.cmdline())):
+                found["routers" if title[1] == "Router" else "engines", process.environ().get("PYTHONPATH", "")] += 1
+    return found
+
+
+Connections = list[tuple[str, tuple[int, ...] | None]]
+
+
+def connections(url: str) -> Connections:
+    """Return (role, versions of its connections) of each engine; None if it does not report it."""
+    engines = httpx.get(f"{url}/tandem/status", timeout=30).json()["engines"]
+    return sorted((one["role"], tuple(one["versions"]) if "versions" in one else None) for one in engines)
+
+
+def settled(url: str, expected: int) -> Connections:
+    """Return `connections` once all have the version `expected`, or after REPORTED_S."""
+    give_up_at = time.monotonic() + REPORTED_S
+    while True:
+        found = connections(url)
+        if agree(found, expected) or time.monotonic() > give_up_at:
+            return found
+        time.sleep(1.1)
+
+
+def agree(found: Connections, expected: int) -> bool:
+    """Return whether each engine has a connection of the expected version to each router."""
+    return len(found) == 2 * REPLICAS and all(versions in (None, (expected,) * REPLICAS) for _, versions in found)
+
+
+def restart(older: Release, later: Release, clients: int, settle_s: float, loads: list[Load], wrong: list[str]) -> None:
+    """Run all phases; append their loads, and what is wrong after them."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+
+    def build(routers: Release, engines: Release) -> Any:
+        router_env, engine_env = {"PYTHONPATH": routers.tree}, {"PYTHONPATH": engines.tree}
+        return application(port, replicas=REPLICAS, router_env=router_env, engine_env=engine_env)
+
+    with running(port, None, build(older, older)):
+        asking = Clients(port, clients)
+        asking.start()
+        try:
+            for phase, routers, engines in (
+                ("before", older, older),
+                ("engines to the later release", older, later),
+                ("routers to the later release", later, later),
+                ("engines back", later, older),
+                ("routers back", older, older),
+            ):
+                load = asking.load = Load(phase)
+                loads.append(load)
+                began = time.monotonic()
+                if phase != "before":
+                    deploy(build(routers, engines))
+                time.sleep(settle_s)
+                expected = min(routers.newest, engines.newest)
+                found, replicas = settled(url, expected), replicas_by_tree()
+                load.seconds = time.monotonic() - began
+                print(
+                    f"{phase:30} {load.seconds:5.0f} s, {load.outcomes.total():6d} answers {dict(load.outcomes)},"
+                    f" {load.failed.total()} failed; versions of connections: {found}",
+                    flush=True,
+                )
+                if not agree(found, expected):
+                    wrong.append(f"{phase}: not all connections have version {expected}")
+                if replicas != {("routers", routers.tree): REPLICAS, ("engines", engines.tree): 2 * REPLICAS}:
+                    wrong.append(f"{phase}: replicas run from {dict(replicas)}")
+        finally:
+            asking.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--settle-s", type=float, default=10.0, help="load after each phase")
+    parser.add_argument("--older", type=Path, help="checkout of another revision")
+    given = parser.parse_args()
+    loads: list[Load] = []
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="tandem-versions-") as folder:
+        if given.older is None:
+            older, later = Release.of(ROOT), Release.of(later_release(Path(folder) / "later"))
+        else:
+            older, later = Release.of(given.older), Release.of(ROOT)
+        # Ray puts the driver's folder before PYTHONPATH in the path of its workers.
+        os.chdir(folder)
+        restart(older, later, given.clients, given.settle_s, loads, wrong)
+        os.chdir(ROOT)
+    failed = sum((load.failed for load in loads), Counter[str]())
+    answers = sum(load.outcomes.total() for load in loads)
+    print(f"{answers + failed.total()} requests, {failed.total()} failed")
+    for failure, count in failed.most_common(5):
+        print(f"{count} x {failure}")
+    for one in wrong:
+        print(f"FAILED: {one}")
+    rows = [{"phase": one.phase, "seconds": one.seconds, "answers": dict(one.outcomes)} for one in loads]
+    print("written to", write("versions", {"phases": rows, "failed": dict(failed), "wrong": wrong}))
+    return 1 if failed or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
