@@ -335,13 +335,19 @@ build/clients/bin/python:
 clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain and Anthropic's SDK (in an environment in build/), vllm bench serve and curl against the service
 	$(BIN)/python -m tests.campaigns.clients.libraries --langchain build/clients/bin/python --anthropic build/clients/bin/python
 
-build/load-tools/bin/lm_eval:
-	$(PYTHON) -m venv build/load-tools
-	build/load-tools/bin/pip install --quiet 'lm-eval[api]' transformers guidellm aiperf
+# The three tools pin releases of each other's packages, so each has an environment.
+LOAD_TOOLS := build/load-tools/lm_eval build/load-tools/guidellm build/load-tools/aiperf
+build/load-tools/lm_eval: PACKAGES := 'lm-eval[api]' transformers
+build/load-tools/guidellm: PACKAGES := guidellm
+build/load-tools/aiperf: PACKAGES := aiperf
+$(LOAD_TOOLS):
+	$(PYTHON) -m venv $@-env
+	$@-env/bin/pip install --quiet $(PACKAGES)
+	ln -s $(notdir $@)-env/bin/$(notdir $@) $@
 
 .PHONY: load-tools
-load-tools: $(STAMP) build/load-tools/bin/lm_eval ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in an environment in build/), beside one vLLM server: ONLY=expression
-	$(BIN)/python -m tests.campaigns.clients.load_tools --tools build/load-tools/bin $(if $(ONLY),--only '$(ONLY)')
+load-tools: $(STAMP) $(LOAD_TOOLS) ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in an environment in build/), beside one vLLM server: ONLY=expression
+	$(BIN)/python -m tests.campaigns.clients.load_tools --tools build/load-tools $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: multi-connector
 multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,9 @@ ENGINE: dict[str, Any] = {"max_model_len": 2048, "block_size": 32}
 BENCH_INPUT_TOKENS, BENCH_OUTPUT_TOKENS = 100, 8
 QUESTIONS = 40
 """Documents of the evaluation."""
+REQUESTS = 60
+"""Requests of guidellm and aiperf."""
+
 TOOL_TIMEOUT_S = 900.0
 
 
@@ -140,41 +144,45 @@ def lm_eval(url: str, folder: Path, command: str) -> Result:
 
 
 def guidellm(url: str, folder: Path, command: str) -> Result:
-    """Run synthetic prompts, eight at a time."""
-    data = json.dumps({"prompt_tokens": 100, "output_tokens": 8})
+    """Send REQUESTS synthetic prompts, eight at a time."""
     began = time.monotonic()
     run_tool(
         [
-            *(
-                command,
-                "benchmark",
-                "run",
-                "--target",
-                url,
-                "--model",
-                DEMO_SERVED_NAME,
-                "--processor",
-                str(DEMO_MODEL_DIR),
-            ),
-            *("--profile", "concurrent", "--rate", "8", "--max-requests", "60", "--data", data),
-            *("--outputs", "json", "--output-dir", str(folder)),
+            *(command, "run", "--disable-progress", "--backend"),
+            f"kind=openai_http,target={url},model={DEMO_SERVED_NAME}",
+            *("--profile", "kind=concurrent,streams=8", "--constraint", f"kind=max_requests,count={REQUESTS}"),
+            *("--tokenizer", f"kind=hf_auto,model={DEMO_MODEL_DIR}"),
+            *("--data", "kind=synthetic_text,prompt_tokens=100,output_tokens=8"),
+            *("--output", f"kind=json,path={folder / 'guidellm.json'}"),
         ],
         folder,
     )
     took = time.monotonic() - began
-    found = json.loads(next(folder.glob("*.json")).read_text())
+    found = json.loads((folder / "guidellm.json").read_text())
     total = found["benchmarks"][0]["metrics"]["request_totals"]
-    return Result(total["total"], total["errored"], took)
+    return Result(total["total"], total["total"] - total["successful"], took)
+
+
+def put_into_hub_cache(name: str, folder: Path) -> None:
+    """Make the demo model's files those of `name` in the cache of the hub that `run_tool` sets.
+
+    Without a hub, aiperf reads tokenizers from this cache only, and no local path.
+    """
+    cached = folder / "hub" / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(DEMO_MODEL_DIR, cached / "snapshots" / "demo")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("demo")
 
 
 def aiperf(url: str, folder: Path, command: str) -> Result:
-    """Stream 60 synthetic chats, eight at a time."""
+    """Stream REQUESTS synthetic chats, eight at a time."""
+    put_into_hub_cache("tandem/demo", folder)
     began = time.monotonic()
     output = run_tool(
         [
-            *(command, "profile", "--model", DEMO_SERVED_NAME, "--tokenizer", str(DEMO_MODEL_DIR), "--url", url),
-            *("--endpoint-type", "chat", "--streaming", "--concurrency", "8", "--request-count", "60"),
-            *("--synthetic-input-tokens-mean", "100", "--output-tokens-mean", "8", "--ui", "none"),
+            *(command, "profile", "--model", DEMO_SERVED_NAME, "--tokenizer", "tandem/demo", "--url", url),
+            *("--endpoint-type", "chat", "--streaming", "--concurrency", "8", "--request-count", str(REQUESTS)),
+            *("--isl", "100", "--osl", "8", "--ui-type", "none"),
             *("--artifact-dir", str(folder / "aiperf")),
         ],
         folder,
@@ -183,9 +191,9 @@ def aiperf(url: str, folder: Path, command: str) -> Result:
     found = json.loads(next((folder / "aiperf").rglob("profile_export_aiperf.json")).read_text())
     errors = sum(each["count"] for each in found.get("error_summary") or ())
     completed = int(found["request_count"]["avg"])
-    if completed + errors != 60:
-        raise RuntimeError(f"{completed} requests and {errors} errors of 60:\n{output[-2000:]}")
-    return Result(60, errors, took)
+    if completed + errors != REQUESTS:
+        raise RuntimeError(f"{completed} requests and {errors} errors of {REQUESTS}:\n{output[-2000:]}")
+    return Result(REQUESTS, errors, took)
 
 
 def tools(directory: Path | None, prompts: int) -> list[Tool]:
