@@ -343,7 +343,7 @@ build/load-tools/aiperf: PACKAGES := aiperf
 $(LOAD_TOOLS):
 	$(PYTHON) -m venv $@-env
 	$@-env/bin/pip install --quiet $(PACKAGES)
-	ln -s $(notdir $@)-env/bin/$(notdir $@) $@
+	ln -sf $(notdir $@)-env/bin/$(notdir $@) $@
 
 .PHONY: load-tools
 load-tools: $(STAMP) $(LOAD_TOOLS) ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in an environment in build/), beside one vLLM server: ONLY=expression
