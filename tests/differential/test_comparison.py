@@ -10,7 +10,7 @@ import pytest
 
 from tests.campaigns.differential.answers import MUST_DIFFER, Reply, read
 from tests.campaigns.differential.campaign import all_cases
-from tests.campaigns.differential.compare import differences
+from tests.campaigns.differential.compare import differences, same_events
 
 SSE = "text/event-stream; charset=utf-8"
 
@@ -98,6 +98,21 @@ def test_where_a_stream_is_cut_does_not_matter() -> None:
 )
 def test_what_a_stream_says_does(other: Reply) -> None:
     assert lines(chunks("a", "b", "cd"), other)
+
+
+def test_streams_may_be_compared_event_for_event() -> None:
+    one = chunks("a", "b", "cd")
+    assert same_events(one, Reply(200, SSE, one.body.replace(b'"created": 7', b'"created": 8')))
+    assert not same_events(one, chunks("a", "bcd"))
+    assert not same_events(one, chunks("a", "b", "cd", usage=4))
+    assert not same_events(one, chunks("a", "b", "cd", ended=False))
+
+
+@pytest.mark.parametrize("field", [b'"created": 7', b'"id": "cmpl-0123456789abcdef0123"'])
+def test_a_value_that_changes_within_a_stream_is_seen(field: bytes) -> None:
+    one = chunks("a", "b", "cd")
+    changed = field[:-2] + b"9" + field[-1:] if field.endswith(b'"') else field[:-1] + b"9"
+    assert lines(one, Reply(200, SSE, one.body.replace(field, changed, 1)))
 
 
 def test_named_events_are_put_together_too() -> None:

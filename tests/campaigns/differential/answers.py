@@ -27,7 +27,9 @@ def _kind_of_id(value: Any) -> Any:
     return RANDOM.sub("*", value) if isinstance(value, str) else value
 
 
-def _whether(value: Any) -> str:
+def _whether(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whether(one) for one in value]  # of a stream: its distinct values, of which it must have one
     return "null" if value is None else f"a {type(value).__name__}"
 
 
@@ -98,8 +100,22 @@ def read_stream(body: bytes) -> dict[str, Any]:
     return _read_chunks(frames)
 
 
+def events_of(reply: Reply) -> list[Any]:
+    """Return the events of a stream of OpenAI's chunks one by one, with incomparable values
+    replaced, and the end mark; the text of any other answer.
+    """
+    frames = [frame for frame in reply.body.decode().split("\n\n") if frame and not frame.startswith(":")]
+    try:
+        return [frame if frame == DONE else comparable(json.loads(frame.removeprefix("data: "))) for frame in frames]
+    except ValueError:
+        return frames
+
+
+DONE = "data: [DONE]"
+
+
 def _read_chunks(frames: list[str]) -> dict[str, Any]:
-    ended = bool(frames) and frames[-1] == "data: [DONE]"
+    ended = bool(frames) and frames[-1] == DONE
     chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[: len(frames) - ended]]
     total: dict[str, Any] = {"ended": ended, "choices": {}, "usage": None}
     repeated: dict[str, list[Any]] = {}

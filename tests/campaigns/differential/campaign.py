@@ -1,10 +1,11 @@
 """Sends all requests to both sides and reports the differences: `make differential`.
 
     python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE]
-        [--first-token ROLE] [--out FILE]
+        [--first-token ROLE] [--tp 1:1] [--streams COUNT --seed SEED] [--out FILE]
 
 With `--damage` the single server loads another checkpoint: the campaign must find differences, and
-fails otherwise.
+fails otherwise. `--streams` sends random streams (`random_streams.py`) in place of the table of
+cases, and also compares them event for event.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 
 from tests.campaigns.differential.answers import Reply, read
 from tests.campaigns.differential.cases import Case, Request
-from tests.campaigns.differential.compare import differences
+from tests.campaigns.differential.compare import differences, same_events
 from tests.campaigns.differential.features import feature_cases, prompt_cases, stream_option_cases
 from tests.campaigns.differential.messages import message_cases
 from tests.campaigns.differential.model import damage, thinking_model
 from tests.campaigns.differential.others import cache_cases, named_cases, route_cases, token_cases
 from tests.campaigns.differential.pair import PairOfServers, make_pair
+from tests.campaigns.differential.random_streams import stopped_at, stream_cases, with_fields
 from tests.campaigns.differential.wrong import broken_cases, wrong_cases
 
 GROUPS = {
@@ -48,6 +50,11 @@ GROUPS = {
 AT_ONCE = 4
 TIMEOUT_S = 120.0
 
+AGAIN = 5
+"""How often a stream is repeated, without others, until its events have equal tokens on both
+sides.
+"""
+
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
 """uvicorn closes connections that are idle for 5 s; a request on a closing one gets no answer."""
 
@@ -56,6 +63,10 @@ LIMITS = httpx.Limits(keepalive_expiry=2.0)
 class Outcome:
     """Outcome of one case: `statuses` of the single server, route of the service's last answer,
     differences.
+
+    ``features``     those of the case, and where a stop string ended the stream
+    ``same_events``  whether the last answers, two streams, are equal event for event
+    ``again``        number of repetitions that this took
     """
 
     case: Case
@@ -64,6 +75,9 @@ class Outcome:
     reason: str
     differences: tuple[str, ...]
     first_token: str = ""
+    features: tuple[str, ...] = ()
+    same_events: bool = False
+    again: int = 0
 
 
 def all_cases(only: str = "") -> Iterator[tuple[str, Case]]:
@@ -82,18 +96,24 @@ async def ask(client: httpx.AsyncClient, request: Request) -> tuple[Reply, httpx
     return Reply(reply.status_code, reply.headers.get("content-type", ""), reply.content), reply.headers
 
 
-async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient) -> Outcome:
-    """Send `case` to both sides and compare."""
+async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient, apart: bool = False) -> Outcome:
+    """Send `case` to both sides, to one after the other if `apart`, and compare."""
     found: list[str] = []
     statuses = []
-    route = reason = sampled_by = ""
+    route = reason = sampled_by = stopped = ""
+    same = False
     for index, request in enumerate(case.requests):
-        (one, _), (other, headers) = await asyncio.gather(ask(single, request), ask(service, request))
+        if apart:
+            (one, _), (other, headers) = await ask(single, request), await ask(service, request)
+        else:
+            (one, _), (other, headers) = await asyncio.gather(ask(single, request), ask(service, request))
         statuses.append(one.status)
         route, reason = headers.get("x-tandem-route", ""), headers.get("x-tandem-local-reason", "")
         sampled_by = headers.get("x-tandem-first-token", "")
         expected, said = read(one, case.exact_ids), read(other, case.exact_ids)
         lines = differences(expected, said)
+        if case.features:
+            same, stopped = same_events(one, other), stopped_at(expected)
         if not one.status and case.unanswered and 0 < other.status < 500:
             continue
         if not one.status:
@@ -107,7 +127,8 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
         found.append(f"route: expected {case.route}, was {route!r} ({reason})")
     if route == "local" and not reason:
         found.append("served by decode alone, without a reason")
-    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by)
+    features = (*case.features, stopped) if stopped else case.features
+    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by, features, same)
 
 
 async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Outcome]]:
@@ -124,13 +145,31 @@ async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]
                 return group, await play(case, single, service)
 
         together = await asyncio.gather(*(one(group, case) for group, case in cases if not case.alone))
-        return [*together, *[await one(group, case) for group, case in cases if case.alone]]
+        outcomes = [*together, *[await one(group, case) for group, case in cases if case.alone]]
+        return [(group, await _with_same_events(outcome, single, service)) for group, outcome in outcomes]
+
+
+async def _with_same_events(outcome: Outcome, single: httpx.AsyncClient, service: httpx.AsyncClient) -> Outcome:
+    """Repeat a random stream whose answers are equal, but not event for event.
+
+    Timing decides which tokens share an event; without other requests, most have one of their own.
+    """
+    if not outcome.case.features or outcome.differences:
+        return outcome
+    for again in range(AGAIN):
+        if outcome.same_events:
+            break
+        repeated = await play(with_fields(outcome.case, cache_salt=f"again {again}"), single, service, apart=True)
+        outcome = replace(outcome, differences=repeated.differences, same_events=repeated.same_events, again=again + 1)
+        if outcome.differences:
+            break
+    return outcome
 
 
 def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
-    """Return counts by group, then every case with a difference."""
+    """Return counts by group and by feature, then every case with a difference."""
     lines = []
-    for group in GROUPS:
+    for group in dict.fromkeys(group for group, _ in outcomes):
         mine = [outcome for name, outcome in outcomes if name == group]
         if mine:
             answered = sum(outcome.statuses[-1] < 400 for outcome in mine)
@@ -142,6 +181,7 @@ def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             lines.append(
                 f"{group}: {len(mine)} cases ({answered} answered, {refused} refused; {shown}), {differ} differ"
             )
+    lines += by_feature([outcome for _, outcome in outcomes if outcome.features])
     for group, outcome in outcomes:
         if outcome.differences:
             lines.append(
@@ -149,6 +189,25 @@ def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             )
             lines += [f"    {line}" for line in outcome.differences[:12]]
     return "\n".join(lines)
+
+
+def by_feature(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a table of random streams with a row for each feature: `grammar, regex` counts in
+    `grammar` too.
+    """
+    if not outcomes:
+        return []
+    lines = ["| feature | streams | first token of prefill | of decode | same events | after repetition | differ |"]
+    lines.append("|---" * lines[0].count(" | ") + "|---|")
+    rows = [{"all"} | {part for name in one.features for part in (name, name.partition(",")[0])} for one in outcomes]
+    for name in ["all", *sorted(set().union(*rows) - {"all"})]:
+        mine = [outcome for outcome, row in zip(outcomes, rows, strict=True) if name in row]
+        sampled_by = Counter(outcome.first_token for outcome in mine)
+        same = Counter(bool(outcome.again) for outcome in mine if outcome.same_events)
+        differ = sum(bool(outcome.differences) for outcome in mine)
+        numbers = (len(mine), sampled_by["prefill"], sampled_by["decode"], same[False], same[True], differ)
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    return lines
 
 
 def as_json(outcomes: Sequence[tuple[str, Outcome]]) -> str:
@@ -159,6 +218,9 @@ def as_json(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             "status": outcome.statuses[-1],
             "route": outcome.route,
             "reason": outcome.reason,
+            "first_token": outcome.first_token,
+            "same_events": outcome.same_events,
+            "again": outcome.again,
             "differences": outcome.differences,
         }
         for group, outcome in outcomes
@@ -175,10 +237,17 @@ def main() -> int:
     parser.add_argument(
         "--first-token", choices=["prefill", "decode"], default="decode", help="router.first_token of the service"
     )
+    parser.add_argument("--tp", default="1:1", help="tensor_parallel_size of prefill and decode")
+    parser.add_argument("--streams", type=int, default=0, help="send this number of random streams instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the random streams")
     parser.add_argument("--out", type=Path, help="write every case as JSON")
     parser.add_argument("--urls", nargs=2, metavar=("SINGLE", "SERVICE"), help="servers that run already")
     options = parser.parse_args()
-    cases = list(all_cases(options.only))
+    if options.streams:
+        streams = [("streams", case) for case in stream_cases(options.streams, options.seed)]
+        cases = [(group, case) for group, case in streams if re.search(options.only, f"{group}: {case.name}")]
+    else:
+        cases = list(all_cases(options.only))
     began = time.monotonic()
     if options.urls:
         outcomes = asyncio.run(play_all(tuple(options.urls), cases))
@@ -191,6 +260,7 @@ def main() -> int:
                 damage(other, options.damage)
                 pair = PairOfServers(pair.folder, pair.model, other)
             pair.first_token = options.first_token
+            pair.prefill_tp, pair.decode_tp = map(int, options.tp.split(":"))
             pair.start()
             try:
                 print(f"both sides are up after {time.monotonic() - began:.0f} s; {len(cases)} cases", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tests.campaigns.differential.answers import Answer
+from tests.campaigns.differential.answers import Answer, Reply, events_of
 
 LOGPROB = 1e-4
 """Tolerance of a token's logprob: the engines add the same numbers in other batches."""
@@ -19,6 +19,14 @@ def differences(single: Answer, service: Answer) -> list[str]:
     if single.content_type != service.content_type:
         found.append(f"content-type: {single.content_type!r} -> {service.content_type!r}")
     return found + _differences("", single.says, service.says)
+
+
+def same_events(single: Reply, service: Reply) -> bool:
+    """Return whether two streams are equal event for event.
+
+    Timing decides how many tokens an event has: vLLM joins outputs that its frontend has not read.
+    """
+    return not _differences("", events_of(single), events_of(service))
 
 
 def _differences(where: str, one: Any, other: Any) -> list[str]:
