@@ -187,7 +187,7 @@ def _stop(rng: Random, prompt: RecallPrompt, path: str) -> Fields:
 
 
 def _likely(prompt: RecallPrompt, path: str) -> tuple[str, str]:
-    """Return the first token of the model's likely answer and the rest, whose characters are tokens.
+    """Return the first token of the model's likely answer, and the rest: a token per character.
 
     A completion answers `427`, a chat `mira=427`.
     """

@@ -37,7 +37,7 @@ from tests.campaigns.differential.answers import Reply, read
 from tests.campaigns.differential.campaign import LIMITS, TIMEOUT_S, ask
 from tests.campaigns.differential.cases import Case
 from tests.campaigns.differential.compare import differences
-from tests.campaigns.differential.pair import FRONTEND, make_pair
+from tests.campaigns.differential.pair import FRONTEND, PairOfServers, make_pair
 from tests.campaigns.differential.random_streams import stream_cases, with_fields
 from tests.campaigns.service.decode_deaths import (
     GONE_TIMEOUT_S,
@@ -211,7 +211,6 @@ def _is_worker(process: psutil.Process) -> bool:
 async def play_round(
     number: int,
     known: Sequence[tuple[Case, Reply]],
-    urls: tuple[str, str],
     decodes: Decodes,
     http: httpx.Client,
     rng: Random,
@@ -225,7 +224,7 @@ async def play_round(
     before, resumed = await _engines(http), await asyncio.to_thread(count_resumed, http)
     at, stops = rng.randint(1, len(streams)), number % 2 == 1
     blow = Blow(streams, engine, victim, at, stops)
-    async with httpx.AsyncClient(base_url=urls[1], timeout=TIMEOUT_S, limits=LIMITS) as client:
+    async with httpx.AsyncClient(base_url=http.base_url, timeout=TIMEOUT_S, limits=LIMITS) as client:
         following = [asyncio.create_task(follow(client, stream, blow.heard)) for stream in streams]
         await blow.until_killed()
         await asyncio.gather(*following)
@@ -277,31 +276,24 @@ async def _status(http: httpx.Client) -> Mapping[str, Any]:
     return status
 
 
-async def play(options: argparse.Namespace, folder: Path) -> list[Round]:
-    """Start both sides, and return one round per kill."""
-    pair = make_pair(folder)
-    pair.first_token, pair.decode_replicas, pair.frontend = "prefill", 2, SEPARATE
-    pair.prefill_tp, pair.decode_tp = map(int, options.tp.split(":"))
+async def play(pair: PairOfServers, options: argparse.Namespace) -> list[Round]:
+    """Return one round per kill."""
     victims: Iterator[Victim] = cycle(("core", "core", "core", "core", "actor", "actor"))
     cases, rng, rounds = seam_cases(options.seed), Random(f"seam deaths {options.seed}"), []
     give_up_at = time.monotonic() + options.minutes * 60
-    await asyncio.to_thread(pair.start)
-    try:
-        async with httpx.AsyncClient(base_url=pair.single_url, timeout=TIMEOUT_S, limits=LIMITS) as single:
-            with closing(httpx.Client(base_url=pair.service.url, timeout=TIMEOUT_S)) as http:
-                decodes, urls = Decodes(pair.service, http), (pair.single_url, pair.service.url)
-                for number in range(options.kills):
-                    if time.monotonic() > give_up_at:
-                        break
-                    known = await references(single, cases, options.streams)
-                    one = await play_round(number, known, urls, decodes, http, rng, next(victims))
-                    rounds.append(one)
-                    line = json.dumps(asdict(one))
-                    print(line, flush=True)
-                    with (folder / "rounds.jsonl").open("a") as out:
-                        out.write(line + "\n")
-    finally:
-        await asyncio.to_thread(pair.stop)
+    async with httpx.AsyncClient(base_url=pair.single_url, timeout=TIMEOUT_S, limits=LIMITS) as single:
+        with closing(httpx.Client(base_url=pair.service.url, timeout=TIMEOUT_S)) as http:
+            decodes = Decodes(pair.service, http)
+            for number in range(options.kills):
+                if time.monotonic() > give_up_at:
+                    break
+                known = await references(single, cases, options.streams)
+                one = await play_round(number, known, decodes, http, rng, next(victims))
+                rounds.append(one)
+                line = json.dumps(asdict(one))
+                print(line, flush=True)
+                with (pair.folder / "rounds.jsonl").open("a") as out:
+                    out.write(line + "\n")
     return rounds
 
 
@@ -346,7 +338,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-seam-"))
     folder.mkdir(parents=True, exist_ok=True)
-    rounds = asyncio.run(play(options, folder))
+    pair = make_pair(folder)
+    pair.first_token, pair.decode_replicas, pair.frontend = "prefill", 2, SEPARATE
+    pair.prefill_tp, pair.decode_tp = map(int, options.tp.split(":"))
+    pair.start()
+    try:
+        rounds = asyncio.run(play(pair, options))
+    finally:
+        pair.stop()
     print(report(rounds))
     exact = not any(one.differences for one in rounds) and all(one.gone for one in rounds)
     return 0 if exact and rounds and sum(one.open for one in rounds) else 1
