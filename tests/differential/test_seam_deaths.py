@@ -17,7 +17,8 @@ import pytest
 from tests.campaigns.differential.seam_deaths import Blow, Round, Stream, report, seam_cases, tokens_of
 from tests.campaigns.service.decode_deaths import DecodeEngine
 
-CASES = list(islice(seam_cases(1), 2))
+CASES = list(islice(seam_cases(1), 3))
+A, B, _ = [case.requests[0].headers["x-request-id"] for case in CASES]
 
 
 @pytest.fixture
@@ -42,25 +43,25 @@ def test_tokens_are_those_of_whole_events() -> None:
 
 def test_a_running_engine_is_killed_at_once(engine: DecodeEngine) -> None:
     """What clients have then is kept, without streams that have ended."""
-    streams = [Stream(CASES[0], "a"), Stream(CASES[1], "b"), Stream(CASES[1], "c", tokens=5, ended=True)]
+    streams = [Stream(CASES[0]), Stream(CASES[1]), Stream(CASES[2], tokens=5, ended=True)]
     blow = Blow(streams, engine, "core", at=2, stops=False)
     blow.heard()
     assert not blow.had
     streams[0].tokens = 1
     blow.heard()
     streams[1].tokens = 1
-    assert blow.had == {"a": 1, "b": 0}
+    assert blow.had == {A: 1, B: 0}
     assert psutil.wait_procs([engine.core], timeout=60)[1] == []
     assert engine.actor.is_running()
 
 
 def test_a_stopped_engine_is_killed_later(engine: DecodeEngine) -> None:
-    blow = Blow([Stream(CASES[0], "a", tokens=1)], engine, "actor", at=1, stops=True)
+    blow = Blow([Stream(CASES[0], tokens=1)], engine, "actor", at=1, stops=True)
     blow.heard()
     assert not blow.had
     assert os.WIFSTOPPED(os.waitpid(engine.core.pid, os.WUNTRACED)[1])
     blow._kill()  # noqa: SLF001 - `until_killed` waits
-    assert blow.had == {"a": 1}
+    assert blow.had == {A: 1}
     assert psutil.wait_procs([engine.actor], timeout=60)[1] == []
     assert os.WIFCONTINUED(os.waitpid(engine.core.pid, os.WCONTINUED)[1])
 

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
@@ -32,7 +32,6 @@ from typing import Any
 import httpx
 import psutil
 
-from actors.telemetry.recent_requests import MAX_ID_CHARACTERS
 from tests.campaigns.differential.answers import Reply, read
 from tests.campaigns.differential.campaign import LIMITS, TIMEOUT_S, ask
 from tests.campaigns.differential.cases import Case
@@ -57,6 +56,7 @@ STATUS_S = 1.2
 """Longer than the age of a status that the router returns again."""
 
 MOST_CASES = 1_000_000
+REQUEST_ID = "x-request-id"
 
 
 @dataclass
@@ -64,13 +64,16 @@ class Stream:
     """A stream as its client has received it, with the number of its tokens."""
 
     case: Case
-    request_id: str
     body: bytes = b""
     status: int = 0
     content_type: str = ""
     sampled_by: str = ""
     tokens: int = 0
     ended: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.case.requests[0].headers[REQUEST_ID]
 
     @property
     def reply(self) -> Reply:
@@ -115,10 +118,12 @@ def tokens_of(body: bytes) -> int:
 
 
 def seam_cases(seed: int) -> Iterator[Case]:
-    """Return streams whose events have token ids."""
-    for case in stream_cases(MOST_CASES, seed):
+    """Return streams with a request id, whose events have token ids."""
+    for number, case in enumerate(stream_cases(MOST_CASES, seed)):
         if "max_tokens 1" not in case.features:
-            yield with_fields(case, return_token_ids=True)
+            (request,) = with_fields(case, return_token_ids=True).requests
+            headers = {**request.headers, REQUEST_ID: f"seam-{number}"}
+            yield replace(case, requests=(replace(request, headers=headers),))
 
 
 async def references(single: httpx.AsyncClient, cases: Iterator[Case], count: int) -> list[tuple[Case, Reply]]:
@@ -127,16 +132,18 @@ async def references(single: httpx.AsyncClient, cases: Iterator[Case], count: in
     while len(found) < count:
         some = list(islice(cases, count - len(found)))
         replies = await asyncio.gather(*(ask(single, case.requests[0]) for case in some))
-        found += [(case, reply) for case, (reply, _) in zip(some, replies, strict=True) if tokens_of(reply.body) > 1]
+        for case, (reply, _) in zip(some, replies, strict=True):
+            assert reply.status == 200, f"{case.name}: HTTP {reply.status} {reply.body.decode()}"
+            if tokens_of(reply.body) > 1:
+                found.append((case, reply))
     return found
 
 
 async def follow(http: httpx.AsyncClient, stream: Stream, heard: Callable[[], None]) -> None:
     """Receive a stream; call `heard` after each part of it."""
     request = stream.case.requests[0]
-    headers = {**request.headers, "x-request-id": stream.request_id}
     try:
-        async with http.stream("POST", request.path, content=request.content, headers=headers) as reply:
+        async with http.stream("POST", request.path, content=request.content, headers=request.headers) as reply:
             stream.status, stream.content_type = reply.status_code, reply.headers.get("content-type", "")
             stream.sampled_by = reply.headers.get("x-tandem-first-token", "")
             async for some in reply.aiter_raw():
@@ -184,7 +191,8 @@ class Blow:
         """Return after the kill; a stopped engine is killed once no client receives anything."""
         while not self.had:
             await asyncio.sleep(0.02)
-            if self._stops and self._struck and time.monotonic() - self._heard_at > QUIET_S:
+            quiet = self._stops and self._struck and time.monotonic() - self._heard_at > QUIET_S
+            if quiet or all(stream.ended for stream in self._streams):
                 self._kill()
 
     def _kill(self) -> None:
@@ -220,7 +228,7 @@ async def play_round(
     began = time.monotonic()
     engine = rng.choice(await asyncio.to_thread(decodes.both))
     restart_s = time.monotonic() - began
-    streams = [Stream(case, f"round {number} {index}"[:MAX_ID_CHARACTERS]) for index, (case, _) in enumerate(known)]
+    streams = [Stream(case) for case, _ in known]
     before, resumed = await _engines(http), await asyncio.to_thread(count_resumed, http)
     at, stops = rng.randint(1, len(streams)), number % 2 == 1
     blow = Blow(streams, engine, victim, at, stops)
@@ -232,7 +240,7 @@ async def play_round(
     resumed = await asyncio.to_thread(count_resumed, http) - resumed
     served_by = {one["request_id"]: one["decode"] for one in (await _status(http))["recent"]}
     killed = await _missing(http, before)
-    its = [stream for stream in streams if stream.request_id in blow.had and served_by[stream.request_id] == killed]
+    its = [stream for stream in streams if stream.request_id in blow.had and served_by.get(stream.request_id) == killed]
     opened = [stream for stream in its if blow.had[stream.request_id] == 1 and stream.sampled_by == "prefill"]
     features: dict[str, int] = {}
     for name in (name for stream in opened for name in stream.case.features):
@@ -265,8 +273,9 @@ async def _engines(http: httpx.Client) -> set[str]:
 
 async def _missing(http: httpx.Client, before: set[str]) -> str:
     """Return the one replica that does not answer any more; an answer of the other may be late."""
+    give_up_at = time.monotonic() + GONE_TIMEOUT_S
     while len(missing := before - await _engines(http)) != 1:
-        pass
+        assert time.monotonic() < give_up_at, f"of {before}, {missing} do not answer"
     return missing.pop()
 
 
