@@ -10,7 +10,7 @@ import pytest
 
 from tests.campaigns.differential.answers import MUST_DIFFER, Reply, read
 from tests.campaigns.differential.campaign import all_cases
-from tests.campaigns.differential.compare import differences, same_events
+from tests.campaigns.differential.compare import differences, event_groups
 
 SSE = "text/event-stream; charset=utf-8"
 
@@ -100,12 +100,18 @@ def test_what_a_stream_says_does(other: Reply) -> None:
     assert lines(chunks("a", "b", "cd"), other)
 
 
-def test_streams_may_be_compared_event_for_event() -> None:
-    one = chunks("a", "b", "cd")
-    assert same_events(one, Reply(200, SSE, one.body.replace(b'"created": 7', b'"created": 8')))
-    assert not same_events(one, chunks("a", "bcd"))
-    assert not same_events(one, chunks("a", "b", "cd", usage=4))
-    assert not same_events(one, chunks("a", "b", "cd", ended=False))
+def test_events_that_say_the_same_form_groups() -> None:
+    one = chunks("a", "b", "cd")  # three events of text, usage, end mark
+    assert event_groups(one, Reply(200, SSE, one.body.replace(b'"created": 7', b'"created": 8'))) == [(1, 1)] * 5
+    assert event_groups(one, chunks("a", "bcd")) == [(1, 1), (2, 1), (1, 1), (1, 1)]
+    assert event_groups(chunks("abc", "d"), one) == [(2, 3), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "other", [chunks("a", "b", "cd", usage=4), chunks("a", "b", "cd", ended=False), chunks("a", "b", "ce")]
+)
+def test_events_that_do_not_correspond_have_a_group_without_equal(other: Reply) -> None:
+    assert not all(event_groups(chunks("a", "b", "cd"), other)[-1])
 
 
 @pytest.mark.parametrize("field", [b'"created": 7', b'"id": "cmpl-0123456789abcdef0123"'])

@@ -65,12 +65,12 @@ def test_where_a_stop_string_ends_a_stream(stop: Any, where: str) -> None:
 def test_the_report_counts_by_feature() -> None:
     one, other = stream_cases(2, 1)
     outcomes = [
-        Outcome(one, (200,), "remote", "", (), "prefill", ("a", "b, c"), True, 0),
-        Outcome(other, (200,), "remote", "", ("text",), "decode", ("a",), False, 1),
+        Outcome(one, (200,), "remote", "", (), "prefill", ("a", "b, c"), "equal"),
+        Outcome(other, (200,), "remote", "", ("text",), "decode", ("a",), "joined"),
     ]
     rows = by_feature(outcomes)[2:]
     assert rows == [
-        "| all | 2 | 1 | 1 | 1 | 0 | 1 |",
-        "| a | 2 | 1 | 1 | 1 | 0 | 1 |",
+        "| all | 2 | 1 | 1 | 1 | 1 | 1 |",
+        "| a | 2 | 1 | 1 | 1 | 1 | 1 |",
         *(f"| {b} | 1 | 1 | 0 | 1 | 0 | 0 |" for b in ("b", "b, c")),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,18 @@ def events_of(reply: Reply) -> list[Any]:
         return [frame if frame == DONE else comparable(json.loads(frame.removeprefix("data: "))) for frame in frames]
     except ValueError:
         return frames
+
+
+def joined(events: Sequence[Any]) -> Any:
+    """Return what some neighbouring events say together."""
+    total: dict[str, Any] = {"choices": {}}
+    for event in events:
+        if not isinstance(event, dict):
+            return list(events)  # the end mark is an event of its own
+        total |= {key: value for key, value in event.items() if key != "choices"}
+        for choice in event.get("choices", ()):
+            _add(total["choices"].setdefault(choice["index"], {}), choice)
+    return total
 
 
 DONE = "data: [DONE]"

@@ -19,20 +19,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
 from tests.campaigns.differential.answers import Reply, read
 from tests.campaigns.differential.cases import Case, Request
-from tests.campaigns.differential.compare import differences, same_events
+from tests.campaigns.differential.compare import differences, event_groups
 from tests.campaigns.differential.features import feature_cases, prompt_cases, stream_option_cases
 from tests.campaigns.differential.messages import message_cases
 from tests.campaigns.differential.model import damage, thinking_model
 from tests.campaigns.differential.others import cache_cases, named_cases, route_cases, token_cases
 from tests.campaigns.differential.pair import PairOfServers, make_pair
-from tests.campaigns.differential.random_streams import stopped_at, stream_cases, with_fields
+from tests.campaigns.differential.random_streams import stopped_at, stream_cases
 from tests.campaigns.differential.wrong import broken_cases, wrong_cases
 
 GROUPS = {
@@ -50,13 +51,11 @@ GROUPS = {
 AT_ONCE = 4
 TIMEOUT_S = 120.0
 
-AGAIN = 5
-"""How often a stream is repeated, without others, until its events have equal tokens on both
-sides.
-"""
-
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
 """uvicorn closes connections that are idle for 5 s; a request on a closing one gets no answer."""
+
+
+Events = Literal["equal", "joined", "other"]
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,9 @@ class Outcome:
     """Outcome of one case: `statuses` of the single server, route of the service's last answer,
     differences.
 
-    ``features``     those of the case, and where a stop string ended the stream
-    ``same_events``  whether the last answers, two streams, are equal event for event
-    ``again``        number of repetitions that this took
+    ``features``  those of the case, and where a stop string ended the stream
+    ``events``    of random streams: `equal` one for one, `joined` if either side has joined some,
+                  `other` if they do not correspond
     """
 
     case: Case
@@ -76,8 +75,7 @@ class Outcome:
     differences: tuple[str, ...]
     first_token: str = ""
     features: tuple[str, ...] = ()
-    same_events: bool = False
-    again: int = 0
+    events: Events | None = None
 
 
 def all_cases(only: str = "") -> Iterator[tuple[str, Case]]:
@@ -96,24 +94,25 @@ async def ask(client: httpx.AsyncClient, request: Request) -> tuple[Reply, httpx
     return Reply(reply.status_code, reply.headers.get("content-type", ""), reply.content), reply.headers
 
 
-async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient, apart: bool = False) -> Outcome:
-    """Send `case` to both sides, to one after the other if `apart`, and compare."""
+async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient) -> Outcome:
+    """Send `case` to both sides and compare."""
     found: list[str] = []
     statuses = []
     route = reason = sampled_by = stopped = ""
-    same = False
+    events: Events | None = None
     for index, request in enumerate(case.requests):
-        if apart:
-            (one, _), (other, headers) = await ask(single, request), await ask(service, request)
-        else:
-            (one, _), (other, headers) = await asyncio.gather(ask(single, request), ask(service, request))
+        (one, _), (other, headers) = await asyncio.gather(ask(single, request), ask(service, request))
         statuses.append(one.status)
         route, reason = headers.get("x-tandem-route", ""), headers.get("x-tandem-local-reason", "")
         sampled_by = headers.get("x-tandem-first-token", "")
         expected, said = read(one, case.exact_ids), read(other, case.exact_ids)
         lines = differences(expected, said)
         if case.features:
-            same, stopped = same_events(one, other), stopped_at(expected)
+            stopped = stopped_at(expected)
+            groups = event_groups(one, other)
+            events = "equal" if set(groups) == {(1, 1)} else "joined" if all(map(all, groups)) else "other"
+            if events == "other":
+                found.append(f"events do not correspond, in groups {groups}")
         if not one.status and case.unanswered and 0 < other.status < 500:
             continue
         if not one.status:
@@ -128,42 +127,30 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
     if route == "local" and not reason:
         found.append("served by decode alone, without a reason")
     features = (*case.features, stopped) if stopped else case.features
-    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by, features, same)
+    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by, features, events)
 
 
-async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Outcome]]:
-    """Run all cases, a few at a time."""
+async def play_all(
+    pair_urls: tuple[str, str],
+    cases: Sequence[tuple[str, Case]],
+    at_once: int = AT_ONCE,
+    until: float = float("inf"),
+) -> list[tuple[str, Outcome]]:
+    """Run all cases, a few at a time; start none after `until` of the monotonic clock."""
     single_url, service_url = pair_urls
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(at_once)
     async with (
         httpx.AsyncClient(base_url=single_url, timeout=TIMEOUT_S, limits=LIMITS) as single,
         httpx.AsyncClient(base_url=service_url, timeout=TIMEOUT_S, limits=LIMITS) as service,
     ):
 
-        async def one(group: str, case: Case) -> tuple[str, Outcome]:
+        async def one(group: str, case: Case) -> tuple[str, Outcome] | None:
             async with gate:
-                return group, await play(case, single, service)
+                return (group, await play(case, single, service)) if time.monotonic() < until else None
 
         together = await asyncio.gather(*(one(group, case) for group, case in cases if not case.alone))
-        outcomes = [*together, *[await one(group, case) for group, case in cases if case.alone]]
-        return [(group, await _with_same_events(outcome, single, service)) for group, outcome in outcomes]
-
-
-async def _with_same_events(outcome: Outcome, single: httpx.AsyncClient, service: httpx.AsyncClient) -> Outcome:
-    """Repeat a random stream whose answers are equal, but not event for event.
-
-    Timing decides which tokens share an event; without other requests, most have one of their own.
-    """
-    if not outcome.case.features or outcome.differences:
-        return outcome
-    for again in range(AGAIN):
-        if outcome.same_events:
-            break
-        repeated = await play(with_fields(outcome.case, cache_salt=f"again {again}"), single, service, apart=True)
-        outcome = replace(outcome, differences=repeated.differences, same_events=repeated.same_events, again=again + 1)
-        if outcome.differences:
-            break
-    return outcome
+        all_of_them = [*together, *[await one(group, case) for group, case in cases if case.alone]]
+        return [played for played in all_of_them if played is not None]
 
 
 def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
@@ -197,15 +184,15 @@ def by_feature(outcomes: Sequence[Outcome]) -> list[str]:
     """
     if not outcomes:
         return []
-    lines = ["| feature | streams | first token of prefill | of decode | same events | after repetition | differ |"]
+    lines = ["| feature | streams | first token of prefill | of decode | equal events | joined events | differ |"]
     lines.append("|---" * lines[0].count(" | ") + "|---|")
     rows = [{"all"} | {part for name in one.features for part in (name, name.partition(",")[0])} for one in outcomes]
     for name in ["all", *sorted(set().union(*rows) - {"all"})]:
         mine = [outcome for outcome, row in zip(outcomes, rows, strict=True) if name in row]
         sampled_by = Counter(outcome.first_token for outcome in mine)
-        same = Counter(bool(outcome.again) for outcome in mine if outcome.same_events)
+        events = Counter(outcome.events for outcome in mine)
         differ = sum(bool(outcome.differences) for outcome in mine)
-        numbers = (len(mine), sampled_by["prefill"], sampled_by["decode"], same[False], same[True], differ)
+        numbers = (len(mine), sampled_by["prefill"], sampled_by["decode"], events["equal"], events["joined"], differ)
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     return lines
 
@@ -219,8 +206,7 @@ def as_json(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             "route": outcome.route,
             "reason": outcome.reason,
             "first_token": outcome.first_token,
-            "same_events": outcome.same_events,
-            "again": outcome.again,
+            "events": outcome.events,
             "differences": outcome.differences,
         }
         for group, outcome in outcomes
@@ -240,17 +226,21 @@ def main() -> int:
     parser.add_argument("--tp", default="1:1", help="tensor_parallel_size of prefill and decode")
     parser.add_argument("--streams", type=int, default=0, help="send this number of random streams instead")
     parser.add_argument("--seed", type=int, default=1, help="of the random streams")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this number of the first random streams")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases at once")
+    parser.add_argument("--minutes", type=float, default=600.0, help="start no further case after this time")
     parser.add_argument("--out", type=Path, help="write every case as JSON")
     parser.add_argument("--urls", nargs=2, metavar=("SINGLE", "SERVICE"), help="servers that run already")
     options = parser.parse_args()
     if options.streams:
-        streams = [("streams", case) for case in stream_cases(options.streams, options.seed)]
+        streams = [("streams", case) for case in stream_cases(options.streams, options.seed)][options.skip :]
         cases = [(group, case) for group, case in streams if re.search(options.only, f"{group}: {case.name}")]
     else:
         cases = list(all_cases(options.only))
     began = time.monotonic()
+    until = began + options.minutes * 60
     if options.urls:
-        outcomes = asyncio.run(play_all(tuple(options.urls), cases))
+        outcomes = asyncio.run(play_all(tuple(options.urls), cases, options.at_once, until))
     else:
         with tempfile.TemporaryDirectory() as folder:
             pair = make_pair(Path(folder))
@@ -264,12 +254,12 @@ def main() -> int:
             pair.start()
             try:
                 print(f"both sides are up after {time.monotonic() - began:.0f} s; {len(cases)} cases", flush=True)
-                outcomes = asyncio.run(play_all((pair.single_url, pair.service.url), cases))
+                outcomes = asyncio.run(play_all((pair.single_url, pair.service.url), cases, options.at_once, until))
             finally:
                 pair.stop()
     print(report(outcomes), flush=True)
     differ = sum(bool(outcome.differences) for _, outcome in outcomes)
-    print(f"{len(outcomes)} cases, {differ} differ; {time.monotonic() - began:.0f} s")
+    print(f"{len(outcomes)} of {len(cases)} cases, {differ} differ; {time.monotonic() - began:.0f} s")
     if options.out:
         options.out.write_text(as_json(outcomes))
     if options.damage:
