@@ -69,6 +69,21 @@ def test_everything_else_is_seen(change: dict[str, Any]) -> None:
     assert lines(whole(), whole(**change))
 
 
+@pytest.mark.parametrize("of_chat", [True, False])
+def test_which_forbidden_tokens_are_alternatives_does_not_matter(of_chat: bool) -> None:
+    def answer(*alternatives: tuple[str, float]) -> Reply:
+        if of_chat:
+            top = [[{"token": token, "logprob": logprob} for token, logprob in alternatives]]
+            return whole(logprobs={"content": [{"top_logprobs": one} for one in top]})
+        return whole(logprobs={"top_logprobs": [dict(alternatives)]})
+
+    one = answer(("a", -0.5), ("b", -9999.0))
+    assert lines(one, answer(("a", -0.5), ("c", -9999.0))) == []
+    assert lines(one, answer(("a", -0.5), ("c", -9.0)))
+    assert lines(one, answer(("c", -0.5), ("b", -9999.0)))
+    assert lines(one, answer(("a", -0.5)))
+
+
 @pytest.mark.parametrize(("apart", "seen"), [(0.00009, False), (0.00011, True), (-0.5, True)])
 def test_logprobs_may_lie_as_far_apart_as_adding_in_another_order_puts_them(apart: float, seen: bool) -> None:
     assert bool(lines(whole(logprobs=[-2.5]), whole(logprobs=[-2.5 + apart]))) == seen

@@ -89,7 +89,33 @@ def comparable(tree: Any) -> Any:
         return [comparable(one) for one in tree]
     if not isinstance(tree, dict):
         return tree
-    return {key: MUST_DIFFER[key][0](one) if key in MUST_DIFFER else comparable(one) for key, one in tree.items()}
+    return {key: _comparable(key, one) for key, one in tree.items()}
+
+
+def _comparable(key: str, value: Any) -> Any:
+    if key in MUST_DIFFER:
+        return MUST_DIFFER[key][0](value)
+    if key == "top_logprobs" and isinstance(value, list):
+        return [_without_forbidden(comparable(one)) for one in value]
+    return comparable(value)
+
+
+FORBIDDEN = -9999.0
+"""vLLM's logprob of a token that the grammar or a bias forbids."""
+
+
+def _without_forbidden(alternatives: Any) -> Any:
+    """Replace forbidden tokens of a token's alternatives by a number that counts them.
+
+    All of them are equally likely. Which of them are among the first k, `torch.topk` decides by k,
+    and k is the largest number of logprobs that any request of the batch asks for.
+    """
+    if isinstance(alternatives, dict) and "logprob" in alternatives:  # of a chat, one of a list
+        return "forbidden" if alternatives["logprob"] == FORBIDDEN else alternatives
+    if isinstance(alternatives, dict):
+        allowed = {token: logprob for token, logprob in alternatives.items() if logprob != FORBIDDEN}
+        return allowed | {"forbidden": len(alternatives) - len(allowed)}
+    return alternatives
 
 
 def read_stream(body: bytes) -> dict[str, Any]:

@@ -51,9 +51,8 @@ GROUPS = {
 AT_ONCE = 4
 TIMEOUT_S = 120.0
 
-LIMITS = httpx.Limits(keepalive_expiry=2.0)
-"""uvicorn closes connections that are idle for 5 s; a request on a closing one gets no answer."""
-
+LIMITS = httpx.Limits(max_keepalive_connections=0)
+"""A busy machine lets neither side know in time that the other has closed an idle connection."""
 
 Events = Literal["equal", "joined", "other"]
 
