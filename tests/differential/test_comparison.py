@@ -69,6 +69,15 @@ def test_everything_else_is_seen(change: dict[str, Any]) -> None:
     assert lines(whole(), whole(**change))
 
 
+def test_what_vllm_appends_to_joined_arguments_does_not_matter() -> None:
+    def answer(arguments: str) -> Reply:
+        return whole(tool_calls=[{"function": {"name": "weather", "arguments": arguments}}])
+
+    assert lines(answer("false"), answer("false{}")) == []
+    assert lines(answer("false"), answer("true{}"))
+    assert lines(answer("{}"), answer(""))
+
+
 @pytest.mark.parametrize("of_chat", [True, False])
 def test_which_forbidden_tokens_are_alternatives_does_not_matter(of_chat: bool) -> None:
     def answer(*alternatives: tuple[str, float]) -> Reply:

@@ -44,7 +44,7 @@ def test_tokens_are_those_of_whole_events() -> None:
 def test_a_running_engine_is_killed_at_once(engine: DecodeEngine) -> None:
     """What clients have then is kept, without streams that have ended."""
     streams = [Stream(CASES[0]), Stream(CASES[1]), Stream(CASES[2], tokens=5, ended=True)]
-    blow = Blow(streams, engine, "core", at=2, stops=False)
+    blow = Blow(streams, [engine], "core", at=2, stops=False)
     blow.heard()
     assert not blow.had
     streams[0].tokens = 1
@@ -56,7 +56,7 @@ def test_a_running_engine_is_killed_at_once(engine: DecodeEngine) -> None:
 
 
 def test_a_stopped_engine_is_killed_later(engine: DecodeEngine) -> None:
-    blow = Blow([Stream(CASES[0], tokens=1)], engine, "actor", at=1, stops=True)
+    blow = Blow([Stream(CASES[0], tokens=1)], [engine], "actor", at=1, stops=True)
     blow.heard()
     assert not blow.had
     assert os.WIFSTOPPED(os.waitpid(engine.core.pid, os.WUNTRACED)[1])

@@ -5,7 +5,7 @@
 
 One prefill and two decode replicas, `router.first_token: prefill`. Each round opens random streams
 (`random_streams.py`) at once and kills the core or the actor of a decode engine by SIGKILL when a
-random number of them have their first token. In every second round the engine is stopped (SIGSTOP)
+random number of them have their first token. In two of three rounds the engine is stopped (SIGSTOP)
 at that moment, and killed once no client receives anything: then no token of it is on its way. All
 streams are compared with one vLLM server's. An *open seam* is a stream of the killed engine whose
 client has received exactly prefill's first token when the signal is sent.
@@ -160,28 +160,27 @@ async def follow(http: httpx.AsyncClient, stream: Stream, heard: Callable[[], No
 class Blow:
     """Stops and kills one engine at a moment of the streams, and keeps what their clients had."""
 
-    def __init__(self, streams: Sequence[Stream], engine: DecodeEngine, victim: Victim, at: int, stops: bool) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], engines: Sequence[DecodeEngine], victim: Victim, at: int, stops: bool
+    ) -> None:
         self.had: dict[str, int] = {}
         """Tokens that the client of each unfinished stream had at the kill, by request id."""
+        self.processes: list[psutil.Process] = []
+        """Those of the killed engine."""
         self._streams = streams
-        self._engine = engine
+        self._engines = engines
         self._victim = victim
         self._at = at
         self._stops = stops
-        self._struck = False
         self._heard_at = time.monotonic()
-        # Of the core's children none is a worker: the fork server is the parent of both.
-        self._rest = [engine.core, *(one for one in engine.actor.children(recursive=True) if _is_worker(one))]
-
-    @property
-    def processes(self) -> list[psutil.Process]:
-        return [self._engine.actor, *self._rest]
+        self._work = [_computing(engine) for engine in engines]
+        self._busy_s = [_busy_s(work) for work in self._work]
 
     def heard(self) -> None:
         """A client has received something."""
         self._heard_at = time.monotonic()
-        if not self._struck and sum(stream.tokens > 0 for stream in self._streams) >= self._at:
-            self._struck = True
+        if not self.processes and sum(stream.tokens > 0 for stream in self._streams) >= self._at:
+            self._choose()
             if self._stops:
                 self._signal(signal.SIGSTOP)
             else:
@@ -191,22 +190,40 @@ class Blow:
         """Return after the kill; a stopped engine is killed once no client receives anything."""
         while not self.had:
             await asyncio.sleep(0.02)
-            quiet = self._stops and self._struck and time.monotonic() - self._heard_at > QUIET_S
+            quiet = self._stops and self.processes and time.monotonic() - self._heard_at > QUIET_S
             if quiet or all(stream.ended for stream in self._streams):
                 self._kill()
 
+    def _choose(self) -> None:
+        """Choose the engine that has computed most since the streams were sent."""
+        grown = [_busy_s(work) - before for work, before in zip(self._work, self._busy_s, strict=True)]
+        index = grown.index(max(grown))
+        self.processes = [self._engines[index].actor, *self._work[index]]
+
     def _kill(self) -> None:
+        if not self.processes:
+            self._choose()
         self.had = {stream.request_id: stream.tokens for stream in self._streams if not stream.ended} or {"": 0}
-        getattr(self._engine, self._victim).kill()
+        actor, core, *_ = self.processes
+        (core if self._victim == "core" else actor).kill()
         if self._stops:
             self._signal(signal.SIGCONT)  # a stopped process does not notice that its parent has ended
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._rest:
+        for process in self.processes[1:]:
             try:
                 os.kill(process.pid, number)
             except ProcessLookupError:
                 continue
+
+
+def _computing(engine: DecodeEngine) -> list[psutil.Process]:
+    """Return the core of an engine, then its workers: the fork server is the parent of both."""
+    return [engine.core, *(one for one in engine.actor.children(recursive=True) if _is_worker(one))]
+
+
+def _busy_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _is_worker(process: psutil.Process) -> bool:
@@ -226,12 +243,13 @@ async def play_round(
 ) -> Round:
     """Open all streams, kill an engine, and compare the streams with their references."""
     began = time.monotonic()
-    engine = rng.choice(await asyncio.to_thread(decodes.both))
+    engines = await asyncio.to_thread(decodes.both)
     restart_s = time.monotonic() - began
     streams = [Stream(case) for case, _ in known]
     before, resumed = await _engines(http), await asyncio.to_thread(count_resumed, http)
-    at, stops = rng.randint(1, len(streams)), number % 2 == 1
-    blow = Blow(streams, engine, victim, at, stops)
+    stops = number % 3 > 0
+    at = rng.randint(1, max(1, len(streams) // 2) if stops else len(streams))
+    blow = Blow(streams, engines, victim, at, stops)
     async with httpx.AsyncClient(base_url=http.base_url, timeout=TIMEOUT_S, limits=LIMITS) as client:
         following = [asyncio.create_task(follow(client, stream, blow.heard)) for stream in streams]
         await blow.until_killed()
@@ -287,7 +305,7 @@ async def _status(http: httpx.Client) -> Mapping[str, Any]:
 
 async def play(pair: PairOfServers, options: argparse.Namespace) -> list[Round]:
     """Return one round per kill."""
-    victims: Iterator[Victim] = cycle(("core", "core", "core", "core", "actor", "actor"))
+    victims: Iterator[Victim] = cycle(("core", "core", "core", "core", "core", "actor"))
     cases, rng, rounds = seam_cases(options.seed), Random(f"seam deaths {options.seed}"), []
     give_up_at = time.monotonic() + options.minutes * 60
     async with httpx.AsyncClient(base_url=pair.single_url, timeout=TIMEOUT_S, limits=LIMITS) as single:
