@@ -305,7 +305,7 @@ async def _status(http: httpx.Client) -> Mapping[str, Any]:
 
 async def play(pair: PairOfServers, options: argparse.Namespace) -> list[Round]:
     """Return one round per kill."""
-    victims: Iterator[Victim] = cycle(("core", "core", "core", "core", "core", "actor"))
+    victims: Iterator[Victim] = cycle(("core", "core", "core", "core", "actor"))
     cases, rng, rounds = seam_cases(options.seed), Random(f"seam deaths {options.seed}"), []
     give_up_at = time.monotonic() + options.minutes * 60
     async with httpx.AsyncClient(base_url=pair.single_url, timeout=TIMEOUT_S, limits=LIMITS) as single:
