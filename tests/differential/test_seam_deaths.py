@@ -69,10 +69,11 @@ def test_a_stopped_engine_is_killed_later(engine: DecodeEngine) -> None:
 def test_the_report_sums_rounds() -> None:
     one = Round(0, "core", False, 3, 16, 5, 2, 1, 5.0, True, 30.0, {"greedy": 2}, {})
     other = Round(1, "actor", True, 3, 16, 7, 6, 1, 7.0, True, 30.0, {"greedy": 4, "chat": 2}, {"x": ["text"]})
-    *_, last, features = report([one, other]).splitlines()
+    *_, last, resumed, features = report([one, other]).splitlines()
     assert last == (
         "all: 2 engines killed under 32 streams; of the 12 unfinished ones of these engines, "
         "8 had exactly prefill's first token, 2 nothing; 1 streams differ"
     )
+    assert resumed.endswith("every unfinished stream: 8")
     assert features == "open seams by feature: chat: 2, greedy: 6"
     assert json.loads(json.dumps(asdict(one)))["open"] == 2

@@ -349,6 +349,8 @@ def report(rounds: Sequence[Round]) -> str:
         )
     names = sorted({name for one in rounds for name in one.features})
     sums = [f"{name}: {sum(one.features.get(name, 0) for one in rounds)}" for name in names]
+    resumed = sum(one.open for one in rounds if one.resumed >= one.unfinished)
+    lines.append(f"open seams of rounds in which the router resumed every unfinished stream: {resumed}")
     return "\n".join([*lines, f"open seams by feature: {', '.join(sums)}"])
 
 
