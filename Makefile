@@ -327,6 +327,12 @@ differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 thi
 	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE)) \
 		$(if $(FIRST_TOKEN),--first-token $(FIRST_TOKEN))
 
+.PHONY: seam
+seam: $(STAMP) ## 2,000 random streams with prefill's first token beside one vLLM server, then decode engines killed before the second: COUNT=200 TP=1:2 KILLS=10 SEED=1
+	$(BIN)/python -m tests.campaigns.differential.campaign --first-token prefill --at-once 12 --seed $(SEED) \
+		--streams $(if $(filter file,$(origin COUNT)),2000,$(COUNT)) --tp $(if $(filter file,$(origin TP)),1:2,$(TP))
+	$(BIN)/python -m tests.campaigns.differential.seam_deaths --seed $(SEED) $(if $(KILLS),--kills $(KILLS))
+
 build/clients/bin/python:
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/pip install --quiet langchain-openai anthropic

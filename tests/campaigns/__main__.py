@@ -81,6 +81,7 @@ STEPS = (
     Step("data-parallel", "data-parallel", size=("PROMPTS=10", "KILLS=2"), lines=30),
     Step("fuzz", "fuzz", lines=6),
     Step("differential", "differential", lines=2),
+    Step("seam", "seam", size=("COUNT=200", "KILLS=4"), lines=8),
     Step("clients", "clients", lines=20),
     Step("multi-connector", "multi-connector", lines=3),
     Step("store-restart", "store-restart", lines=3),

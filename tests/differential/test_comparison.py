@@ -10,7 +10,7 @@ import pytest
 
 from tests.campaigns.differential.answers import MUST_DIFFER, Reply, read
 from tests.campaigns.differential.campaign import all_cases
-from tests.campaigns.differential.compare import differences
+from tests.campaigns.differential.compare import differences, event_groups
 
 SSE = "text/event-stream; charset=utf-8"
 
@@ -69,6 +69,30 @@ def test_everything_else_is_seen(change: dict[str, Any]) -> None:
     assert lines(whole(), whole(**change))
 
 
+def test_what_vllm_appends_to_joined_arguments_does_not_matter() -> None:
+    def answer(arguments: str) -> Reply:
+        return whole(tool_calls=[{"function": {"name": "weather", "arguments": arguments}}])
+
+    assert lines(answer("false"), answer("false{}")) == []
+    assert lines(answer("false"), answer("true{}"))
+    assert lines(answer("{}"), answer(""))
+
+
+@pytest.mark.parametrize("of_chat", [True, False])
+def test_which_forbidden_tokens_are_alternatives_does_not_matter(of_chat: bool) -> None:
+    def answer(*alternatives: tuple[str, float]) -> Reply:
+        if of_chat:
+            top = [[{"token": token, "logprob": logprob} for token, logprob in alternatives]]
+            return whole(logprobs={"content": [{"top_logprobs": one} for one in top]})
+        return whole(logprobs={"top_logprobs": [dict(alternatives)]})
+
+    one = answer(("a", -0.5), ("b", -9999.0))
+    assert lines(one, answer(("a", -0.5), ("c", -9999.0))) == []
+    assert lines(one, answer(("a", -0.5), ("c", -9.0)))
+    assert lines(one, answer(("c", -0.5), ("b", -9999.0)))
+    assert lines(one, answer(("a", -0.5)))
+
+
 @pytest.mark.parametrize(("apart", "seen"), [(0.00009, False), (0.00011, True), (-0.5, True)])
 def test_logprobs_may_lie_as_far_apart_as_adding_in_another_order_puts_them(apart: float, seen: bool) -> None:
     assert bool(lines(whole(logprobs=[-2.5]), whole(logprobs=[-2.5 + apart]))) == seen
@@ -98,6 +122,27 @@ def test_where_a_stream_is_cut_does_not_matter() -> None:
 )
 def test_what_a_stream_says_does(other: Reply) -> None:
     assert lines(chunks("a", "b", "cd"), other)
+
+
+def test_events_that_say_the_same_form_groups() -> None:
+    one = chunks("a", "b", "cd")  # three events of text, usage, end mark
+    assert event_groups(one, Reply(200, SSE, one.body.replace(b'"created": 7', b'"created": 8'))) == [(1, 1)] * 5
+    assert event_groups(one, chunks("a", "bcd")) == [(1, 1), (2, 1), (1, 1), (1, 1)]
+    assert event_groups(chunks("abc", "d"), one) == [(2, 3), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "other", [chunks("a", "b", "cd", usage=4), chunks("a", "b", "cd", ended=False), chunks("a", "b", "ce")]
+)
+def test_events_that_do_not_correspond_have_a_group_without_equal(other: Reply) -> None:
+    assert not all(event_groups(chunks("a", "b", "cd"), other)[-1])
+
+
+@pytest.mark.parametrize("field", [b'"created": 7', b'"id": "cmpl-0123456789abcdef0123"'])
+def test_a_value_that_changes_within_a_stream_is_seen(field: bytes) -> None:
+    one = chunks("a", "b", "cd")
+    changed = field[:-2] + b"9" + field[-1:] if field.endswith(b'"') else field[:-1] + b"9"
+    assert lines(one, Reply(200, SSE, one.body.replace(field, changed, 1)))
 
 
 def test_named_events_are_put_together_too() -> None:

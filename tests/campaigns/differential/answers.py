@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,9 @@ def _kind_of_id(value: Any) -> Any:
     return RANDOM.sub("*", value) if isinstance(value, str) else value
 
 
-def _whether(value: Any) -> str:
+def _whether(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whether(one) for one in value]  # of a stream: its distinct values, of which it must have one
     return "null" if value is None else f"a {type(value).__name__}"
 
 
@@ -87,7 +89,40 @@ def comparable(tree: Any) -> Any:
         return [comparable(one) for one in tree]
     if not isinstance(tree, dict):
         return tree
-    return {key: MUST_DIFFER[key][0](one) if key in MUST_DIFFER else comparable(one) for key, one in tree.items()}
+    return {key: _comparable(key, one) for key, one in tree.items()}
+
+
+def _comparable(key: str, value: Any) -> Any:
+    if key in MUST_DIFFER:
+        return MUST_DIFFER[key][0](value)
+    if key == "top_logprobs" and isinstance(value, list):
+        return [_without_forbidden(comparable(one)) for one in value]
+    if key == "arguments" and isinstance(value, str) and len(value) > len(APPENDED):
+        return value.removesuffix(APPENDED)
+    return comparable(value)
+
+
+APPENDED = "{}"
+"""What vLLM's parser appends to the arguments of a tool call if a length limit cuts off the next
+call, and one event joins the end of these arguments with the end of the answer. Timing decides.
+"""
+
+FORBIDDEN = -9999.0
+"""vLLM's logprob of a token that the grammar or a bias forbids."""
+
+
+def _without_forbidden(alternatives: Any) -> Any:
+    """Replace forbidden tokens of a token's alternatives by a number that counts them.
+
+    All of them are equally likely. Which of them are among the first k, `torch.topk` decides by k,
+    and k is the largest number of logprobs that any request of the batch asks for.
+    """
+    if isinstance(alternatives, dict) and "logprob" in alternatives:  # of a chat, one of a list
+        return "forbidden" if alternatives["logprob"] == FORBIDDEN else alternatives
+    if isinstance(alternatives, dict):
+        allowed = {token: logprob for token, logprob in alternatives.items() if logprob != FORBIDDEN}
+        return allowed | {"forbidden": len(alternatives) - len(allowed)}
+    return alternatives
 
 
 def read_stream(body: bytes) -> dict[str, Any]:
@@ -98,8 +133,34 @@ def read_stream(body: bytes) -> dict[str, Any]:
     return _read_chunks(frames)
 
 
+def events_of(reply: Reply) -> list[Any]:
+    """Return the events of a stream of OpenAI's chunks one by one, with incomparable values
+    replaced, and the end mark; the text of any other answer.
+    """
+    frames = [frame for frame in reply.body.decode().split("\n\n") if frame and not frame.startswith(":")]
+    try:
+        return [frame if frame == DONE else comparable(json.loads(frame.removeprefix("data: "))) for frame in frames]
+    except ValueError:
+        return frames
+
+
+def joined(events: Sequence[Any]) -> Any:
+    """Return what some neighbouring events say together."""
+    total: dict[str, Any] = {"choices": {}}
+    for event in events:
+        if not isinstance(event, dict):
+            return list(events)  # the end mark is an event of its own
+        total |= {key: value for key, value in event.items() if key != "choices"}
+        for choice in event.get("choices", ()):
+            _add(total["choices"].setdefault(choice["index"], {}), choice)
+    return total
+
+
+DONE = "data: [DONE]"
+
+
 def _read_chunks(frames: list[str]) -> dict[str, Any]:
-    ended = bool(frames) and frames[-1] == "data: [DONE]"
+    ended = bool(frames) and frames[-1] == DONE
     chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames[: len(frames) - ended]]
     total: dict[str, Any] = {"ended": ended, "choices": {}, "usage": None}
     repeated: dict[str, list[Any]] = {}

@@ -1,10 +1,11 @@
 """Send all requests to both sides and report the differences: `make differential`.
 
     python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE]
-        [--first-token ROLE] [--out FILE]
+        [--first-token ROLE] [--tp 1:1] [--streams COUNT --seed SEED] [--out FILE]
 
 With `--damage` the single server loads another checkpoint: the campaign must find differences, and
-fails otherwise.
+fails otherwise. `--streams` sends random streams (`random_streams.py`) in place of the table of
+cases, and also compares them event for event.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
 from tests.campaigns.differential.answers import Reply, read
 from tests.campaigns.differential.cases import Case, Request
-from tests.campaigns.differential.compare import differences
+from tests.campaigns.differential.compare import differences, event_groups
 from tests.campaigns.differential.features import feature_cases, prompt_cases, stream_option_cases
 from tests.campaigns.differential.messages import message_cases
 from tests.campaigns.differential.model import damage, thinking_model
 from tests.campaigns.differential.others import cache_cases, named_cases, route_cases, token_cases
 from tests.campaigns.differential.pair import PairOfServers, make_pair
+from tests.campaigns.differential.random_streams import stopped_at, stream_cases
 from tests.campaigns.differential.wrong import broken_cases, wrong_cases
 
 GROUPS = {
@@ -48,14 +51,20 @@ GROUPS = {
 AT_ONCE = 4
 TIMEOUT_S = 120.0
 
-LIMITS = httpx.Limits(keepalive_expiry=2.0)
-"""uvicorn closes connections that are idle for 5 s; a request on a closing one gets no answer."""
+LIMITS = httpx.Limits(max_keepalive_connections=0)
+"""A busy machine lets neither side know in time that the other has closed an idle connection."""
+
+Events = Literal["equal", "joined", "other"]
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Outcome of one case: `statuses` of the single server, route of the service's last answer,
     differences.
+
+    ``features``  those of the case, and where a stop string ended the stream
+    ``events``    of random streams: `equal` one for one, `joined` if either side has joined some,
+                  `other` if they do not correspond
     """
 
     case: Case
@@ -64,6 +73,8 @@ class Outcome:
     reason: str
     differences: tuple[str, ...]
     first_token: str = ""
+    features: tuple[str, ...] = ()
+    events: Events | None = None
 
 
 def all_cases(only: str = "") -> Iterator[tuple[str, Case]]:
@@ -86,7 +97,8 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
     """Send `case` to both sides and compare."""
     found: list[str] = []
     statuses = []
-    route = reason = sampled_by = ""
+    route = reason = sampled_by = stopped = ""
+    events: Events | None = None
     for index, request in enumerate(case.requests):
         (one, _), (other, headers) = await asyncio.gather(ask(single, request), ask(service, request))
         statuses.append(one.status)
@@ -94,6 +106,12 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
         sampled_by = headers.get("x-tandem-first-token", "")
         expected, said = read(one, case.exact_ids), read(other, case.exact_ids)
         lines = differences(expected, said)
+        if case.features:
+            stopped = stopped_at(expected)
+            groups = event_groups(one, other)
+            events = "equal" if set(groups) == {(1, 1)} else "joined" if all(map(all, groups)) else "other"
+            if events == "other":
+                found.append(f"events do not correspond, in groups {groups}")
         if not one.status and case.unanswered and 0 < other.status < 500:
             continue
         if not one.status:
@@ -107,30 +125,37 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
         found.append(f"route: expected {case.route}, was {route!r} ({reason})")
     if route == "local" and not reason:
         found.append("served by decode alone, without a reason")
-    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by)
+    features = (*case.features, stopped) if stopped else case.features
+    return Outcome(case, tuple(statuses), route, reason, tuple(found), sampled_by, features, events)
 
 
-async def play_all(pair_urls: tuple[str, str], cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Outcome]]:
-    """Run all cases, a few at a time."""
+async def play_all(
+    pair_urls: tuple[str, str],
+    cases: Sequence[tuple[str, Case]],
+    at_once: int = AT_ONCE,
+    until: float = float("inf"),
+) -> list[tuple[str, Outcome]]:
+    """Run all cases, a few at a time; start none after `until` of the monotonic clock."""
     single_url, service_url = pair_urls
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(at_once)
     async with (
         httpx.AsyncClient(base_url=single_url, timeout=TIMEOUT_S, limits=LIMITS) as single,
         httpx.AsyncClient(base_url=service_url, timeout=TIMEOUT_S, limits=LIMITS) as service,
     ):
 
-        async def one(group: str, case: Case) -> tuple[str, Outcome]:
+        async def one(group: str, case: Case) -> tuple[str, Outcome] | None:
             async with gate:
-                return group, await play(case, single, service)
+                return (group, await play(case, single, service)) if time.monotonic() < until else None
 
         together = await asyncio.gather(*(one(group, case) for group, case in cases if not case.alone))
-        return [*together, *[await one(group, case) for group, case in cases if case.alone]]
+        all_of_them = [*together, *[await one(group, case) for group, case in cases if case.alone]]
+        return [played for played in all_of_them if played is not None]
 
 
 def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
-    """Return counts by group, then every case with a difference."""
+    """Return counts by group and by feature, then every case with a difference."""
     lines = []
-    for group in GROUPS:
+    for group in dict.fromkeys(group for group, _ in outcomes):
         mine = [outcome for name, outcome in outcomes if name == group]
         if mine:
             answered = sum(outcome.statuses[-1] < 400 for outcome in mine)
@@ -142,6 +167,7 @@ def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             lines.append(
                 f"{group}: {len(mine)} cases ({answered} answered, {refused} refused; {shown}), {differ} differ"
             )
+    lines += by_feature([outcome for _, outcome in outcomes if outcome.features])
     for group, outcome in outcomes:
         if outcome.differences:
             lines.append(
@@ -149,6 +175,25 @@ def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             )
             lines += [f"    {line}" for line in outcome.differences[:12]]
     return "\n".join(lines)
+
+
+def by_feature(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a table of random streams with a row for each feature: `grammar, regex` counts in
+    `grammar` too.
+    """
+    if not outcomes:
+        return []
+    lines = ["| feature | streams | first token of prefill | of decode | equal events | joined events | differ |"]
+    lines.append("|---" * lines[0].count(" | ") + "|---|")
+    rows = [{"all"} | {part for name in one.features for part in (name, name.partition(",")[0])} for one in outcomes]
+    for name in ["all", *sorted(set().union(*rows) - {"all"})]:
+        mine = [outcome for outcome, row in zip(outcomes, rows, strict=True) if name in row]
+        sampled_by = Counter(outcome.first_token for outcome in mine)
+        events = Counter(outcome.events for outcome in mine)
+        differ = sum(bool(outcome.differences) for outcome in mine)
+        numbers = (len(mine), sampled_by["prefill"], sampled_by["decode"], events["equal"], events["joined"], differ)
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+    return lines
 
 
 def as_json(outcomes: Sequence[tuple[str, Outcome]]) -> str:
@@ -159,6 +204,8 @@ def as_json(outcomes: Sequence[tuple[str, Outcome]]) -> str:
             "status": outcome.statuses[-1],
             "route": outcome.route,
             "reason": outcome.reason,
+            "first_token": outcome.first_token,
+            "events": outcome.events,
             "differences": outcome.differences,
         }
         for group, outcome in outcomes
@@ -175,13 +222,24 @@ def main() -> int:
     parser.add_argument(
         "--first-token", choices=["prefill", "decode"], default="decode", help="router.first_token of the service"
     )
+    parser.add_argument("--tp", default="1:1", help="tensor_parallel_size of prefill and decode")
+    parser.add_argument("--streams", type=int, default=0, help="send this number of random streams instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the random streams")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this number of the first random streams")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases at once")
+    parser.add_argument("--minutes", type=float, default=600.0, help="start no further case after this time")
     parser.add_argument("--out", type=Path, help="write every case as JSON")
     parser.add_argument("--urls", nargs=2, metavar=("SINGLE", "SERVICE"), help="servers that run already")
     options = parser.parse_args()
-    cases = list(all_cases(options.only))
+    if options.streams:
+        streams = [("streams", case) for case in stream_cases(options.streams, options.seed)][options.skip :]
+        cases = [(group, case) for group, case in streams if re.search(options.only, f"{group}: {case.name}")]
+    else:
+        cases = list(all_cases(options.only))
     began = time.monotonic()
+    until = began + options.minutes * 60
     if options.urls:
-        outcomes = asyncio.run(play_all(tuple(options.urls), cases))
+        outcomes = asyncio.run(play_all(tuple(options.urls), cases, options.at_once, until))
     else:
         with tempfile.TemporaryDirectory() as folder:
             pair = make_pair(Path(folder))
@@ -191,15 +249,16 @@ def main() -> int:
                 damage(other, options.damage)
                 pair = PairOfServers(pair.folder, pair.model, other)
             pair.first_token = options.first_token
+            pair.prefill_tp, pair.decode_tp = map(int, options.tp.split(":"))
             pair.start()
             try:
                 print(f"both sides are up after {time.monotonic() - began:.0f} s; {len(cases)} cases", flush=True)
-                outcomes = asyncio.run(play_all((pair.single_url, pair.service.url), cases))
+                outcomes = asyncio.run(play_all((pair.single_url, pair.service.url), cases, options.at_once, until))
             finally:
                 pair.stop()
     print(report(outcomes), flush=True)
     differ = sum(bool(outcome.differences) for _, outcome in outcomes)
-    print(f"{len(outcomes)} cases, {differ} differ; {time.monotonic() - began:.0f} s")
+    print(f"{len(outcomes)} of {len(cases)} cases, {differ} differ; {time.monotonic() - began:.0f} s")
     if options.out:
         options.out.write_text(as_json(outcomes))
     if options.damage:

@@ -37,7 +37,8 @@ class Case:
     `exact_ids`: the client has named the request. `message_differs` is the reason why a refusal's
     message is not compared, `only_status` the reason why nothing but the status is. `unanswered` is
     the reason why the single server may give no answer: then the service must answer without a 500.
-    `alone` keeps other requests out of the engines' batches.
+    `alone` keeps other requests out of the engines' batches. `features` are the rows of the report
+    in which a random case counts.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     only_status: str = ""
     unanswered: str = ""
     alone: bool = False
+    features: tuple[str, ...] = ()
 
 
 def request(path: str, body: Any, headers: Mapping[str, str] = JSON_TYPE) -> Request:
@@ -68,6 +70,10 @@ def token_ids(name: str, facts: int = 14) -> list[int]:
 
 def encode(text: str) -> list[int]:
     return list(_tokenizer().encode(text))
+
+
+def decode(ids: list[int]) -> str:
+    return str(_tokenizer().decode(ids))
 
 
 @cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from tests.campaigns.differential.answers import Answer
+from tests.campaigns.differential.answers import Answer, Reply, events_of, joined
 
 LOGPROB = 1e-4
 """Tolerance of a token's logprob: the engines add the same numbers in other batches."""
@@ -19,6 +20,35 @@ def differences(single: Answer, service: Answer) -> list[str]:
     if single.content_type != service.content_type:
         found.append(f"content-type: {single.content_type!r} -> {service.content_type!r}")
     return found + _differences("", single.says, service.says)
+
+
+def event_groups(single: Reply, service: Reply) -> list[tuple[int, int]]:
+    """Divide two streams into the smallest groups of neighbouring events that say the same.
+
+    Return the numbers of events of both sides by group. vLLM joins outputs that its frontend has
+    not read, so timing decides which tokens share an event: (1, 1) are equal events, (2, 1) two
+    events that the service has joined. A last group that is not equal has a 0.
+    """
+    left, right = events_of(single), events_of(service)
+    groups: list[tuple[int, int]] = []
+    while left or right:
+        groups.append(group := _first_group(left, right))
+        if not all(group):
+            break
+        left, right = left[group[0] :], right[group[1] :]
+    return groups
+
+
+def _first_group(left: Sequence[Any], right: Sequence[Any]) -> tuple[int, int]:
+    if not left or not right:
+        return len(left), len(right)
+    if not _differences("", left[0], right[0]):
+        return 1, 1
+    for both in range(3, len(left) + len(right) + 1):
+        for some in range(max(1, both - len(right)), min(len(left), both - 1) + 1):
+            if not _differences("", joined(left[:some]), joined(right[: both - some])):
+                return some, both - some
+    return len(left), 0
 
 
 def _differences(where: str, one: Any, other: Any) -> list[str]:

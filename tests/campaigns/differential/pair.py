@@ -54,12 +54,17 @@ class PairOfServers:
     """The service and the single server.
 
     `single_model` is what the single server loads, where that is to be another checkpoint.
+    `frontend` are the arguments of vLLM's OpenAI layer on both sides.
     """
 
     folder: Path
     model: Path
     single_model: Path
     first_token: str = "decode"
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    decode_replicas: int = 1
+    frontend: dict[str, Any] = field(default_factory=lambda: FRONTEND)
     service: ServiceProcess = field(init=False)
     _single: subprocess.Popen[bytes] = field(init=False)
     _port: int = field(default_factory=free_port)
@@ -77,8 +82,10 @@ class PairOfServers:
                 "local.yaml",
                 self.folder,
                 engine=ENGINE,
-                frontend={**FRONTEND, "lora_modules": lora_modules},
+                frontend={**self.frontend, "lora_modules": lora_modules},
                 router={"client_priority": True, "first_token": self.first_token},
+                prefill={"tensor_parallel_size": self.prefill_tp},
+                decode={"tensor_parallel_size": self.decode_tp, "replicas": self.decode_replicas},
             )
             self._name_model(config)
             self.service = ServiceProcess(config, self.folder)
@@ -107,7 +114,7 @@ class PairOfServers:
             "vllm.entrypoints.openai.api_server",
             *("--model", str(self.single_model), "--served-model-name", DEMO_SERVED_NAME),
             *("--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32", "--enforce-eager"),
-            *(word for name, value in (ENGINE | SINGLE | FRONTEND).items() for word in _option(name, value)),
+            *(word for name, value in (ENGINE | SINGLE | self.frontend).items() for word in _option(name, value)),
             *("--lora-modules", json.dumps({"name": ADAPTER, "path": str(adapter)})),
         ]
 

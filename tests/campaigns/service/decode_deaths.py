@@ -155,7 +155,7 @@ def stream_with_a_death(
     """Stream `kind`, and kill the engine that serves it at the client's `at_event`-th event."""
     endpoint, body = KINDS[kind]
     engines = decodes.both()
-    before = _resumed(http)
+    before = count_resumed(http)
     busy, settled = [engine.busy_s for engine in engines], False
     stream, longest, heard_at = b"", 0.0, time.monotonic()
     killed: DecodeEngine | None = None
@@ -174,7 +174,7 @@ def stream_with_a_death(
                 getattr(killed, victim).kill()
     assert killed is not None, f"the stream ended before event {at_event}"
     _, left = psutil.wait_procs([killed.actor, killed.core], timeout=GONE_TIMEOUT_S)
-    resumed = _resumed(http) > before
+    resumed = count_resumed(http) > before
     return Death(kind, at_event, victim, said(stream) == whole.said, resumed, not left, round(longest, 2))
 
 
@@ -193,7 +193,7 @@ def _serving(engines: Sequence[DecodeEngine], busy_s: Sequence[float]) -> Decode
     return engines[grown.index(max(grown))]
 
 
-def _resumed(http: httpx.Client) -> float:
+def count_resumed(http: httpx.Client) -> float:
     time.sleep(OPEN_AGE_S)  # no cached response
     lines = http.get("/metrics").text.splitlines()
     return sum(
