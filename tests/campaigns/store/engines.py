@@ -93,6 +93,9 @@ async def _start(setup: Setup) -> Pair:
         "block_size": setup.block_size,
         "max_num_batched_tokens": setup.chunk_tokens,
         "max_num_seqs": 4,
+        "max_model_len": 2048,
+        # Room for 16,384 tokens, instead of 1 GiB a rank.
+        "num_gpu_blocks_override": 16_384 // setup.block_size,
     }
     arguments |= setup.engine
     store = {
