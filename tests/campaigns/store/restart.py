@@ -9,12 +9,12 @@ logprobs of both pairs must match those of one engine without a connector, by th
 identity``. Some cases have one engine with TandemStoreConnector instead of a pair.
 
 In bfloat16, rounding of another TP size changes answers, so two engines without a connector are
-compared first, one of each TP size of decode. The store's answers may differ as much as theirs. At
-an equal TP size nothing is rounded otherwise: ``qwen3_next_equal_tp`` has the tolerance of float32.
+compared, one of each TP size of decode. The store's answers may differ as much as theirs. At an
+equal TP size nothing is rounded otherwise: ``qwen3_next_equal_tp`` has the tolerance of float32.
 
-A control shows whether the comparison would notice wrong KV: some prompts are sent to the engine
-without a connector with other tokens in all whole chunks, and the answers compared as if they were
-for the prompts themselves.
+A control shows whether the comparison would notice the KV of another prompt: some prompts are sent
+to the engine without a connector with other tokens in all whole chunks, and the answers compared as
+if they were for the prompts themselves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -149,6 +150,15 @@ def needed_tolerance(wanted: Answer, got: Answer) -> float:
     return needed
 
 
+def closeness(wanted: Sequence[Answer], got: Sequence[Answer]) -> str:
+    """Describe how close answers are to the first of ``wanted``, without a judgement."""
+    equal = sum(right.tokens == other.tokens for right, other in zip(wanted, got, strict=False))
+    first = statistics.median(
+        abs(right.logprobs[0][0][1] - other.logprobs[0][0][1]) for right, other in zip(wanted, got, strict=False)
+    )
+    return f"{equal} of {len(got)} answers equal, median of the first logprob {first:.1e}"
+
+
 def check(name: str, case: Case, count: int) -> bool:
     """Run one case; return whether it is right."""
     chunk = case.chunk_tokens
@@ -165,10 +175,12 @@ def check(name: str, case: Case, count: int) -> bool:
         tolerance, rounding = case.family.tolerance, ""
         if tolerance > LOGPROB_TOLERANCE:
             other, _ = ask_all(case.alone(model, case.first), asked, root / "other.log")
-            needed = [needed_tolerance(*pair) for pair in zip(wanted, map(as_answer, other), strict=False)]
+            stock = [as_answer(reply) for reply in other]
+            needed = [needed_tolerance(*pair) for pair in zip(wanted, stock, strict=False)]
             rounding = (
                 f"; without a connector, TP {case.first.tp_sizes[-1]} and {case.second.tp_sizes[-1]}: "
-                f"{sum(each > tolerance for each in needed)} beyond {tolerance}, largest {max(needed):.2f}"
+                f"{sum(each > tolerance for each in needed)} beyond {tolerance}, largest {max(needed):.2f}, "
+                f"{closeness(wanted, stock)}"
             )
             tolerance = max(tolerance, *needed)
         objects = list((store / "objects").glob("*/*"))
@@ -192,8 +204,9 @@ def check(name: str, case: Case, count: int) -> bool:
         f"{loaded:,} of {loadable:,} tokens in whole chunks loaded (before the kill "
         f"{sum(reply['prefill_cached'] for reply in first):,}; {sum(map(len, asked)):,} sent), "
         f"{_sources(second)}{len(objects)} objects of {size / 1e6:.0f} MB; {len(wrong)} wrong, largest difference "
-        f"of a logprob {worst:.1e}, of a first token or near-tie {least:.1e}{rounding}; control: {noticed} of "
-        f"{len(controls)} noticed; "
+        f"of a logprob {worst:.1e}, of a first token or near-tie {least:.1e}, "
+        f"{closeness(wanted, [as_answer(reply) for reply in second])}{rounding}; control: {noticed} of "
+        f"{len(controls)} noticed, {closeness(wanted, wanted[count:])}; "
         f"{sum(reply['seconds'] for reply in first):.1f} s, then {sum(reply['seconds'] for reply in second):.1f} s",
         flush=True,
     )
