@@ -278,7 +278,7 @@ store-conversations: $(STAMP) ## Conversations over pairs of engines that are ki
 	$(BIN)/python -m tests.campaigns.store.conversation $(if $(ONLY),--only $(ONLY))
 
 .PHONY: store-restart
-store-restart: $(STAMP) ## Kill pairs of engines; others with other TP and block sizes load what they stored (8 minutes): ONLY="gemma3 llama" PROMPTS=100
+store-restart: $(STAMP) ## Kill pairs of engines; others with other TP and block sizes load what they stored (15 minutes): ONLY="gemma3 llama" PROMPTS=100
 	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY)) $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: fault-pairs
