@@ -291,8 +291,8 @@ store-conversations: $(STAMP) ## Conversations over pairs of engines that are ki
 	$(BIN)/python -m tests.campaigns.store.conversation $(if $(ONLY),--only $(ONLY))
 
 .PHONY: store-restart
-store-restart: $(STAMP) ## Kill engines; others with another TP size and block size load what they stored (3 minutes): ONLY="gemma3 llama"
-	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY))
+store-restart: $(STAMP) ## Kill pairs of engines; others with other TP and block sizes load what they stored (15 minutes): ONLY="gemma3 llama" PROMPTS=100
+	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY)) $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: fault-pairs
 fault-pairs: $(STAMP) ## Two faults at a time, a link that is cut among them (root, about 3 hours): SEED=1 FAULTS=200 TP=2:1

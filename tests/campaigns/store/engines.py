@@ -1,0 +1,216 @@
+"""A process with vLLM engines that a campaign can kill, and its prompts and answers.
+
+    python -m tests.campaigns.store.engines '{"model": ..., "connector": "pair", ...}'
+
+runs the engines of a ``Setup``. They answer one line of JSON after the other from standard input.
+``Engines`` starts the process, and ends it and all its children with ``kill -9``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal, TypedDict
+
+from prometheus_client import REGISTRY
+from vllm.config import KVTransferConfig
+
+from testing import fork_server
+from testing.engines import Answer, Pair, describe, generate, start_engine
+
+ROOT = Path(__file__).resolve().parents[3]
+Connector = Literal["pair", "store", "none"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The engines of one process.
+
+    ``connector``     ``pair``: prefill and decode with TandemConnector; ``store``: one engine with
+                      TandemStoreConnector; ``none``: one engine without a connector
+    ``tp_sizes``      TP sizes of prefill and decode, or of the one engine
+    ``chunk_tokens``  of the store. A step has as many tokens: states exist where a step ends
+    ``path``          of the store; empty without a connector
+    ``engine``        engine arguments of the model's family
+    """
+
+    model: str
+    connector: Connector
+    tp_sizes: tuple[int, ...]
+    block_size: int
+    chunk_tokens: int
+    path: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+class Reply(TypedDict):
+    """An answer, and what it took.
+
+    ``logprobs``        the best two tokens of each position, with their logprobs
+    ``prefill_cached``  prompt tokens that prefill, or the one engine, has not computed
+    ``decode_sources``  tokens of all prompts so far, by where decode got the KV of full attention:
+                        ``own_cache``, ``store``, ``transfer``; empty without a pair
+    """
+
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]]
+    prefill_cached: int
+    decode_sources: dict[str, int]
+    seconds: float
+
+
+def as_answer(reply: Reply) -> Answer:
+    logprobs = tuple(tuple((token, value) for token, value in position) for position in reply["logprobs"])
+    return Answer(tuple(reply["tokens"]), logprobs, None, None)
+
+
+# ---- the process with the engines --------------------------------------------------------------
+
+
+async def serve(setup: Setup) -> None:
+    """Start the engines, print their block sizes, and answer prompts until killed."""
+    pair = await _start(setup)
+    sizes = [engine.vllm_config.cache_config.block_size for engine in (pair.prefill, pair.decode)]
+    print("ready " + json.dumps(sizes), flush=True)
+    lines = asyncio.StreamReader(limit=2**20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        prompt, max_tokens = json.loads(line)
+        print("reply " + json.dumps(await _answer(pair, prompt, max_tokens)), flush=True)
+
+
+async def _start(setup: Setup) -> Pair:
+    arguments: dict[str, Any] = {
+        "block_size": setup.block_size,
+        "max_num_batched_tokens": setup.chunk_tokens,
+        "max_num_seqs": 4,
+        "max_model_len": 2048,
+        # Room for 16,384 tokens, instead of 1 GiB a rank.
+        "num_gpu_blocks_override": 16_384 // setup.block_size,
+    }
+    arguments |= setup.engine
+    store = {
+        "path": setup.path,
+        "disk_gib": 2.0,
+        "chunk_tokens": setup.chunk_tokens,
+        "staging_mib": 64,
+        "lookup_s": 2.0,
+        "load_s": 10.0,
+    }
+    if setup.connector == "pair":
+        # The process exports the metrics of the engine that starts last: decode.
+        prefill, decode = (
+            start_engine(setup.model, size, role, transfer={"store": store}, **arguments)
+            for size, role in zip(setup.tp_sizes, ("kv_producer", "kv_consumer"), strict=True)
+        )
+        return Pair(prefill, decode, await describe(prefill))
+    if setup.connector == "store":
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="TandemStoreConnector",
+            kv_connector_module_path="connectors.vllm_hma.store_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"store": store},
+        )
+    engine = start_engine(setup.model, setup.tp_sizes[0], None, **arguments)
+    return Pair(engine, engine, {})
+
+
+async def _answer(pair: Pair, prompt: Sequence[int], max_tokens: int) -> Reply:
+    began = monotonic()
+    if pair.prefill is pair.decode:
+        found = await generate(pair.decode, prompt, max_tokens)
+        cached = found.cached_tokens
+    else:
+        transfer_id = uuid.uuid4().hex
+        leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        first = asyncio.ensure_future(generate(pair.prefill, prompt, 1, leg, logprobs=None))
+        found = await generate(pair.decode, prompt, max_tokens, pair.address | {"transfer_id": transfer_id})
+        cached = (await first).cached_tokens
+    return {
+        "tokens": list(found.tokens),
+        "logprobs": [list(position) for position in found.logprobs],
+        "prefill_cached": cached or 0,
+        "decode_sources": _decode_sources(),
+        "seconds": monotonic() - began,
+    }
+
+
+def _decode_sources() -> dict[str, int]:
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    name = "vllm:tandem_kv_prompt_tokens_total"
+    return {sample.labels["source"]: int(sample.value) for sample in samples if sample.name == name}
+
+
+# ---- the process that asks ---------------------------------------------------------------------
+
+
+class Engines:
+    """A process with the engines of a ``Setup``; it is killed at the end of a ``with`` block.
+
+    ``block_sizes``  those of prefill and decode. vLLM enlarges the block size of a model with
+                     states, and fixes that of some attention backends
+    """
+
+    def __init__(self, setup: Setup, log: Path) -> None:
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.campaigns.store.engines", json.dumps(asdict(setup))],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            self.block_sizes: list[int] = json.loads(self._line("ready "))
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([list(prompt), max_tokens]) + "\n")
+        self._process.stdin.flush()
+        reply: Reply = json.loads(self._line("reply "))
+        return reply
+
+    def kill(self) -> None:
+        """Kill all engines and their workers at once (``kill -9``)."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _line(self, kind: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(kind):
+                return line.removeprefix(kind)
+        causes = [line for line in self._log.read_text().splitlines() if "Error" in line]
+        raise RuntimeError("the engines ended: " + "\n".join(causes[:8]))
+
+
+def main() -> None:
+    fork_server.prepare()
+    fields = json.loads(sys.argv[1])
+    asyncio.run(serve(Setup(**fields | {"tp_sizes": tuple(fields["tp_sizes"])})))
+
+
+if __name__ == "__main__":
+    main()
