@@ -88,7 +88,7 @@ STEPS = (
     Step("serve-commands", "serve-commands", lines=2),
     Step("rolling-restart", "rolling-restart", size=("TIMES=1",), lines=4),
     Step("head-killed", "head-killed", lines=4),
-    Step("setting-changes", "setting-changes", lines=4),
+    Step("setting-changes", "setting-changes", size=("ONLY=decode",), lines=4),
     Step("overlay-serves", "overlay-serves", lines=4),
     Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
     Step("faults-1-1", "faults", ("TP=1:1", "LANES=2", "OUT={folder}/faults-1-1"), ("FAULTS=50",), lines=2),
