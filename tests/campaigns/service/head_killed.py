@@ -174,6 +174,7 @@ class Campaign:
             "the router has the changed setting",
         )
         self.next_phase(clients, "a decode engine is killed")
+        failed_before = len(self.loads[-2].failed)
         await asyncio.to_thread(decode_core(worker).kill)
 
         def replaced() -> bool:
@@ -184,10 +185,14 @@ class Campaign:
         await clients.stop()
         self.next_phase(clients, "")
         # Without another decode engine, requests that the killed one served are refused, with
-        # status 503 or, in a stream that has begun, with an event of code 503.
-        refused = [one for one in self.loads[-2].failed if "HTTP 503" in one or "'code': 503" in one]
-        self.loads[-2].failed = [one for one in self.loads[-2].failed if one not in refused]
-        print(f"{len(refused)} requests were refused while the only decode engine was replaced", flush=True)
+        # status 503 or, in a stream that has begun, with an event of code 503. Some of them began
+        # in the phase before.
+        refused = 0
+        for load, first in ((self.loads[-3], failed_before), (self.loads[-2], 0)):
+            kept = [one for one in load.failed[first:] if "HTTP 503" not in one and "'code': 503" not in one]
+            refused += len(load.failed) - first - len(kept)
+            load.failed[first:] = kept
+        print(f"{refused} requests were refused while the only decode engine was replaced", flush=True)
         if left := await asyncio.to_thread(leaks, self.url):
             self.problems.append(f"not at baseline: {left}")
 
