@@ -183,3 +183,10 @@ def test_the_cases_are_many_and_each_is_named_once() -> None:
     cases = list(all_cases())
     assert len(cases) > 1000
     assert [name for name, count in Counter(case.name for _, case in cases).items() if count > 1] == []
+
+
+def test_a_refusal_within_a_stream_is_recognised() -> None:
+    error = Reply(200, SSE, b'data: {"error": {"message": "no"}}\n\ndata: [DONE]\n\n')
+    assert error.refuses_in_stream
+    assert not chunks("a", "b").refuses_in_stream
+    assert not Reply(400, "application/json", error.body).refuses_in_stream

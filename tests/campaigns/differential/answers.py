@@ -57,6 +57,11 @@ class Reply:
     content_type: str
     body: bytes
 
+    @property
+    def refuses_in_stream(self) -> bool:
+        """A stream whose first event is an error: vLLM checks some parameters so late."""
+        return self.content_type.startswith("text/event-stream") and self.body.startswith(b'data: {"error"')
+
 
 @dataclass(frozen=True)
 class Answer:
