@@ -13,7 +13,7 @@ The exit status is 0 if
 
 - every stream took the remote route and received each token and its end, and all were open at every
   measurement
-- the resident memory of each actor grew by at most `FLAT` times while all streams were open
+- the resident memory of each actor grew at most by the factor `FLAT` while all streams were open
 - a stream costs the router at most `MOST_ROUTER_KB`, and the decode engine's actor at most
   `MOST_ENGINE_KB`
 - nothing runs or is held afterwards
@@ -136,7 +136,7 @@ class Counts:
     tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     delays_ms: list[float] = field(default_factory=list)
-    """From the creation of each token to its arrival; since the last report."""
+    """Delays from the creation of each token to its arrival, since the last report."""
 
     def add(self, other: Counts) -> None:
         self.open += other.open

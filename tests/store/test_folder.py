@@ -390,7 +390,7 @@ def test_a_disk_that_fails_costs_only_the_store(tier: FolderTier, monkeypatch: p
 
 
 class Broken(Files):
-    """Fails in a way that this package does not expect."""
+    """File operations whose write raises an error that the package does not expect."""
 
     def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
         raise ValueError("broken")
