@@ -285,7 +285,7 @@ def main() -> int:
                 break
             time.sleep(1)
         opened_s = time.monotonic() - began
-        # A router's first minute has the garbage of the openings.
+        # The router's memory may still grow for a minute: garbage of the openings.
         measure("all open", counts)
         full = time.monotonic()
         for minute in range(1, given.minutes + 1):

@@ -53,7 +53,7 @@ from testing.service_process import ROOT
 PACKAGES = ("actors", "app", "benchmarks", "configs", "connectors", "testing")
 REPLICAS = 2
 TOKENS, PACE_MS = 40, 25.0
-"""A stream takes a second, so that streams run in each engine that is replaced."""
+"""Length and pace of a stream: a second, so streams run in each engine that is replaced."""
 
 REPORTED_S = 30.0
 """Limit of the wait until the status page reports the connections of the new replicas."""

@@ -151,7 +151,7 @@ def needed_tolerance(wanted: Answer, got: Answer) -> float:
 
 
 def closeness(wanted: Sequence[Answer], got: Sequence[Answer]) -> str:
-    """Describe how close answers are to the first of ``wanted``, without a judgement."""
+    """Return a description of how close answers are to the first ones of ``wanted``."""
     equal = sum(right.tokens == other.tokens for right, other in zip(wanted, got, strict=False))
     first = statistics.median(
         abs(right.logprobs[0][0][1] - other.logprobs[0][0][1]) for right, other in zip(wanted, got, strict=False)
