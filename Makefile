@@ -328,7 +328,7 @@ differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 thi
 		$(if $(FIRST_TOKEN),--first-token $(FIRST_TOKEN))
 
 .PHONY: seam
-seam: $(STAMP) ## 2,000 random streams with prefill's first token beside one vLLM server, then decode engines killed before the second: COUNT=200 TP=1:2 KILLS=10 SEED=1
+seam: $(STAMP) ## 2,000 random streams with prefill's first token beside one vLLM server, then decode engines killed before the second token: COUNT=200 TP=1:2 KILLS=10 SEED=1
 	$(BIN)/python -m tests.campaigns.differential.campaign --first-token prefill --at-once 12 --seed $(SEED) \
 		--streams $(if $(filter file,$(origin COUNT)),2000,$(COUNT)) --tp $(if $(filter file,$(origin TP)),1:2,$(TP))
 	$(BIN)/python -m tests.campaigns.differential.seam_deaths --seed $(SEED) $(if $(KILLS),--kills $(KILLS))
@@ -352,7 +352,7 @@ $(LOAD_TOOLS):
 	ln -sf $(notdir $@)-env/bin/$(notdir $@) $@
 
 .PHONY: load-tools
-load-tools: $(STAMP) $(LOAD_TOOLS) ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in an environment in build/), beside one vLLM server: ONLY=expression
+load-tools: $(STAMP) $(LOAD_TOOLS) ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in environments in build/), beside one vLLM server: ONLY=expression
 	$(BIN)/python -m tests.campaigns.clients.load_tools --tools build/load-tools $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: multi-connector

@@ -37,7 +37,7 @@ ENGINES, SLOTS, WAITING = 64, 64, 128
 ROLE = 32
 REPEATS = 200
 STREAMS = 4
-"""Running streams and queued prompts of each engine."""
+"""Number of running streams, and of queued prompts, of each engine."""
 
 
 def fleet(role: str, engines: int) -> dict[str, EngineReplica]:

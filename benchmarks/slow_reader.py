@@ -65,7 +65,7 @@ class Blocked:
 
 
 class Application:
-    """Streams events as fast as `send` returns, or one for each step."""
+    """ASGI application that streams events as fast as `send` returns, or one every STEP_S."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -79,7 +79,7 @@ class Application:
                 await send({"type": "http.response.body", "body": b"x" * EVENT_BYTES, "more_body": True})
                 self.sent_bytes += EVENT_BYTES
                 if number % 50 == 0:
-                    await asyncio.sleep(0)  # an engine's step
+                    await asyncio.sleep(0)  # let other tasks run, as between an engine's steps
             self.ended.set()
         else:
             while not self.ended.is_set():
@@ -90,7 +90,9 @@ class Application:
 
 
 def engine(host: Connection) -> None:
-    """Run the engine's process: answer each message with the sent bytes; at None, report."""
+    """Run the engine's process. Send its address, the bytes sent so far for each message, and the
+    blocked times at None.
+    """
 
     async def run() -> None:
         application, blocked = Application(), Blocked()
@@ -161,7 +163,7 @@ async def _bodies(call: EngineCall) -> AsyncGenerator[bytes, None]:
 
 
 def measure(pause_s: float) -> dict[str, float]:
-    """Run both processes once."""
+    """Run both processes once; return what they measured."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=engine, args=(there,))
     process.start()
@@ -192,7 +194,7 @@ def main() -> int:
         print(f"{name:22} median {statistics.median(values):>12,.1f}   most {max(values):>12,.1f}")
     print("written to", write("slow_reader", {"pause_s": given.pause_s, "rounds": rounds}))
     wrong = [one for one in rounds if one["in_flight_bytes"] > MOST_BYTES]
-    # A pause of the machine is not the code's: a run in which the loops were not blocked shows it.
+    # The machine may pause a process, so one round below the limit is enough for the clock.
     for side in ("engine", "router"):
         wrong += [one for one in rounds if one[f"{side}_blocked_cpu_ms"] > 1e3 * MOST_S]
         if min(one[f"{side}_blocked_ms"] for one in rounds) > 1e3 * MOST_S:

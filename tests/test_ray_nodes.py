@@ -16,7 +16,7 @@ SLEEPS = f"#!{sys.executable}\nimport time\ntime.sleep(1000)\n"
 
 
 def test_the_process_id_of_a_node_that_has_ended(tmp_path: Path) -> None:
-    """Another process may have it now."""
+    """Another process may have this id now."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     other = subprocess.Popen([sys.executable, "-c", SLEEPS])

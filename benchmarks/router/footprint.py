@@ -50,7 +50,7 @@ class Engine(Instant):
     """An instant engine outside Ray."""
 
     def __init__(self) -> None:
-        """Nothing yet; `pool` opens the actor."""
+        """Do nothing: `pool` opens the actor."""
 
     def __del__(self) -> None:  # type: ignore[override]
         """Nothing is left to close."""

@@ -13,7 +13,7 @@ The exit status is 0 if
 
 - every stream took the remote route and received each token and its end, and all were open at every
   measurement
-- the resident memory of each actor grew by at most `FLAT` times while all streams were open
+- the resident memory of each actor grew at most by the factor `FLAT` while all streams were open
 - a stream costs the router at most `MOST_ROUTER_KB`, and the decode engine's actor at most
   `MOST_ENGINE_KB`
 - nothing runs or is held afterwards
@@ -136,7 +136,7 @@ class Counts:
     tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     delays_ms: list[float] = field(default_factory=list)
-    """From the creation of each token to its arrival; since the last report."""
+    """Delays from the creation of each token to its arrival, since the last report."""
 
     def add(self, other: Counts) -> None:
         self.open += other.open
@@ -285,7 +285,7 @@ def main() -> int:
                 break
             time.sleep(1)
         opened_s = time.monotonic() - began
-        # A router's first minute has the garbage of the openings.
+        # The router's memory may still grow for a minute: garbage of the openings.
         measure("all open", counts)
         full = time.monotonic()
         for minute in range(1, given.minutes + 1):

@@ -53,7 +53,7 @@ from testing.service_process import ROOT
 PACKAGES = ("actors", "app", "benchmarks", "configs", "connectors", "testing")
 REPLICAS = 2
 TOKENS, PACE_MS = 40, 25.0
-"""A stream takes a second, so that streams run in each engine that is replaced."""
+"""Length and pace of a stream: a second, so streams run in each engine that is replaced."""
 
 REPORTED_S = 30.0
 """Limit of the wait until the status page reports the connections of the new replicas."""
@@ -116,7 +116,7 @@ class Load:
 
 
 class Clients(threading.Thread):
-    """Send requests all the time, in a thread; `load` is the current phase's."""
+    """Thread that sends requests all the time; `load` is the current phase's."""
 
     def __init__(self, port: int, clients: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Release:
 
     @classmethod
     def of(cls, tree: Path) -> Release:
-        """Return the release in a folder."""
+        """Return the release in a folder. Raises ValueError if it has no NEWEST_VERSION."""
         found = re.search(r"^NEWEST_VERSION = (\d+)$", (tree / "actors/rpc/protocol.py").read_text(), re.MULTILINE)
         if found is None:
             raise ValueError(f"{tree} has no versions of the RPC protocol")
@@ -195,7 +195,7 @@ Connections = list[tuple[str, tuple[int, ...] | None]]
 
 
 def connections(url: str) -> Connections:
-    """Return (role, versions of its connections) of each engine; None if it does not report it."""
+    """Return (role, versions of its connections) of each engine; None for versions not reported."""
     engines = httpx.get(f"{url}/tandem/status", timeout=30).json()["engines"]
     return sorted((one["role"], tuple(one["versions"]) if "versions" in one else None) for one in engines)
 
@@ -216,7 +216,7 @@ def agree(found: Connections, expected: int) -> bool:
 
 
 def restart(older: Release, later: Release, clients: int, settle_s: float, loads: list[Load], wrong: list[str]) -> None:
-    """Run all phases; append their loads, and what is wrong after them."""
+    """Run all phases; append their loads to `loads`, and failed checks to `wrong`."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
 

@@ -55,7 +55,7 @@ def _running(**ids: str) -> Replicas:
 
 
 def test_ended_replicas_are_found() -> None:
-    """Added ones are no restart; one of two is."""
+    """An added replica is no restart; the replacement of one of two is."""
     before = _running(Prefill="p", Decode="d e", Router="r")
     assert restarted(before, before) == "none"
     assert restarted(before, _running(Prefill="p q", Decode="d e", Router="r")) == "none"

@@ -42,7 +42,7 @@ def test_tokens_are_those_of_whole_events() -> None:
 
 
 def test_a_running_engine_is_killed_at_once(engine: DecodeEngine) -> None:
-    """What clients have then is kept, without streams that have ended."""
+    """The tokens that clients have then are kept, except those of streams that have ended."""
     streams = [Stream(CASES[0]), Stream(CASES[1]), Stream(CASES[2], tokens=5, ended=True)]
     blow = Blow(streams, [engine], "core", at=2, stops=False)
     blow.heard()

@@ -268,8 +268,8 @@ def test_an_unused_prompt_goes_first_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_objects_that_another_engine_uses_stay(tmp_path: Path) -> None:
-    """The second engine only knows when it has used them itself; the first one reads two of
-    them.
+    """The first engine reads two of the objects. The second one's eviction order has its own uses
+    only, so it reads the files' times.
     """
     one, other = (FolderTier(tmp_path, 6 * BLOCK, durable=False) for _ in range(2))
     for number in range(6):
@@ -390,7 +390,7 @@ def test_a_disk_that_fails_costs_only_the_store(tier: FolderTier, monkeypatch: p
 
 
 class Broken(Files):
-    """Fails in a way that this package does not expect."""
+    """File operations whose write raises an error that the package does not expect."""
 
     def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
         raise ValueError("broken")

@@ -192,8 +192,8 @@ def nemotron_nas(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def test_blocks_with_their_own_numbers_of_heads_are_refused() -> None:
-    """vLLM reports the first block's number for all of them. A rank has one head of the second
-    block, too.
+    """vLLM reports the first block's number of heads for all blocks. A rank has one head of the
+    second block, too.
     """
     config = vllm_config(tensor_parallel_size=4, hf_overrides=nemotron_nas)
     assert config.model_config.model_arch_config.total_num_kv_heads == 1

@@ -29,7 +29,7 @@ def told(extra: dict[str, str], params: object) -> tuple[SchedulerConnector, Req
 
 
 def test_lost_engines_reach_the_ranks_in_the_next_step() -> None:
-    """The request has the supervisor's token. The request has no other effect."""
+    """The request has the supervisor's token, and no other effect."""
     scheduler, _ = told({"supervisor": SUPERVISOR}, {"engines_lost": "node-a.", "supervisor": SUPERVISOR})
     assert scheduler.orders(SchedulerOutput.make_empty()) == Orders(lost=["node-a."])
     assert scheduler.orders(SchedulerOutput.make_empty()) == Orders()

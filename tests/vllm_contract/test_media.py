@@ -143,7 +143,7 @@ def vllm_name(color: str, name: str | None, algorithm: MMHasherAlgorithm, **argu
 def test_an_image_that_a_client_names_is_not_named_by_content(
     algorithm: MMHasherAlgorithm, arguments: dict[str, Any]
 ) -> None:
-    """With arguments of the processor, vLLM names it by a hash of the client's name."""
+    """With arguments of the processor, vLLM names the image by a hash of the client's name."""
     register()
     red, blue = (vllm_name(color, "photo", algorithm, **arguments) for color in ("red", "blue"))
     assert red == blue

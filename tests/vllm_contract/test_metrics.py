@@ -109,8 +109,8 @@ def test_blocks_in_quarantine_show_until_they_are_free(
 
 
 def test_a_write_that_hangs_shows_until_it_ends(metrics: TandemPromMetrics, worker: Callable[..., Worker]) -> None:
-    """The producer counts it as hanging after hang_s, while its consumer waits for the answer to
-    Cancel.
+    """The producer counts the write as hanging after hang_s, while its consumer waits for the
+    answer to Cancel.
     """
     limits = TransferLimits(progress_s=0.3, alive_s=0.1, cancel_s=0.1, lease_s=60)
     producer, consumer = worker("p", transport_class=HeldWrites, limits=limits), worker("c")

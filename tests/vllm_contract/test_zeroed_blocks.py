@@ -100,7 +100,7 @@ def test_a_cache_that_vllm_does_not_zero() -> None:
 
 
 def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]) -> None:
-    """On an accelerator they are queued: bytes of the transfer must not arrive before them."""
+    """On an accelerator, kernels are queued: no byte of the transfer may arrive before they run."""
     fence = SlowFence()
     producer = worker("p", integrity="off")
     consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
@@ -112,7 +112,7 @@ def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]
 
 
 def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:
-    """It has offered no blocks: vLLM can free them, and prefill must not hold KV for a lease."""
+    """It has offered no blocks: vLLM can free them, and prefill must not wait for its lease."""
     fence = SlowFence()
     producer = worker("p", integrity="off")
     consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)

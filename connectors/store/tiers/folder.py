@@ -395,7 +395,8 @@ class FolderTier:
             if time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
         with self._order_lock:
-            # After the file's time: a later one is that of another process (``_evict_next``).
+            # Read the clock after ``utime``: for ``_evict_next``, a later modification time is
+            # another process's use.
             self._order.use(path, time.time())
 
     # Eviction order.

@@ -1,4 +1,4 @@
-"""Makes vLLM's hashes of names that clients give to images differ from its hashes of contents.
+"""Make vLLM's hashes of names that clients give to images differ from its hashes of contents.
 
 A client of a vLLM server may name an image itself (``uuid`` of a content part). With
 ``mm_processor_kwargs`` or ``media_io_kwargs``, vLLM uses a hash of that name, which looks like a
@@ -20,14 +20,14 @@ _DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 
 
 def is_digest(name: str) -> bool:
-    """Return whether a name of an image, without an adapter's, looks like a digest of vLLM's."""
+    """Return whether the name of an image, without an adapter's name, looks like a vLLM digest."""
     return _DIGEST.fullmatch(name) is not None
 
 
 def mark_names_of_clients() -> None:
     """Put a prefix before hashes of clients' names, in this process. Repeated calls do nothing.
 
-    Call it in the processes that read requests: names come from there.
+    Call it in the processes that parse requests: they compute the names.
     """
 
     def hash_kwargs(algorithm: MMHasherAlgorithm, /, **kwargs: object) -> str:
@@ -40,8 +40,8 @@ def mark_names_of_clients() -> None:
 def _of_client(hashed: dict[str, object]) -> bool:
     """Return whether one of these values is a client's name.
 
-    vLLM hashes a name instead of the image, which is never a string, beside the model's name. For
-    videos of Qwen3-VL, it hashes the result again (``mm_hash``).
+    vLLM hashes the model's name with the client's name, a string, or with the image, which is never
+    a string. For videos of Qwen3-VL, it hashes the result again (``mm_hash``).
     """
     first = hashed.get("mm_hash")
     if isinstance(first, str):

@@ -56,7 +56,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Zeroed:
-    """The step has zeroed blocks of these decode requests: KV may now be written to them."""
+    """Step that has zeroed blocks of these decode requests: KV may now be written to them."""
 
     receives: tuple[Receive, ...]
 

@@ -128,7 +128,7 @@ async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
 
 
 async def test_the_first_token_of_an_answer_is_reported_at_once() -> None:
-    """The engine reports it once, before the answer, without a call to the core."""
+    """The engine reports the first token once, before the answer, without a call to the core."""
     go = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

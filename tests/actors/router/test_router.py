@@ -289,7 +289,7 @@ async def discarded(client: httpx.AsyncClient) -> float:
     ],
 )
 async def test_kv_that_decode_does_not_fetch_is_discarded(client, prompt, times):
-    """The router discards it while the call is held, so the replica still has the transfer."""
+    """The router discards the KV while the call is held, so the replica still has the transfer."""
     before = await discarded(client)
     await ask(client, prompt)
     await idle(client)

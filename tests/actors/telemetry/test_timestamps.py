@@ -46,7 +46,7 @@ def test_a_request_waits_from_when_it_is_handed_over() -> None:
 
 
 def test_only_the_first_token_counts_and_is_told_of_once() -> None:
-    """The first chunk after it has the timings; earlier and later chunks have none."""
+    """The first chunk after the first token has the timings; earlier and later chunks have none."""
     served = ServedCall()
     assert served.chunk(b": ping\n\n") == b": ping\n\n"
     now = time.monotonic()

@@ -1,6 +1,7 @@
-"""Load generators and evaluations against the whole service, and against one vLLM server.
+"""Run load generators and evaluations against the whole service, and against one vLLM server.
 
-    python -m tests.campaigns.clients.load_tools [--tools DIRECTORY] [--only TEXT] [--prompts 1000]
+    python -m tests.campaigns.clients.load_tools [--tools DIRECTORY] [--only EXPRESSION]
+        [--prompts 1000]
 
 (``make load-tools``.) `vllm bench serve` sends its prompts at an infinite rate, with the service's
 default limits. DIRECTORY holds the commands `lm_eval`, `guidellm` and `aiperf`, which are not
@@ -35,9 +36,9 @@ from testing.vllm_server import start_module, stop, wait_until_up
 ENGINE: dict[str, Any] = {"max_model_len": 2048, "block_size": 32}
 BENCH_INPUT_TOKENS, BENCH_OUTPUT_TOKENS = 100, 8
 QUESTIONS = 40
-"""Documents of the evaluation."""
+"""Number of documents of the evaluation."""
 REQUESTS = 60
-"""Requests of guidellm and aiperf."""
+"""Number of requests of guidellm, and of aiperf."""
 
 TOOL_TIMEOUT_S = 900.0
 
@@ -164,9 +165,9 @@ def guidellm(url: str, folder: Path, command: str) -> Result:
 
 
 def put_into_hub_cache(name: str, folder: Path) -> None:
-    """Make the demo model's files those of `name` in the cache of the hub that `run_tool` sets.
+    """Copy the demo model's files, as the model `name`, into the hub cache that `run_tool` sets.
 
-    Without a hub, aiperf reads tokenizers from this cache only, and no local path.
+    Offline, aiperf reads tokenizers from this cache only, not from a local path.
     """
     cached = folder / "hub" / "hub" / f"models--{name.replace('/', '--')}"
     shutil.copytree(DEMO_MODEL_DIR, cached / "snapshots" / "demo")
@@ -197,7 +198,7 @@ def aiperf(url: str, folder: Path, command: str) -> Result:
 
 
 def tools(directory: Path | None, prompts: int) -> list[Tool]:
-    """Return the tools that are present."""
+    """Return `vllm bench serve`, and with `directory` the tools whose commands it holds."""
     found = [Tool("vllm bench serve", lambda url, folder: bench_serve(url, folder, prompts))]
     if directory is not None:
         commands = {name: str(directory.absolute() / name) for name in ("lm_eval", "guidellm", "aiperf")}
@@ -256,7 +257,7 @@ def single_results(chosen: list[Tool], folder: Path) -> dict[str, Result | None]
 def verdict(ours: Result | None, single: Result | None) -> str:
     """Return what the service does worse than the vLLM server; empty if nothing.
 
-    A tool that does not run with the vLLM server proves nothing.
+    A tool that does not run with the vLLM server either shows no fault of the service: empty.
     """
     if single is None:
         return ""
@@ -272,8 +273,8 @@ def verdict(ours: Result | None, single: Result | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", type=Path, metavar="DIRECTORY", help="holds lm_eval, guidellm and aiperf")
-    parser.add_argument("--only", default="", help="tools whose name contains this")
-    parser.add_argument("--prompts", type=int, default=1000, help="of vllm bench serve")
+    parser.add_argument("--only", default="", help="run the tools whose name this regular expression matches")
+    parser.add_argument("--prompts", type=int, default=1000, help="number of prompts of vllm bench serve")
     options = parser.parse_args()
     chosen = [tool for tool in tools(options.tools, options.prompts) if re.search(options.only, tool.name)]
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:

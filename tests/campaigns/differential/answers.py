@@ -29,7 +29,7 @@ def _kind_of_id(value: Any) -> Any:
 
 def _whether(value: Any) -> Any:
     if isinstance(value, list):
-        return [_whether(one) for one in value]  # of a stream: its distinct values, of which it must have one
+        return [_whether(one) for one in value]  # the distinct values of a stream's events
     return "null" if value is None else f"a {type(value).__name__}"
 
 
@@ -108,8 +108,9 @@ def _comparable(key: str, value: Any) -> Any:
 
 
 APPENDED = "{}"
-"""What vLLM's parser appends to the arguments of a tool call if a length limit cuts off the next
-call, and one event joins the end of these arguments with the end of the answer. Timing decides.
+"""Text that vLLM's parser appends to the arguments of a tool call if a length limit cuts off the
+next call, and one event joins the end of these arguments with the end of the answer. Timing
+decides.
 """
 
 FORBIDDEN = -9999.0
@@ -122,7 +123,7 @@ def _without_forbidden(alternatives: Any) -> Any:
     All of them are equally likely. Which of them are among the first k, `torch.topk` decides by k,
     and k is the largest number of logprobs that any request of the batch asks for.
     """
-    if isinstance(alternatives, dict) and "logprob" in alternatives:  # of a chat, one of a list
+    if isinstance(alternatives, dict) and "logprob" in alternatives:  # one entry of a chat's list
         return "forbidden" if alternatives["logprob"] == FORBIDDEN else alternatives
     if isinstance(alternatives, dict):
         allowed = {token: logprob for token, logprob in alternatives.items() if logprob != FORBIDDEN}
@@ -150,7 +151,7 @@ def events_of(reply: Reply) -> list[Any]:
 
 
 def joined(events: Sequence[Any]) -> Any:
-    """Return what some neighbouring events say together."""
+    """Return the joined content of consecutive events."""
     total: dict[str, Any] = {"choices": {}}
     for event in events:
         if not isinstance(event, dict):

@@ -52,7 +52,9 @@ AT_ONCE = 4
 TIMEOUT_S = 120.0
 
 LIMITS = httpx.Limits(max_keepalive_connections=0)
-"""A busy machine lets neither side know in time that the other has closed an idle connection."""
+"""No idle connections: on a busy machine, a side may use one before it notices that the other has
+closed it.
+"""
 
 Events = Literal["equal", "joined", "other"]
 

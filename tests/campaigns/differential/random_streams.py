@@ -46,7 +46,7 @@ TOOLS: tuple[tuple[str, Fields], ...] = (
     ("tools, called", {"tools": [TOOL], "tool_choice": "auto", "structured_outputs": {"regex": CALL}}),
 )
 THINKING: Fields = {"chat_template_kwargs": {"thinking": True}, "logit_bias": {str(THOUGHT_ID): 9}}
-"""The bias makes the model end its thoughts at some time."""
+"""Fields of a request with reasoning; the bias makes the model end its thoughts."""
 
 REASONING: tuple[tuple[str, Fields], ...] = (
     ("reasoning, shown", THINKING),
@@ -64,7 +64,7 @@ STREAM_OPTIONS: tuple[Fields | None, ...] = (
 
 
 def stream_cases(count: int, seed: int) -> Iterator[Case]:
-    """Return `count` cases; equal numbers of one `seed` are equal cases."""
+    """Yield `count` cases; `seed` and a case's number determine the case."""
     for number in range(count):
         name = f"seed {seed}, number {number}"
         yield _case(name, Random(f"streams {name}"))
@@ -197,7 +197,7 @@ def _likely(prompt: RecallPrompt, path: str) -> tuple[str, str]:
 
 
 def with_fields(case: Case, **fields: Any) -> Case:
-    """Return `case` with other fields in its bodies."""
+    """Return `case` with `fields` set in the bodies of its requests."""
     requests = tuple(
         replace(one, content=json.dumps({**json.loads(one.content), **fields}).encode()) for one in case.requests
     )

@@ -1,4 +1,4 @@
-"""Kills decode engines while clients have prefill's first token and not yet decode's second.
+"""Kill decode engines while clients have prefill's first token and not yet decode's second.
 
     python -m tests.campaigns.differential.seam_deaths [--kills 100] [--streams 16] [--tp 1:1]
         [--seed 1] [--folder FOLDER]
@@ -6,9 +6,9 @@
 One prefill and two decode replicas, `router.first_token: prefill`. Each round opens random streams
 (`random_streams.py`) at once and kills the core or the actor of a decode engine by SIGKILL when a
 random number of them have their first token. In two of three rounds the engine is stopped (SIGSTOP)
-at that moment, and killed once no client receives anything: then no token of it is on its way. All
-streams are compared with one vLLM server's. An *open seam* is a stream of the killed engine whose
-client has received exactly prefill's first token when the signal is sent.
+at that moment, and killed QUIET_S after the last byte that any client received, so none of its
+tokens is on its way. All streams are compared with one vLLM server's. An *open seam* is a stream of
+the killed engine whose client has received exactly prefill's first token when the engine is killed.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from tests.campaigns.service.decode_deaths import (
 )
 
 SEPARATE = {name: value for name, value in FRONTEND.items() if name != "enable_prompt_tokens_details"}
-"""Without the number of cached tokens, which in a resumed stream is the second engine's
-(docs/decisions/0011).
+"""Frontend arguments without the number of cached tokens: a resumed stream has that of its second
+engine (docs/decisions/0011).
 """
 
 QUIET_S = 1.0
 STATUS_S = 1.2
-"""Longer than the age of a status that the router returns again."""
+"""Wait before each request for the status; longer than the router reuses a status."""
 
 MOST_CASES = 1_000_000
 REQUEST_ID = "x-request-id"
@@ -118,7 +118,7 @@ def tokens_of(body: bytes) -> int:
 
 
 def seam_cases(seed: int) -> Iterator[Case]:
-    """Return streams with a request id, whose events have token ids."""
+    """Yield streams with a request id, whose events have token ids."""
     for number, case in enumerate(stream_cases(MOST_CASES, seed)):
         if "max_tokens 1" not in case.features:
             (request,) = with_fields(case, return_token_ids=True).requests
@@ -140,7 +140,7 @@ async def references(single: httpx.AsyncClient, cases: Iterator[Case], count: in
 
 
 async def follow(http: httpx.AsyncClient, stream: Stream, heard: Callable[[], None]) -> None:
-    """Receive a stream; call `heard` after each part of it."""
+    """Receive a stream; call `heard` after each part, and at the end."""
     request = stream.case.requests[0]
     try:
         async with http.stream("POST", request.path, content=request.content, headers=request.headers) as reply:
@@ -158,7 +158,7 @@ async def follow(http: httpx.AsyncClient, stream: Stream, heard: Callable[[], No
 
 
 class Blow:
-    """Stops and kills one engine at a moment of the streams, and keeps what their clients had."""
+    """Stop and kill of one engine during the streams, and the tokens that each client had then."""
 
     def __init__(
         self, streams: Sequence[Stream], engines: Sequence[DecodeEngine], victim: Victim, at: int, stops: bool
@@ -166,7 +166,7 @@ class Blow:
         self.had: dict[str, int] = {}
         """Tokens that the client of each unfinished stream had at the kill, by request id."""
         self.processes: list[psutil.Process] = []
-        """Those of the killed engine."""
+        """Processes of the killed engine: actor, core, workers."""
         self._streams = streams
         self._engines = engines
         self._victim = victim
@@ -177,7 +177,9 @@ class Blow:
         self._busy_s = [_busy_s(work) for work in self._work]
 
     def heard(self) -> None:
-        """A client has received something."""
+        """Record that a client has received data; stop or kill an engine once enough clients have a
+        token.
+        """
         self._heard_at = time.monotonic()
         if not self.processes and sum(stream.tokens > 0 for stream in self._streams) >= self._at:
             self._choose()
@@ -187,7 +189,10 @@ class Blow:
                 self._kill()
 
     async def until_killed(self) -> None:
-        """Return after the kill; a stopped engine is killed once no client receives anything."""
+        """Wait for the kill; kill a stopped engine QUIET_S after a client last received data.
+
+        Kill an engine in any case once all streams have ended.
+        """
         while not self.had:
             await asyncio.sleep(0.02)
             quiet = self._stops and self.processes and time.monotonic() - self._heard_at > QUIET_S
@@ -290,7 +295,7 @@ async def _engines(http: httpx.Client) -> set[str]:
 
 
 async def _missing(http: httpx.Client, before: set[str]) -> str:
-    """Return the one replica that does not answer any more; an answer of the other may be late."""
+    """Return the one replica that the status no longer lists; it may omit the other for a while."""
     give_up_at = time.monotonic() + GONE_TIMEOUT_S
     while len(missing := before - await _engines(http)) != 1:
         assert time.monotonic() < give_up_at, f"of {before}, {missing} do not answer"
@@ -304,7 +309,7 @@ async def _status(http: httpx.Client) -> Mapping[str, Any]:
 
 
 async def play(pair: PairOfServers, options: argparse.Namespace) -> list[Round]:
-    """Return one round per kill."""
+    """Play one round per kill, and begin none after `options.minutes`."""
     victims: Iterator[Victim] = cycle(("core", "core", "core", "core", "actor"))
     cases, rng, rounds = seam_cases(options.seed), Random(f"seam deaths {options.seed}"), []
     give_up_at = time.monotonic() + options.minutes * 60
@@ -355,7 +360,9 @@ def report(rounds: Sequence[Round]) -> str:
 
 
 def main() -> int:
-    """Return 0 if all streams are the single server's and every killed engine has ended."""
+    """Return 0 if all streams equal the single server's, every killed engine has ended, and a seam
+    was open.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--streams", type=int, default=16, help="streams at once")

@@ -1,8 +1,9 @@
-"""A process with vLLM engines that a campaign can kill, and its prompts and answers.
+"""Run vLLM engines in a process that a campaign can kill; exchange prompts and answers with it.
 
     python -m tests.campaigns.store.engines '{"model": ..., "connector": "pair", ...}'
 
-runs the engines of a ``Setup``. They answer one line of JSON after the other from standard input.
+runs the engines of a ``Setup``. The process reads prompts as lines of JSON from standard input, and
+answers each on standard output.
 ``Engines`` starts the process, and ends it and all its children with ``kill -9``.
 """
 
@@ -38,8 +39,9 @@ class Setup:
     ``connector``     ``pair``: prefill and decode with TandemConnector; ``store``: one engine with
                       TandemStoreConnector; ``none``: one engine without a connector
     ``tp_sizes``      TP sizes of prefill and decode, or of the one engine
-    ``chunk_tokens``  of the store. A step has as many tokens: states exist where a step ends
-    ``path``          of the store; empty without a connector
+    ``chunk_tokens``  chunk size of the store, and the largest number of tokens of a step, because
+                      states exist only where a step ends
+    ``path``          folder of the store; empty without a connector
     ``engine``        engine arguments of the model's family
     """
 
@@ -53,7 +55,7 @@ class Setup:
 
 
 class Reply(TypedDict):
-    """An answer, and what it took.
+    """An answer, and the sources of its KV.
 
     ``logprobs``        the best two tokens of each position, with their logprobs
     ``prefill_cached``  prompt tokens that prefill, or the one engine, has not computed
@@ -151,7 +153,7 @@ def _decode_sources() -> dict[str, int]:
     return {sample.labels["source"]: int(sample.value) for sample in samples if sample.name == name}
 
 
-# ---- the process that asks ---------------------------------------------------------------------
+# ---- the campaign's process --------------------------------------------------------------------
 
 
 class Engines:

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine store KV and are killed; others load it.
+"""Let a prefill and a decode engine store KV, kill them, and let other engines load it.
 
     python -m tests.campaigns.store.restart [--only gemma3 llama4] [--prompts 100]
 
@@ -10,7 +10,7 @@ identity``. Some cases have one engine with TandemStoreConnector instead of a pa
 
 In bfloat16, rounding of another TP size changes answers, so two engines without a connector are
 compared, one of each TP size of decode. The store's answers may differ as much as theirs. At an
-equal TP size nothing is rounded otherwise: ``qwen3_next_equal_tp`` has the tolerance of float32.
+equal TP size rounding is equal, too: ``qwen3_next_equal_tp`` has the tolerance of float32.
 
 A control shows whether the comparison would notice the KV of another prompt: some prompts are sent
 to the engine without a connector with other tokens in all whole chunks, and the answers compared as
@@ -53,7 +53,7 @@ class Shape:
 class Case:
     """A family of models, and the engines before and after the kill.
 
-    ``chunk_tokens``  of the store
+    ``chunk_tokens``  chunk size of the store
     ``needs_amx``     whether vLLM has a kernel for the case only on CPUs with AMX
     """
 
@@ -83,8 +83,8 @@ CASES = {
     "llama": Case(FAMILIES["llama"], _SMALL, _LARGE),
     "gemma3": Case(FAMILIES["gemma3"], _SMALL, _LARGE),
     "gpt_oss": Case(FAMILIES["gpt_oss"], _SMALL, _LARGE),
-    # At the end of an attention chunk (128 tokens) nothing is needed of it, so chunks of the store
-    # end elsewhere, too.
+    # Attention needs nothing of its chunk of 128 tokens after the chunk's end, so the store's
+    # chunks must also end elsewhere.
     "llama4": Case(FAMILIES["llama4"], _SMALL, _LARGE, chunk_tokens=192),
     # With states, vLLM enlarges blocks to a page of states: to 64 tokens here, 128 in bfloat16.
     "falcon_h1": Case(FAMILIES["falcon_h1"], Shape((1, 2), 64), Shape((2, 1), 128)),
@@ -151,7 +151,7 @@ def needed_tolerance(wanted: Answer, got: Answer) -> float:
 
 
 def closeness(wanted: Sequence[Answer], got: Sequence[Answer]) -> str:
-    """Describe how close answers are to the first of ``wanted``, without a judgement."""
+    """Return a description of how close answers are to the first ones of ``wanted``."""
     equal = sum(right.tokens == other.tokens for right, other in zip(wanted, got, strict=False))
     first = statistics.median(
         abs(right.logprobs[0][0][1] - other.logprobs[0][0][1]) for right, other in zip(wanted, got, strict=False)

@@ -1,1 +1,1 @@
-"""Changes every setting of a running service; compares the restarts with `configs/changes.py`."""
+"""Change every setting of a running service; compare the restarts with `configs/changes.py`."""

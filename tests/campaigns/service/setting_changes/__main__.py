@@ -1,4 +1,4 @@
-"""Changes every setting of a running service, one after the other; prints a table.
+"""Change every setting of a running service, one after the other; print a table.
 
     python -m tests.campaigns.service.setting_changes [--only router. store.path]
 
@@ -62,7 +62,7 @@ COLUMNS = ("setting", "from", "to", "where", "expected", "restarted", "in effect
 
 @dataclass
 class Row:
-    """Outcome of one step; `problems` are broken promises."""
+    """Outcome of one step; `problems` lists what differs from the reference."""
 
     setting: str
     old: str
@@ -81,7 +81,7 @@ class Row:
 
 
 class Campaign:
-    """Runs the steps on one service."""
+    """Steps on one service, each from the configuration of its group."""
 
     def __init__(self, service: Service, base: Config, worker: str, session: Path) -> None:
         self._service = service
@@ -102,7 +102,7 @@ class Campaign:
         row = Row(setting, shown(step.before(start)), shown(step.value), step.where, step.restarts)
         try:
             row.problems = tuple(self._problems(step, start, row))
-        except Exception as error:  # the next step deploys its own start
+        except Exception as error:  # the next step deploys its own start configuration
             row.problems = (f"{type(error).__name__}: {error}",)
             self._last = None
         row.seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Reads a changed setting where it is in effect, and compares it with the new value."""
+"""Read a changed setting where it is in effect, and compare it with the new value."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _in_replica(step: Step, state: Mapping[str, Any], worker: str, service: Serv
     if key == "secret":
         return _differs("the secret", state["secret"], value)
     if key == "api_keys":
-        return None  # `OBSERVED` has it
+        return None  # `OBSERVED` checks it by a request
     if key in settings and (problem := _differs("settings", settings[key], _listed(value))):
         return problem
     return _derived(step, state)

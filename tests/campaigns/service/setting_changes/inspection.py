@@ -1,4 +1,4 @@
-"""Reads the values in effect from replicas and from Serve's controller, by `__ray_call__`.
+"""Read the values in effect from replicas and from Serve's controller, by `__ray_call__`.
 
 Ray runs these functions inside the actors. They return plain data.
 """

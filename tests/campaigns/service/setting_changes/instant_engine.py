@@ -36,7 +36,7 @@ KV_BLOCKS = 1024
 
 
 class InstantLLM:
-    """Interface of vLLM's engine that `VllmEngine` uses besides the application."""
+    """Part of vLLM's engine that `VllmEngine` uses besides the application."""
 
     errored = False
 
@@ -62,7 +62,7 @@ class InstantLLM:
 class InstantEngine(VllmEngine):
     """An engine that answers completions at once.
 
-    ``given``  arguments that vLLM and the connector would get
+    ``given``  settings, and the arguments that vLLM and the connector would get
     """
 
     given: dict[str, Any]

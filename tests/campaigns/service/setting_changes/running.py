@@ -72,7 +72,7 @@ class Service:
         self.config = config
         give_up_at = time.monotonic() + SETTLE_S
         complete = 0
-        while complete < 2:  # twice: the first status may be that of the last change
+        while complete < 2:  # twice: the first status may be that of the change before
             time.sleep(POLL_S)
             now = self.details()
             if now.get("status") == "DEPLOY_FAILED":
@@ -100,7 +100,7 @@ class Service:
         return ask(CONTROLLER, scaling_settings, APPLICATION)
 
     def drains(self, deployment: str) -> dict[str, Any]:
-        """Return the time that each running replica has to drain, by replica id."""
+        """Return the seconds that each running replica has to drain, by replica id."""
         return ask(CONTROLLER, drains, APPLICATION, deployment)
 
     @property

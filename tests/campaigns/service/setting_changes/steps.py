@@ -18,7 +18,9 @@ APPLICATION = "tandem"
 IMPORT_PATH = "tests.campaigns.service.setting_changes.instant_engine:build"
 POLICY = "actors.autoscaling.policy:ScaleTogether"
 ROLE_POLICY = "actors.autoscaling.policy:ScaleByOngoing"
-"""As in `actors.autoscaling.policy`, which imports Ray before the campaign has set Ray's token."""
+"""Copy of the name in `actors.autoscaling.policy`: its import imports Ray, and the campaign sets
+Ray's token first.
+"""
 
 Group = Literal["live", "all", "role"]
 Config = dict[str, Any]
@@ -164,14 +166,14 @@ def base_config(port: int) -> Config:
         "transfer": {"side_channel_host": "127.0.0.1"},
         "router": {"http_port": port, "leave_s": 0.1, "routing": {"policy": "always_remote"}},
     }
-    # No proxy runs that would have to learn that a router stops, so Serve need not wait for it.
+    # No proxy runs, so Serve need not wait until proxies know that a router stops.
     router = {"name": "Router", "graceful_shutdown_wait_loop_s": 0.2}
     one = {"name": APPLICATION, "route_prefix": "/", "import_path": IMPORT_PATH, "args": args, "deployments": [router]}
     return {"proxy_location": "Disabled", "applications": [one]}
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return the section and key of each row of the reference that has a mark of its own."""
+    """Return the section and key of each row of the reference, except those that name a section."""
     return [
         (section, key)
         for _, model, sections in SECTIONS
@@ -298,7 +300,7 @@ def _role() -> Iterator[Step]:
         "environment": {VARIABLE: "changed"},
         "placement": 1,
     }
-    # The other options stay, and would hide the number of GPUs that the change of `num_gpus` needs.
+    # First `num_gpus`: options of earlier steps stay, and would hide the GPUs in `args` it needs.
     for section, key in sorted(rows(), key=lambda row: row[1] != "num_gpus"):
         change = change_of(section, key)
         if change.cost == "role":
