@@ -126,6 +126,18 @@ def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., W
     until(lambda: consumer.runtime.snapshot().consumer.receptions.keys() == {"s"})
 
 
+def test_an_engine_that_is_lost_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:
+    """A supervisor reports it once: later, only a failed handshake would end the request's wait."""
+    fence = SlowFence()
+    producer, other = worker("p", integrity="off"), worker("o", integrity="off")
+    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
+    consumer.step(receives=[receive(producer.address), receive(other.address, "s", "u")])
+    consumer.step(lost=["p"])
+    assert consumer.runtime.results() == (set(), {"r"}, {"r"})
+    fence.done.update(fence.marked)
+    until(lambda: consumer.runtime.snapshot().consumer.receptions == {"s": "offered"})
+
+
 @pytest.mark.parametrize("clean", [True, False])
 def test_attention_reads_the_rest_of_a_block(clean: bool) -> None:
     """A transfer of 70 tokens from blocks of 32 to a block of 128 writes three units of 32 tokens.

@@ -80,6 +80,7 @@ _IDLE_S = 0.01
 # Minimum interval between two logs of the same failing part of a round, in seconds.
 _WARN_EVERY_S = 10.0
 
+_ENGINE_LOST = "a supervisor reports that the prefill engine has ended"
 _TRANSFER_FAILED = (
     "Tandem: the KV transfer of request %s failed: %s. Unless the request was aborted, this engine computes its prompt"
 )
@@ -318,24 +319,20 @@ class WorkerRuntime:
             else:
                 for receive in orders.receives:
                     self._receive(receive, now)
+            for unsent in self._steps.take(lambda each: each.request_id in orders.aborts):
+                self._refuse(unsent, "the request was aborted", now)
             for request_id in orders.aborts:
-                unsent = self._steps.take(request_id)
-                if unsent is None:
-                    self._perform(self._consumer.abort(request_id, now))
-                else:
-                    self._refuse(unsent, "the request was aborted", now)
+                self._perform(self._consumer.abort(request_id, now))
             for release in orders.releases:
                 self._perform(self._consumer.release(release.transfer_id, release.producer, now))
             for transfer_id in orders.discards:
                 self._perform(self._producer.discard(transfer_id, now))
             for lost in orders.lost:
+                for unsent in self._steps.take(partial(_receives_from, lost)):
+                    self._perform([Received(unsent.request_id, _ENGINE_LOST)])
                 for incarnation in sorted(self._consumer.engines()):
                     if names_engine(lost, incarnation):
-                        self._perform(
-                            self._consumer.engine_lost(
-                                incarnation, "a supervisor reports that the prefill engine has ended", now
-                            )
-                        )
+                        self._perform(self._consumer.engine_lost(incarnation, _ENGINE_LOST, now))
                 for incarnation in sorted(self._producer.engines()):
                     if names_engine(lost, incarnation):
                         self._perform(self._producer.engine_lost(incarnation, now))
@@ -659,6 +656,10 @@ class WorkerRuntime:
     def _worker_lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
             self._perform(self._consumer.worker_lost(peer, reason, time.monotonic()))
+
+
+def _receives_from(engines: str, receive: Receive) -> bool:
+    return names_engine(engines, receive.producer.incarnation)
 
 
 def _first_token(group: Group, receive: Receive) -> int:

@@ -10,7 +10,7 @@ does not wait while the progress thread holds the lock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -123,16 +123,16 @@ class Steps:
         if receives:
             self._entries.append((self._fence.mark(), Zeroed(tuple(receives))))
 
-    def take(self, request_id: str) -> Receive | None:
-        """Remove a decode request from all entries, and return its order; None without one."""
+    def take(self, ended: Callable[[Receive], bool]) -> list[Receive]:
+        """Remove the decode requests for which ``ended`` returns True; return their orders."""
+        taken: list[Receive] = []
         for position, (event, entry) in enumerate(self._entries):
             if isinstance(entry, Zeroed):
-                found = next((each for each in entry.receives if each.request_id == request_id), None)
-                if found is not None:
-                    left = tuple(each for each in entry.receives if each is not found)
-                    self._entries[position] = event, replace(entry, receives=left)
-                    return found
-        return None
+                found = [each for each in entry.receives if ended(each)]
+                left = tuple(each for each in entry.receives if each not in found)
+                self._entries[position] = event, replace(entry, receives=left)
+                taken += found
+        return taken
 
     def drop(self, request_id: str) -> None:
         """Remove a prefill request from all entries: its blocks are freed, or its KV is wrong."""
