@@ -149,6 +149,13 @@ def test_user_config_takes_what_is_said_to_change_with_it_and_nothing_else(secti
     assert getattr(changed if section == "router" else changed.routing, key) == value
 
 
+def test_a_user_config_that_is_taken_away_reaches_the_router() -> None:
+    """Serve calls `reconfigure` with the value that `build` set; for None it would not call it."""
+    changed = override(change_of("router", "attempts"), "router", {"attempts": 2})
+    found = [versions(one)["Router"].deployment_config.user_config for one in (changed, application())]
+    assert found == [{"attempts": 2}, {}]
+
+
 def test_autoscaling_bounds_change_live_if_they_stood_under_deployments_before() -> None:
     """Serve's version counts the policies listed there; adding the first one is a change."""
 

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from ray.serve.handle import DeploymentBroadcastResponse
 
 from actors.engine_pool.engines import EnginePool
 from actors.router.models.model_router import ModelEngines
@@ -30,12 +29,7 @@ class Hung(Handle):
     def replica_count(self) -> int:
         return len(self.replicas)
 
-    def broadcast(self, method: str, *arguments: object) -> DeploymentBroadcastResponse:
-        return cast(DeploymentBroadcastResponse, NeverAnswered())
-
-
-class NeverAnswered:
-    async def _fetch_replica_results_async(self) -> list[Any]:
+    async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
         await asyncio.Event().wait()
         return []
 

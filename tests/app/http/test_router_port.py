@@ -1,0 +1,128 @@
+"""A whole router on its port: real sockets to a client and to a decode engine's RPC server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from actors.engine_pool import discovery
+from actors.request import Accepted, ResponseStart
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server import RpcServer, replica_metadata
+from app import main
+from app.http import http_server
+from app.http.http_server import SERVICE_PATH
+from app.main import DeployedModel, HttpRouter
+from configs.settings.router import RouterSettings
+from testing.ports import free_port
+from tests.actors.behaviours import JSON, LIMITS
+from tests.app.http.test_http_server import HOST, WAIT_S
+
+PREFILL, DECODE = "prefill of the router's port", "decode of the router's port"
+"""Deployment ids of the engines in the registry of this process."""
+
+UNDECORATED: Any = HttpRouter.__mro__[1]
+"""The router without Serve's wrapper, which reports its use to the cluster."""
+
+
+class Replica(UNDECORATED):
+    """A router that `stop` ends, as Serve does with the hook `__del__`."""
+
+    async def stop(self) -> None:
+        await super().__del__()
+
+    def __del__(self) -> None:
+        """Nothing: Python calls it without awaiting its result."""
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Give the router the ids and the log directory that it reads from Serve's replica."""
+    monkeypatch.setattr(http_server, "this_service", lambda: "ours")
+    monkeypatch.setattr(main, "own_replica_id", lambda: "r1")
+    monkeypatch.setattr(main, "log_directory", lambda: tmp_path)
+
+
+@asynccontextmanager
+async def listening(**settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """Start a router without prefill engines; yield a client of its port."""
+    port = free_port()
+    handles: list[Any] = [SimpleNamespace(deployment_id=one) for one in (PREFILL, DECODE)]
+    discovery.publish(PREFILL, {})
+    for handle in handles:
+        handle.options = lambda handle=handle: handle
+    router: Any = Replica.__new__(Replica)
+    built = RouterSettings(**{**LIMITS.model_dump(), "http_port": port, "leave_s": 0.1, **settings})
+    await router.__init__(built, [DeployedModel(*handles)])
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=WAIT_S) as client:
+            yield client
+    finally:
+        await router.stop()
+
+
+@asynccontextmanager
+async def decode() -> AsyncGenerator[list[RpcRequest], None]:
+    """Run a decode engine that answers with an empty object; yield the calls that it received."""
+    calls: list[RpcRequest] = []
+
+    async def serve(request: RpcRequest) -> AsyncGenerator[Any, None]:
+        calls.append(request)
+        yield Accepted("d0", 1)
+        yield ResponseStart(200, JSON)
+        yield b"{}"
+
+    server = RpcServer(serve, slots=2)
+    discovery.publish(DECODE, {"d0": {**replica_metadata(await server.open(HOST, 0), 10), "slots": 2}})
+    try:
+        yield calls
+    finally:
+        discovery.publish(DECODE, {})
+        await server.close()
+
+
+async def test_it_is_ready_while_a_decode_engine_runs() -> None:
+    """A load balancer sends no request to a new cluster before its engines run."""
+    async with listening() as client:
+        before = await client.get(SERVICE_PATH)
+        assert (before.status_code, before.text) == (503, "ours")
+        async with decode():
+            assert (await client.get(SERVICE_PATH)).status_code == 200
+        assert (await client.get(SERVICE_PATH)).status_code == 503
+
+
+@pytest.mark.parametrize("allowed", [None, False, True])
+async def test_a_priority_reaches_engines_only_if_the_setting_allows_it(allowed: bool | None) -> None:
+    """Unset, the router drops the header."""
+    settings = {} if allowed is None else {"client_priority": allowed}
+    async with decode() as calls, listening(**settings) as client:
+        headers = {"x-vllm-priority": "-9"}
+        reply = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert (reply.status_code, reply.headers["x-tandem-route"]) == (200, "local")
+        assert dict(calls[0].call.headers).get(b"x-vllm-priority") == (b"-9" if allowed else None)
+
+
+def written(folder: Path) -> dict[str, list[Any]]:
+    """Return the lines of each file."""
+    return {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"access_log": False}])
+async def test_a_request_is_in_the_access_log_unless_it_is_off(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The file of the replica has its line."""
+    async with decode(), listening(**settings) as client:
+        await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "trace-7"})
+    files = written(tmp_path)
+    if settings:
+        assert files == {}
+        return
+    (line,) = files.pop("access-r1.log")
+    assert (line["request_id"], line["status"], line["route"], line["decode"]) == ("trace-7", 200, "local", "d0")
+    assert files == {}
