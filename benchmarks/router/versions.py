@@ -43,6 +43,7 @@ from typing import Any
 import httpx
 import psutil
 
+from actors.router.peer_routers import STATUS_AGE_S
 from actors.rpc.protocol import NEWEST_VERSION
 from benchmarks.report import write
 from benchmarks.router.load import body
@@ -207,7 +208,7 @@ def settled(url: str, expected: int) -> Connections:
         found = connections(url)
         if agree(found, expected) or time.monotonic() > give_up_at:
             return found
-        time.sleep(1.1)
+        time.sleep(STATUS_AGE_S)  # no cached status
 
 
 def agree(found: Connections, expected: int) -> bool:
