@@ -23,6 +23,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from testing.environment import ENVIRONMENT
 from testing.sequential_proxy import PRODUCE
 
+SHUTDOWN_S = 60.0
+"""Time in seconds for an engine's processes to end.
+
+On two busy cores they need more than vLLM's 5 s. Killing them then fails with NoSuchProcess if they
+end at the same moment.
+"""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -34,6 +41,14 @@ class Answer:
     logprobs: tuple[tuple[tuple[int, float], ...], ...]
     transfer: dict[str, Any] | None
     cached_tokens: int | None
+
+
+class Engine(AsyncLLM):
+    """Engine that gives its processes SHUTDOWN_S to end."""
+
+    def shutdown(self, timeout: float | None = SHUTDOWN_S) -> None:
+        """End the engine's processes; kill those that run after `timeout` seconds."""
+        super().shutdown(timeout)
 
 
 def start_engine(model: str, tp_size: int, role: str | None, **overrides: Any) -> AsyncLLM:
@@ -69,7 +84,7 @@ def start_engine(model: str, tp_size: int, role: str | None, **overrides: Any) -
         "max_num_seqs": 16,
         "disable_log_stats": False,
     }
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | overrides)))
+    return Engine.from_engine_args(AsyncEngineArgs(**(arguments | overrides)))
 
 
 async def generate(

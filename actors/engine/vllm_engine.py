@@ -49,6 +49,13 @@ CONNECTOR = "TandemConnector"
 CONNECTOR_MODULE = "connectors.vllm_hma.connector"
 KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
+SHUTDOWN_S = 15.0
+"""Time in seconds for an engine's processes to end before vLLM kills them.
+
+On a busy machine they need more than vLLM's 5 s. If they end while vLLM kills them, its shutdown
+fails with NoSuchProcess.
+"""
+
 PROBE_TOKENS = [0, 1]
 """Prompt of `VllmEngine._probe`: token ids that every vocabulary has."""
 
@@ -156,7 +163,7 @@ class VllmEngine:
         stack = AsyncExitStack()
         load = LoadLogger(config) if settings.role(role).scaled else None
         llm = ReplayingLLM.start(config, engine_args, load, settings.allow_runtime_lora_updating)
-        stack.callback(llm.shutdown)
+        stack.callback(llm.shutdown, SHUTDOWN_S)
         try:
             namespace = _frontend_namespace(engine_args, settings.frontend)
             tasks = await llm.get_supported_tasks()
