@@ -268,10 +268,10 @@ upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (a
 	$(BIN)/python -m tests.campaigns.shapes.upstream_table
 
 .PHONY: faults
-faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl-push|'{"kv_connector": ...}' FAULTS=200 TP=1:2 LANES=2
+faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl-push|'{"kv_connector": ...}' FAULTS=200 TP=1:2 DP=2:1 SPECULATION=1 LANES=2
 	@mkdir -p $(dir $(OUT))
-	$(BIN)/python -m tests.campaigns.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) --lanes $(LANES) \
-	    --out $(OUT).json; code=$$?; \
+	$(BIN)/python -m tests.campaigns.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) \
+	    $(if $(DP),--dp $(DP)) $(if $(SPECULATION),--speculation) --lanes $(LANES) --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
 .PHONY: store-faults

@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,9 +57,11 @@ def _serve(argv: list[str], environment: dict[str, str], log: str, network: str)
 class Server:
     """One server.
 
-    ``members``  processes of the current start by part: ``api``, ``core``, ``rank0``, …
+    ``members``  processes of the current start by part: ``api``, ``core`` (and ``core1``, … with
+                 data parallelism), ``rank0``, … (TP ranks of the first core, then of the next)
     ``network``  path of the server's network namespace; empty: this process's own
     ``host``     address at which this process reaches the server
+    ``options``  further arguments of the server
     ``forked``   whether the server forks from the fork server; False: it starts as a module, and
                  vLLM spawns its processes, as on a GPU
     """
@@ -73,6 +75,7 @@ class Server:
     host: str = "127.0.0.1"
     network: str = ""
     data_parallel_size: int = 1
+    options: Sequence[str] = ()
     forked: bool = True
     starts: int = 0
     members: dict[str, psutil.Process] = field(default_factory=dict)
@@ -98,6 +101,7 @@ class Server:
         ]
         if self.data_parallel_size > 1:
             argv += ["--data-parallel-size", str(self.data_parallel_size)]
+        argv += self.options
         if self.transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(self.transfer)]
         if not self.forked:
@@ -152,16 +156,25 @@ class Server:
         """Find the processes of a server that answers; undo any pinning to one core."""
         assert self._api is not None
         self.members = {"api": self._api}
-        for child in self._api.children(recursive=True):
+        for child in self._api.children():
             title = " ".join(child.cmdline())
-            if "EngineCore" in title:
-                self.members["core"] = child
-            elif rank := re.search(r"Worker(?:_TP(\d+))?$", title.strip()):
-                self.members[f"rank{rank[1] or 0}"] = child
-        missing = {"core", *(f"rank{rank}" for rank in range(self.tp_size))} - self.members.keys()
+            if core := re.search(r"EngineCore(?:_DP(\d+))?", title):
+                index = int(core[1] or 0)
+                self.members[f"core{index or ''}"] = child
+                self._find_workers(child, index * self.tp_size)
+            elif "DPCoordinator" in title:
+                self.members["coordinator"] = child
+        ranks = range(self.tp_size * self.data_parallel_size)
+        missing = {"core", *(f"rank{rank}" for rank in ranks)} - self.members.keys()
         if missing:
             raise RuntimeError(f"{self.name}: no process for {', '.join(sorted(missing))} in {self.members}")
         free_cores([process.pid for process in self.members.values()])
+
+    def _find_workers(self, core: psutil.Process, first: int) -> None:
+        for child in core.children(recursive=True):
+            title = " ".join(child.cmdline()).strip()
+            if rank := re.search(r"Worker(?:_DP\d+)?(?:_TP(\d+))?$", title):
+                self.members[f"rank{first + int(rank[1] or 0)}"] = child
 
     def processes(self, part: str) -> list[psutil.Process]:
         """Return the processes of a part (``members``); the part ``tree`` has all of them."""

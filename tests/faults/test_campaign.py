@@ -43,6 +43,8 @@ async def test_promises_are_kept(tmp_path: Path) -> None:
     arguments = argparse.Namespace(
         seed=SEED,
         tp="1:1",
+        dp="1:1",
+        speculation=False,
         lanes=1,
         out=out,
         match=pattern,

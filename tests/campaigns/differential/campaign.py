@@ -258,6 +258,7 @@ def main() -> int:
             try:
                 print(f"both sides are up after {time.monotonic() - began:.0f} s; {len(cases)} cases", flush=True)
                 outcomes = asyncio.run(play_all((pair.single_url, pair.service.url), cases, options.at_once, until))
+                pair.check_single()
             finally:
                 pair.stop()
     print(report(outcomes), flush=True)

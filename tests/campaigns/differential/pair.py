@@ -37,9 +37,11 @@ ENGINE: dict[str, Any] = {
     # for it.
     "reasoning_parser": "deepseek_v3",
 }
-SINGLE: dict[str, Any] = {"max_num_batched_tokens": 8192}
-"""Settings of the single server only: it computes every prompt in one step. vLLM's CPU worker dies
-of a seeded prompt of two steps; Tandem's worker does not (`actors/upstream/vllm_cpu_worker.py`).
+SINGLE: dict[str, Any] = {"max_num_batched_tokens": ENGINE["max_num_seqs"] * ENGINE["max_model_len"]}
+"""Settings of the single server only: it computes every prompt in one step, however many wait.
+
+vLLM's CPU worker dies of a seeded prompt of two steps; Tandem's worker does not
+(`actors/upstream/vllm_cpu_worker.py`).
 """
 
 FRONTEND: dict[str, Any] = {
@@ -97,6 +99,12 @@ class PairOfServers:
         except BaseException:
             self.stop()
             raise
+
+    def check_single(self) -> None:
+        """Raise RuntimeError with the end of its log if the single server has ended."""
+        if self._single.poll() is not None:
+            log = (self.folder / "single.log").read_text(errors="replace")
+            raise RuntimeError(f"the single server has ended, so its answers are missing:\n{log[-5000:]}")
 
     def stop(self) -> None:
         if hasattr(self, "_single"):

@@ -1,7 +1,7 @@
 """A seeded campaign of faults against any vLLM KV connector with the public request protocol.
 
     python -m tests.campaigns.faults.campaign --connector tandem --seed 1 --faults 200
-        [--tp 1:2] [--lanes 2]
+        [--tp 1:2] [--dp 2:1] [--speculation] [--lanes 2]
     python -m tests.campaigns.faults.campaign --connector nixl --seed 1 --only 17
     python -m tests.campaigns.faults.campaign --pairs --seed 1 --faults 200 --tp 2:1
 
@@ -39,6 +39,7 @@ from tests.campaigns.faults.pairs import FaultPair, pairs
 from tests.campaigns.faults.presets import Connector, connector
 from tests.campaigns.faults.questions import Questions, known
 from tests.campaigns.faults.schedule import Fault, schedule
+from tests.campaigns.faults.shape import Shape, Sizes
 from tests.campaigns.hosts.engine_link import engine_link
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "faults.json"
@@ -91,8 +92,7 @@ class Campaign:
         self._connectors = connectors
         self._arguments = arguments
         self._folder = folder
-        prefill, decode = (int(size) for size in arguments.tp.split(":"))
-        self._tp_sizes = (prefill, decode)
+        self._shape = Shape(_sizes(arguments.tp), _sizes(arguments.dp), arguments.speculation)
         self._results = Results(arguments.out)
         self._until = time.monotonic() + arguments.seconds
         self.found = 0
@@ -111,15 +111,15 @@ class Campaign:
                 for number in range(self._arguments.lanes):
                     folder = self._folder / f"{which.name}-{number}"
                     link = links.enter_context(engine_link(number)) if self._arguments.pairs else None
-                    lane = Lane(which, self._tp_sizes, folder, questions, http, link)
+                    lane = Lane(which, self._shape, folder, questions, http, link)
                     group.create_task(self._drive(lane, todo))
 
     def _todo(self, which: Connector) -> Iterator[Fault | FaultPair]:
         arguments = self._arguments
         faults: Iterator[Fault | FaultPair] = (
-            pairs(arguments.seed, self._tp_sizes, link=True)
+            pairs(arguments.seed, self._shape.workers, link=True)
             if arguments.pairs
-            else schedule(arguments.seed, self._tp_sizes, arguments.match)
+            else schedule(arguments.seed, self._shape.workers, arguments.match)
         )
         if arguments.only:
             played = itertools.takewhile(lambda fault: fault.index <= max(arguments.only), faults)
@@ -134,7 +134,7 @@ class Campaign:
 
     def _key(self, which: Connector, fault: Fault | FaultPair) -> str:
         index = f"pair {fault.index}" if isinstance(fault, FaultPair) else fault.index
-        return f"{which.name} {self._arguments.tp} {self._arguments.seed} {index}"
+        return f"{which.name} {self._shape.options} {self._arguments.seed} {index}"
 
     async def _drive(self, lane: Lane, todo: Iterator[Fault | FaultPair]) -> None:
         try:
@@ -158,7 +158,7 @@ class Campaign:
     def _keep(self, which: Connector, fault: Fault | FaultPair, told: dict[str, Any]) -> None:
         case = {
             "connector": which.name,
-            "tp": self._arguments.tp,
+            "tp": self._shape.options,
             "seed": self._arguments.seed,
             "index": fault.index,
             "family": fault.family,
@@ -173,6 +173,11 @@ class Campaign:
         print(f"{self._key(which, fault)}: {fault.what}, {fault.phase}: {brief}", flush=True)
 
 
+def _sizes(text: str) -> Sizes:
+    prefill, decode = map(int, text.split(":"))
+    return prefill, decode
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     told = "presets of presets.py, or KVTransferConfigs as JSON; several are tried side by side"
@@ -183,13 +188,16 @@ def main() -> None:
     parser.add_argument("--match", default="", help="only faults whose family, description or phase matches this")
     parser.add_argument("--only", type=int, nargs="+", help="play these faults, again if need be")
     parser.add_argument("--tp", default="1:1", help="prefill:decode tensor-parallel sizes")
+    parser.add_argument("--dp", default="1:1", help="prefill:decode data-parallel sizes")
+    parser.add_argument("--speculation", action="store_true", help="both servers draft tokens from the prompt")
     parser.add_argument("--lanes", type=int, default=1, help="pairs of servers a connector, at the same time")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after this time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, help="for logs; a temporary one if unset")
     arguments = parser.parse_args()
-    if not re.fullmatch(r"[1-9]:[1-9]", arguments.tp):
-        parser.error("--tp: two sizes, such as 1:2")
+    for name in ("tp", "dp"):
+        if not re.fullmatch(r"[1-9]:[1-9]", getattr(arguments, name)):
+            parser.error(f"--{name}: two sizes, such as 1:2")
     try:
         connectors = [connector(text) for text in arguments.connector]
     except ValueError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import re
 import signal
@@ -29,7 +30,8 @@ from tests.campaigns.faults.phases import seen
 from tests.campaigns.faults.presets import Connector
 from tests.campaigns.faults.questions import Questions
 from tests.campaigns.faults.schedule import Fault
-from tests.campaigns.faults.trials import Question, Router, Trial
+from tests.campaigns.faults.shape import SPECULATION, Shape
+from tests.campaigns.faults.trials import Question, Router, Trial, to_rank
 from tests.campaigns.hosts.engine_link import EngineLink
 
 START_S = 240.0
@@ -42,18 +44,19 @@ _TROUBLE = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|F
 
 @dataclass
 class Lane:
-    """``address`` is prefill's answer to ``describe``, for connectors that take both legs at
-    once.
+    """``addresses`` are the answers of prefill's data-parallel ranks to ``describe``, for
+    connectors that take both legs at once.
     """
 
     connector: Connector
-    tp_sizes: tuple[int, int]
+    shape: Shape
     folder: Path
     questions: Questions
     client: httpx.AsyncClient
     link: EngineLink | None = None
     prefill_tokens_per_s: float = 2000.0
-    address: dict[str, Any] = field(default_factory=dict)
+    addresses: list[dict[str, Any]] = field(default_factory=list)
+    sent: itertools.count[int] = field(default_factory=itertools.count)
     baseline: dict[str, int] = field(default_factory=dict)
     replaced_at: dict[str, float] = field(default_factory=dict)
     mended_at: float = 0.0
@@ -66,10 +69,22 @@ class Lane:
         self.trace.touch()
         sides = (("prefill", "producer"), ("decode", "consumer"))
         self.servers = {}
-        for (name, role), tp_size in zip(sides, self.tp_sizes, strict=True):
+        options = SPECULATION if self.shape.drafts else ()
+        for (name, role), tp_size, dp_size in zip(sides, self.shape.tp, self.shape.dp, strict=True):
             host = "" if self.link is None else self.link.address(name)
-            transfer, environment = self.connector.server_arguments(role, free_port(), self.trace, host)
-            server = Server(name, free_port(), tp_size, self.folder, transfer, environment)
+            # A data-parallel rank listens on the side channel's port plus its number.
+            side_channel, *_ = [free_port() for _ in range(dp_size)]
+            transfer, environment = self.connector.server_arguments(role, side_channel, self.trace, host)
+            server = Server(
+                name,
+                free_port(),
+                tp_size,
+                self.folder,
+                transfer,
+                environment,
+                data_parallel_size=dp_size,
+                options=options,
+            )
             if self.link is not None:
                 server.host, server.network = self.link.driver_address(name), self.link.networks[name]
             self.servers[name] = server
@@ -88,7 +103,7 @@ class Lane:
             self.baseline[name] = await self._used(name)
             self.replaced_at[name] = time.monotonic()
         if "prefill" in names and self.connector.together:
-            self.address = await self._describe()
+            self.addresses = [await self._describe(rank) for rank in range(self.prefill.data_parallel_size)]
 
     async def _up(self, server: Server) -> None:
         give_up_at = time.monotonic() + START_S
@@ -106,25 +121,29 @@ class Lane:
             await asyncio.sleep(0.1)
         raise server.start_failure()
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe(self, rank: int) -> dict[str, Any]:
         params = {"do_remote_decode": True, "describe": True}
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "kv_transfer_params": params}
-        answer = await self.client.post(f"{self.prefill.url}/v1/completions", json=body, timeout=30)
+        url = f"{self.prefill.url}/v1/completions"
+        answer = await self.client.post(url, json=body, headers=to_rank(rank), timeout=30)
         found: dict[str, Any] = answer.raise_for_status().json()["kv_transfer_params"]
         return found
 
     async def _used(self, name: str) -> int:
-        """Return the blocks in use, after a tiny request: an idle engine's gauge does not
-        change.
+        """Return the blocks in use on all ranks, after a tiny request to each: an idle engine's
+        gauge does not change.
         """
-        url = self.servers[name].url
+        server = self.servers[name]
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "temperature": 0}
-        (await self.client.post(f"{url}/v1/completions", json=body, timeout=5)).raise_for_status()
-        text = (await self.client.get(f"{url}/metrics", timeout=5)).text
-        usage = re.search(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        if usage is None:
-            raise RuntimeError(f"{url}/metrics has no vllm:kv_cache_usage_perc")
-        return round(float(usage[1]) * POOL_BLOCKS)
+        for rank in range(server.data_parallel_size):
+            headers = to_rank(rank) if server.data_parallel_size > 1 else None
+            answer = await self.client.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=5)
+            answer.raise_for_status()
+        text = (await self.client.get(f"{server.url}/metrics", timeout=5)).text
+        usage = re.findall(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", text, re.MULTILINE)
+        if len(usage) != server.data_parallel_size:
+            raise RuntimeError(f"{server.url}/metrics has {len(usage)} times vllm:kv_cache_usage_perc")
+        return sum(round(float(part) * POOL_BLOCKS) for part in usage)
 
     def destroy(self) -> None:
         for server in self.servers.values():
@@ -242,7 +261,8 @@ class Lane:
 
     async def _go(self, trial: Trial, at_once: bool) -> None:
         if at_once and self.connector.together:
-            await self.router.at_once(trial, self.address)
+            rank = next(self.sent) % len(self.addresses)
+            await self.router.at_once(trial, self.addresses[rank], rank)
         else:
             await self.router.in_turn(trial)
 

@@ -102,9 +102,14 @@ def _summary(cases: Cases) -> str:
         numbers = [outcomes[outcome] for outcome in OUTCOMES]
         kept = sum(not case["findings"] for case in some)
         others = (broken["died"], broken["leak"], broken["probe"])
-        rows.append([name, tp.replace(":", " → "), len(some), kept, *numbers, *others, late])
+        rows.append([name, _shape(tp), len(some), kept, *numbers, *others, late])
     titles = ["connector", "TP", "faults", "kept", *OUTCOMES, "engine died", "leak", "probe", "late (median, most)"]
     return _table(titles, rows)
+
+
+def _shape(options: str) -> str:
+    """Return the options of a shape as text: `1:1 --dp 2:1` is "1 → 1, dp 2 → 1"."""
+    return options.replace(":", " → ").replace(" --", ", ")
 
 
 def _kinds(cases: Cases) -> str:

@@ -109,27 +109,32 @@ class Router:
             if params is not None:
                 await self.decode(trial, params)
 
-    async def at_once(self, trial: Trial, address: Mapping[str, Any]) -> None:
-        """Send both legs at the same time, for connectors that support it."""
+    async def at_once(self, trial: Trial, address: Mapping[str, Any], rank: int = 0) -> None:
+        """Send both legs at the same time, for connectors that support it. ``address`` is that of
+        prefill's data-parallel ``rank``.
+        """
         async with _record(trial):
             leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": trial.trial_id}
-            first = asyncio.ensure_future(self.prefill(trial, leg, sole=False))
+            first = asyncio.ensure_future(self.prefill(trial, leg, sole=False, rank=rank))
             try:
                 await self.decode(trial, dict(address) | {"transfer_id": trial.trial_id})
             finally:
                 first.cancel()
                 await asyncio.wait([first])
 
-    async def prefill(self, trial: Trial, leg: Mapping[str, Any] = PRODUCE, sole: bool = True) -> bool:
-        """Run the prefill leg. If it is the ``sole`` running one, its failure is the request's."""
+    async def prefill(
+        self, trial: Trial, leg: Mapping[str, Any] = PRODUCE, sole: bool = True, rank: int | None = None
+    ) -> bool:
+        """Run the prefill leg, on any data-parallel rank or on ``rank``. If it is the ``sole``
+        running one, its failure is the request's.
+        """
         body = _body(trial) | {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(leg)}
         trial.stamp("prefill_sent")
         failure = None
         try:
             async with asyncio.timeout(ROUTER_PREFILL_S):
-                answer = await self.client.post(
-                    f"{self.prefill_url}/v1/completions", json=body, headers={"X-Request-Id": trial.request_id}
-                )
+                headers = {"X-Request-Id": trial.request_id} | ({} if rank is None else to_rank(rank))
+                answer = await self.client.post(f"{self.prefill_url}/v1/completions", json=body, headers=headers)
             if answer.status_code == 200:
                 trial.params = answer.json().get("kv_transfer_params")
                 if trial.params is None:
@@ -199,6 +204,11 @@ class _record:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._trial.stamp("ended")
         self._trial.cancelled = kind is asyncio.CancelledError
+
+
+def to_rank(rank: int) -> dict[str, str]:
+    """Return vLLM's header that sends a request to a data-parallel rank."""
+    return {"X-data-parallel-rank": str(rank)}
 
 
 def _body(trial: Trial) -> dict[str, Any]:
