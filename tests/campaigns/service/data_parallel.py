@@ -87,7 +87,9 @@ async def ask_all(url: str, count: int, seed: int, kill: psutil.Process | None =
     prompts = [make_prompt(rng, rng.randint(*FACTS)) for _ in range(count)]
     outcomes: list[bool | None] = []
     free = asyncio.Semaphore(CONCURRENCY)
-    async with httpx.AsyncClient(base_url=url, timeout=2 * BACK_TIMEOUT_S) as http:
+    # Without idle connections, none is closed by the server at the moment of its next request.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=2 * BACK_TIMEOUT_S, limits=limits) as http:
 
         async def one(prompt: RecallPrompt) -> None:
             nonlocal kill
