@@ -26,8 +26,8 @@ from testing.sequential_proxy import PRODUCE
 SHUTDOWN_S = 60.0
 """Time in seconds for an engine's processes to end.
 
-On two busy cores they need more than vLLM's 5 s. Killing them then fails with NoSuchProcess if they
-end at the same moment.
+On two busy cores they need more than vLLM's 5 s; it kills them then, and fails if they end at the
+same moment (`actors/upstream/vllm_processes/kill_process_tree.py`).
 """
 
 

@@ -17,7 +17,7 @@ from vllm.v1.executor import multiproc_executor  # noqa: F401
 from vllm.v1.worker import cpu_worker  # noqa: F401
 
 import connectors.vllm_hma.connector  # noqa: F401
-from actors.upstream.vllm_busy_wait import shorten_busy_wait
+from actors.upstream.vllm_processes.busy_wait import shorten_busy_wait
 from testing.ports import give_vllm_these_ports
 
 torch.set_num_threads(1)

@@ -32,7 +32,7 @@ from actors.upstream.vllm_cpu_kernels import (
     experts_problem,
     model_problem,
 )
-from actors.upstream.vllm_fork_server import may_fork, use_fork_server
+from actors.upstream.vllm_processes.fork_server import may_fork, use_fork_server
 from configs.settings.base import HiddenText, RoleName
 from configs.settings.service import ServiceSettings
 
@@ -52,8 +52,7 @@ KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consume
 SHUTDOWN_S = 15.0
 """Time in seconds for an engine's processes to end before vLLM kills them.
 
-On a busy machine they need more than vLLM's 5 s. If they end while vLLM kills them, its shutdown
-fails with NoSuchProcess.
+On a busy machine they need more than vLLM's 5 s.
 """
 
 PROBE_TOKENS = [0, 1]
@@ -132,8 +131,10 @@ class VllmEngine:
 
         from actors.autoscaling.stat_logger import LoadLogger
         from actors.engine.request_json import decode_large_bodies_off_loop
+        from actors.upstream.vllm_processes.kill_process_tree import ignore_ended_processes
         from actors.upstream.vllm_replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
 
+        ignore_ended_processes()
         supervisor = secrets.token_hex()
         arguments = engine_arguments(settings, role)
         if may_fork(settings, role, arguments):

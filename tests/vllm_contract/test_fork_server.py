@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
 from actors.engine.arguments import engine_argument_names, engine_arguments, fields_in_source, frontend_argument_names
-from actors.upstream.vllm_fork_server import USERS, may_fork, use_fork_server
+from actors.upstream.vllm_processes.fork_server import USERS, may_fork, use_fork_server
 from configs.settings.base import RoleName
 from configs.settings.parsing import parse_settings
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PARENT = """
 import multiprocessing, os, sys
-from actors.upstream.vllm_fork_server import InheritingContext
+from actors.upstream.vllm_processes.fork_server import InheritingContext
 
 def grandchild(pipe):
     pipe.send((os.environ["COLOUR"], os.getppid(), "preloaded" in sys.modules))
@@ -58,7 +58,9 @@ def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path)
     """Environments like those of spawned processes; children of a forked process use the same
     server.
     """
-    (tmp_path / "preloaded.py").write_text("from actors.upstream.vllm_fork_server import *; stay_with_this_server()")
+    (tmp_path / "preloaded.py").write_text(
+        "from actors.upstream.vllm_processes.fork_server import *; stay_with_this_server()"
+    )
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     run = subprocess.run(

@@ -28,7 +28,7 @@ GUARDS: dict[str, dict[str, str]] = {
         "uvicorn/server.py:Server.serve": "c143ac4318b2",
         "uvicorn/server.py:Server.shutdown": "1e34f6833403",
     },
-    "vllm_busy_wait": {
+    "vllm_processes/busy_wait": {
         "vllm/distributed/device_communicators/shm_broadcast.py:SpinCondition": "fc89baeffc89",
     },
     "vllm_output_processor": {
@@ -55,10 +55,15 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/sample/logits_processor/builtin.py:process_dict_updates": "484fb7bf1b85",
         "vllm/v1/worker/gpu/sample/logits_processor/interface.py:LogitsProcessor": "7a8aa30f9d9f",
     },
-    "vllm_fork_server": {
+    "vllm_processes/fork_server": {
         "vllm/utils/system_utils.py:get_mp_context": "dc8be2b45150",
     },
-    "vllm_fork_server_preload": {
+    "vllm_processes/kill_process_tree": {
+        "vllm/utils/system_utils.py:kill_process_tree": "3293208c3f39",
+        "vllm/v1/utils.py:shutdown": "16215a35b124",
+        "vllm/v1/engine/utils.py:CoreEngineProcManager.monitor_engine_liveness": "a5d0cc6e4dc0",
+    },
+    "vllm_processes/fork_server_preload": {
         "vllm/utils/system_utils.py:set_process_title": "b34ced06aaad",
     },
     "vllm_replaying_llm": {
@@ -87,8 +92,9 @@ def test_upstream_code_is_what_the_workaround_was_written_for(workaround: str) -
 
 
 def test_every_workaround_has_a_guard() -> None:
-    files = {path.stem for path in Path(upstream.__path__[0]).glob("*.py")} - {"__init__"}
-    assert files == set(GUARDS)
+    folder = Path(upstream.__path__[0])
+    files = {path for path in folder.rglob("*.py") if path.stem != "__init__"}
+    assert {path.relative_to(folder).with_suffix("").as_posix() for path in files} == set(GUARDS)
 
 
 def test_a_changed_symbol_is_found() -> None:

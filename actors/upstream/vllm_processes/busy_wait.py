@@ -34,7 +34,7 @@ def shorten_busy_wait(busy_wait_s: float = BUSY_WAIT_S) -> None:
     if parameters[-1] != "busy_loop_s" or defaults is None or len(defaults) != 1:
         logger.warning(
             "vLLM's processes poll for a second after each step, because SpinCondition has changed (arguments: %s); "
-            "update actors/upstream/vllm_busy_wait.py",
+            "update actors/upstream/vllm_processes/busy_wait.py",
             parameters,
         )
         return

@@ -7,7 +7,7 @@ import inspect
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-from actors.upstream.vllm_busy_wait import shorten_busy_wait
+from actors.upstream.vllm_processes.busy_wait import shorten_busy_wait
 
 
 def test_readers_block_after_the_shorter_time() -> None:

@@ -57,14 +57,14 @@ def use_fork_server() -> None:
     except (ImportError, AttributeError) as error:
         logger.warning(
             "spawning engine processes, which is slower, because vLLM has changed: %r; "
-            "update actors/upstream/vllm_fork_server.py",
+            "update actors/upstream/vllm_processes/fork_server.py",
             error,
         )
         return
     if len(originals) != 1:
         logger.warning(
             "spawning engine processes, which is slower, because vLLM uses several contexts to start them; "
-            "update actors/upstream/vllm_fork_server.py"
+            "update actors/upstream/vllm_processes/fork_server.py"
         )
         return
     (original,) = originals
@@ -101,7 +101,7 @@ def _context(original: Callable[[], BaseContext]) -> BaseContext:
     now = {name: os.environ.get(name) for name in LOADED_ONCE}
     if not _started_with:
         _started_with.update(now)
-        multiprocessing.set_forkserver_preload(["actors.upstream.vllm_fork_server_preload"])
+        multiprocessing.set_forkserver_preload(["actors.upstream.vllm_processes.fork_server_preload"])
     if now != _started_with:
         return spawning
     return InheritingContext()

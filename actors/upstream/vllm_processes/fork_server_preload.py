@@ -1,4 +1,4 @@
-"""Module that the fork server imports at its start (`vllm_fork_server.py`).
+"""Module that the fork server imports at its start (`fork_server.py`).
 
 It imports vLLM and patches it, so that forked processes need not. It starts no thread and no CUDA
 context: neither would survive the fork.
@@ -9,8 +9,8 @@ from vllm.v1.engine import core, core_client  # noqa: F401
 from vllm.v1.executor import multiproc_executor  # noqa: F401
 
 from actors.upstream import vllm_cpu_worker, vllm_forced_tokens  # noqa: F401
-from actors.upstream.vllm_busy_wait import shorten_busy_wait
-from actors.upstream.vllm_fork_server import stay_with_this_server, use_fork_server
+from actors.upstream.vllm_processes.busy_wait import shorten_busy_wait
+from actors.upstream.vllm_processes.fork_server import stay_with_this_server, use_fork_server
 from connectors.vllm_hma import connector  # noqa: F401
 
 use_fork_server()
