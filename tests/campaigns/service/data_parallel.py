@@ -2,7 +2,7 @@
 
     python -m tests.campaigns.service.data_parallel --help
 
-``make data-parallel`` runs it. Every answer is compared with the fact that its prompt states. All
+``make data-parallel`` runs it. Every answer is compared with one engine's, which runs before. All
 ranks must serve a fair share of the requests. Each kill ends the engine core of one rank while
 requests run: vLLM then ends the other ranks of the replica, and Serve starts it again. No answer
 may be wrong, and afterwards the block pools must be empty.
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import random
 import re
+import secrets
 import signal
 import sys
 import tempfile
@@ -27,12 +28,12 @@ import httpx
 import psutil
 
 from app.http.routes import OPEN_AGE_S
-from testing.facts import RecallPrompt, make_prompt
 from testing.service_process import ServiceProcess, write_config
+from tests.campaigns.faults.campaign import ask_plain_engine
+from tests.campaigns.faults.questions import Questions
+from tests.campaigns.faults.trials import ANSWER_TOKENS, Question
 
 CONCURRENCY = 8
-FACTS = (2, 150)
-"""Range of facts in a prompt: 150 facts take about 900 tokens, four chunks."""
 FEWEST_SHARE = 0.6
 """Fewest requests of a rank, as a fraction of an equal share."""
 BACK_TIMEOUT_S = 300.0
@@ -67,39 +68,43 @@ def service(folder: Path, prefill: int, decode: int) -> Iterator[tuple[ServicePr
         running.stop()
 
 
-async def ask(http: httpx.AsyncClient, prompt: RecallPrompt) -> bool | None:
-    """Return whether the answer is the prompt's fact, or None for an error status."""
-    body = {"model": "tandem-demo", "prompt": prompt.text, "max_tokens": 3, "temperature": 0}
+async def ask(http: httpx.AsyncClient, question: Question) -> bool | None:
+    """Return whether the answer is that of one engine, or None for an error status.
+
+    Each request has a salt of its own, so no cache has its prompt.
+    """
+    body = {"model": "tandem-demo", "prompt": question.prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "cache_salt": secrets.token_hex()}
     reply = await http.post("/v1/completions", json=body)
     if reply.status_code != 200:
         print(f"HTTP {reply.status_code}: {reply.text[:200]}", flush=True)
         return None
     choice = reply.json()["choices"][0]
-    if choice["text"].strip() != prompt.answer:
-        print(f"wrong: {prompt.answer} is the fact, the answer is {choice}, {dict(reply.headers)}", flush=True)
+    if choice["text"] != question.expected:
+        print(f"wrong: one engine answers {question.expected!r}, not {choice}, {dict(reply.headers)}", flush=True)
         return False
     return True
 
 
-async def ask_all(url: str, count: int, seed: int, kill: psutil.Process | None = None) -> Asked:
+async def ask_all(url: str, questions: Questions, count: int, seed: int, kill: psutil.Process | None = None) -> Asked:
     """Send ``count`` requests; kill ``kill`` when a third of them has been answered."""
     rng = random.Random(seed)
-    prompts = [make_prompt(rng, rng.randint(*FACTS)) for _ in range(count)]
+    asked = [question for _ in range(count) for question in questions.some(rng, 1)]
     outcomes: list[bool | None] = []
     free = asyncio.Semaphore(CONCURRENCY)
     # Without idle connections, none is closed by the server at the moment of its next request.
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=2 * BACK_TIMEOUT_S, limits=limits) as http:
 
-        async def one(prompt: RecallPrompt) -> None:
+        async def one(question: Question) -> None:
             nonlocal kill
             async with free:
-                outcomes.append(await ask(http, prompt))
+                outcomes.append(await ask(http, question))
             if kill is not None and len(outcomes) >= count // 3:
                 victim, kill = kill, None
                 victim.kill()
 
-        await asyncio.gather(*map(one, prompts))
+        await asyncio.gather(*map(one, asked))
     return Asked(outcomes.count(True), outcomes.count(False), outcomes.count(None))
 
 
@@ -178,10 +183,11 @@ def main() -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-dp-"))
     folder.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
+    questions = asyncio.run(ask_plain_engine(folder))
     with service(folder, options.prefill, options.decode) as (running, url):
         wait_for_ranks(running, sizes)
         before = samples(url, "vllm:request_success_total")
-        asked = asyncio.run(ask_all(url, options.requests, seed=1))
+        asked = asyncio.run(ask_all(url, questions, options.requests, seed=1))
         served = {key: count - before.get(key, 0) for key, count in samples(url, "vllm:request_success_total").items()}
         print(f"{asked}, requests by rank {served}", flush=True)
         problems += unfair(served, sizes) if options.requests >= 50 else []
@@ -191,7 +197,7 @@ def main() -> int:
             found = wait_for_ranks(running, sizes)[role]
             title, victim = sorted(found.items())[number // len(sizes) % len(found)]
             others = [process for process in found.values() if process != victim]
-            asked = asyncio.run(ask_all(url, 3 * CONCURRENCY, seed=100 + number, kill=victim))
+            asked = asyncio.run(ask_all(url, questions, 3 * CONCURRENCY, seed=100 + number, kill=victim))
             _, alive = psutil.wait_procs([victim, *others], timeout=60)
             print(f"kill {number + 1}, {role} {title}: {asked}, {len(alive)} of its replica's cores left", flush=True)
             problems += [f"kill {number + 1}: {asked}"] * (asked.right != 3 * CONCURRENCY)
