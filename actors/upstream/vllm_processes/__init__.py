@@ -1,0 +1,1 @@
+"""Workarounds for the processes of a vLLM engine."""

@@ -1,0 +1,26 @@
+"""Kill the processes of an engine although some of them end meanwhile.
+
+If one process of an engine ends, a thread of vLLM ends the others and then marks the engine as
+dead; it kills those that run after 5 s. `kill_process_tree` raises NoSuchProcess for a process that
+ends at that moment, often on a busy machine. The thread ends with the error, and the engine never
+counts as dead. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/utils/system_utils.py
+"""
+
+from contextlib import suppress
+
+import psutil
+from vllm.v1 import utils
+
+
+def ignore_ended_processes() -> None:
+    """Make vLLM call this module's `kill_process_tree`."""
+    utils.kill_process_tree = kill_process_tree
+
+
+def kill_process_tree(pid: int) -> None:
+    """Kill a process and its descendants, except those that have ended."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in [*parent.children(recursive=True), parent]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
