@@ -55,6 +55,12 @@ HEALTH_CHECK_PERIOD_S = 2.0
 Serve replaces a replica after three failed checks, so it replaces a dead engine after about 6 s.
 """
 
+UNREAD_MARGIN_S = 10.0
+"""Seconds over `router.idle_timeout_s` after which the kernel ends a client's connection.
+
+With this margin, the router first ends the stream of a client that reads nothing.
+"""
+
 ENGINE_DRAIN_POLL_S = 0.2
 """Interval in seconds at which Serve checks whether a stopping engine has ongoing Serve calls.
 
@@ -132,6 +138,7 @@ class HttpRouter(RouterReplica):
                 settings.leave_s,
                 ready=lambda: self.ready,
                 tls=router_files(settings),
+                unread_s=settings.idle_timeout_s + UNREAD_MARGIN_S,
             )
             await self._http_server.open()
 

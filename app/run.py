@@ -122,6 +122,8 @@ def port_taken(host: str, port: int) -> str | None:
             return None
     except OSError as error:
         return f"{host}:{port}: {error.strerror}"
+    except OverflowError:
+        return f"{host}:{port}: port must be 0-65535"
 
 
 class Screen:

@@ -239,7 +239,7 @@ class EnginePool:
 
         Raises EngineDownError or EngineError as `Channel.ask` does.
         """
-        return await self._channels.to(slot.address).ask(method, *arguments)
+        return await self._ask(slot.address, method, arguments)
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
         """Return the results of a method of all replicas, without those that fail or time out.
@@ -260,9 +260,7 @@ class EnginePool:
         """
         engines = replicas_of(self._handle.deployment_id) or {}
         replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
-        asked = [
-            asyncio.create_task(self._channels.to(one.address).ask(method, *arguments)) for one in replicas.values()
-        ]
+        asked = [asyncio.create_task(self._ask(one.address, method, arguments)) for one in replicas.values()]
         if not asked:
             return {}
         done, late = await asyncio.wait(asked, timeout=timeout_s)
@@ -274,6 +272,10 @@ class EnginePool:
             else task.exception() or task.result()
             for name, task in zip(replicas, asked, strict=True)
         }
+
+    async def _ask(self, address: RpcAddress, method: str, arguments: Sequence[object]) -> Any:
+        # The connection is chosen when the task runs: one chosen earlier may have closed meanwhile.
+        return await self._channels.to(address).ask(method, *arguments)
 
     def snapshot(self) -> ChannelsSnapshot:
         """Return the numbers of open and idle connections."""

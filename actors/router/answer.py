@@ -217,7 +217,8 @@ class Answer:
 
     async def _next(self) -> Any:
         limits, timing = self._attempts.limits, self._attempts.timing
-        if self._has_tokens and self._attempt.decode.waits:
+        if self._has_tokens:
+            # Also without a wait: if the engine dies, `_resume` needs the time.
             timing.extend(limits.idle_timeout_s)
         return await self._attempt.decode.next(limits.silence_timeout_s, timing.ends_at)
 

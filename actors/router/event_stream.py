@@ -1,7 +1,7 @@
 """Split an answer into server-sent events and remove duplicates of a resumed stream.
 
 When another engine restarts the stream, `EventStream` drops the events already sent and sets
-`created` of later events to its value in the first stream. Does no I/O.
+`created` of later events to its value in the first stream. Never drops an error. Does no I/O.
 """
 
 import re
@@ -15,6 +15,8 @@ LAST_EVENTS = (
     b"event: error\n",
 )
 """Prefixes of the last event of a Responses or Messages API stream, which has no `[DONE]`."""
+ERRORS = (b'data: {"error"', b"event: error\n")
+"""Prefixes of the event with which an engine ends a stream that it cannot complete."""
 CREATED = re.compile(rb'"created":\d+')
 """The `created` field in vLLM's encoding. Cannot match in a string, where quotes are escaped."""
 
@@ -46,6 +48,8 @@ class EventStream:
     def _new(self, event: bytes) -> bytes:
         if event.startswith(b":"):
             return event + END
+        if event.startswith(ERRORS):
+            self._seen = self.sent  # the engine repeats no further event
         self._seen += 1
         if self._seen <= self.sent:
             return b""

@@ -65,6 +65,8 @@ def error_body(status: HTTPStatus, message: str, param: str | None = None, kind:
                other statuses
     """
     kind = kind or ERROR_TYPES.get(status, status.phrase)
+    # A client's text in the message may have lone surrogates, which a response cannot encode.
+    message = message.encode(errors="backslashreplace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 

@@ -23,7 +23,7 @@ from ray import serve
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.rpc.address import enable_keepalive
+from actors.rpc.address import LOST_S, enable_keepalive
 from actors.tls import TlsFiles, server_context, unverified_context
 from actors.upstream.uvicorn_protocol import CLIENT_CERTIFICATE, BoundedHttpProtocol
 from actors.upstream.uvicorn_server import Server
@@ -67,13 +67,16 @@ class HttpServer:
         service: str | None = None,
         ready: Callable[[], bool] = lambda: True,
         tls: TlsFiles | None = None,
+        unread_s: float = LOST_S,
     ) -> None:
         """Create the server.
 
-        ``leave_s``  time between `close` and the end of the listener
-        ``service``  id of the service; None: the id of this process's Serve application
-        ``ready``    returns whether the router can serve requests
-        ``tls``      certificate files; None: plain HTTP
+        ``leave_s``   time between `close` and the end of the listener
+        ``service``   id of the service; None: the id of this process's Serve application
+        ``ready``     returns whether the router can serve requests
+        ``tls``       certificate files; None: plain HTTP
+        ``unread_s``  time after which the connection of a client that reads nothing, or is lost,
+                      ends
         """
         self._app = app
         self._where = (host, port)
@@ -81,6 +84,7 @@ class HttpServer:
         self._service = service or this_service()
         self._ready = ready
         self._tls = tls
+        self._unread_s = unread_s
         self._leaving = False
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -102,7 +106,7 @@ class HttpServer:
                 if time.monotonic() > give_up_at:
                     raise
             await asyncio.sleep(SETTLES_S / 10)
-        enable_keepalive(listener)  # a connection that ends cancels its request
+        enable_keepalive(listener, self._unread_s)  # a connection that ends cancels its request
         config = uvicorn.Config(
             self._handle,
             http=BoundedHttpProtocol,

@@ -150,7 +150,7 @@ async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
     try:
         async with Request(request.scope, receive).form() as form:
             extra, stream, model = (form.get(name) for name in ("vllm_xargs", "stream", "model"))
-    except HTTPException:
+    except (HTTPException, ValueError):  # ValueError: of the codec that the form names as its charset
         return {}
     with suppress(ValueError, RecursionError):
         found = json.loads(extra) if isinstance(extra, str) else None

@@ -94,8 +94,9 @@ class RouterLimits(Frozen):
     )
     idle_timeout_s: Seconds = Field(
         300.0,
-        description="longest time between two tokens of a stream, and longest time in which its client reads nothing; "
-        "after its first token, a stream has no other deadline of its own",
+        description="longest time between two tokens of a stream, and longest time in which its client reads nothing "
+        "(on `http_port` at most 10 s above the value in `args`); after its first token, a stream has no other "
+        "deadline of its own",
     )
     keep_alive_s: Seconds | None = Field(
         10.0,

@@ -157,6 +157,14 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert port_taken("127.0.0.1", port) is None
 
 
+def test_a_port_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Serve checks the port of its proxy only when it binds it."""
+    config = yaml.safe_load(LOCAL.read_text())
+    config["applications"][0]["args"]["router"] = {"http_port": None}
+    assert main(["--config", str(write(tmp_path, config)), "--port", "70000"]) == 2
+    assert "127.0.0.1:70000: port must be 0-65535" in capsys.readouterr().err
+
+
 def test_engines_of_one_node_cannot_have_one_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without an address, the launcher starts a cluster of one node."""
     config = yaml.safe_load(LOCAL.read_text())

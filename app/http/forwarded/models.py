@@ -219,8 +219,15 @@ def _not_allowed(names: Sequence[str]) -> BadRequestError:
 
 
 def _text(body: dict[str, Any], field: str) -> str:
-    """Return the string in `field` of the body, or "". Raises BadRequestError for another type."""
+    """Return the string in `field` of the body, or "".
+
+    Raises BadRequestError for another type, and for a string that cannot be sent to engines.
+    """
     value = body.get(field)
     if value is not None and not isinstance(value, str):
         raise BadRequestError(f"`{field}` must be a string", field)
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise BadRequestError(f"`{field}` must not contain lone surrogates", field) from None
     return value or ""

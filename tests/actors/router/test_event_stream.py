@@ -60,3 +60,16 @@ def test_the_responses_api_ends_without_a_mark(last):
     assert not stream.done
     stream.feed(f'event: {last}\ndata: {{"type": "{last}"}}\n\n'.encode())
     assert stream.done
+
+
+@pytest.mark.parametrize(
+    "error", [b'data: {"error": {"message": "m"}}\n\n', b'event: error\ndata: {"type": "error"}\n\n']
+)
+def test_an_error_is_no_repetition(error):
+    """An engine that fails while it repeats events has not sent the event at that position."""
+    stream = EventStream()
+    stream.feed(event(0) + event(1))
+    stream.restart()
+    rest = error + b"data: [DONE]\n\n"
+    assert stream.feed(event(0) + rest) == rest
+    assert stream.done

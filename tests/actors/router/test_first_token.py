@@ -269,6 +269,21 @@ async def test_another_first_token_of_decode_is_not_sent():
     await at_rest(p, d)
 
 
+@pytest.mark.parametrize("first", [FIRST, FIRST.partition(b"\n\n")[2]], ids=["two events", "one event"])
+async def test_an_error_of_decode_after_the_first_token_is_sent(first: bytes):
+    """The client must not take the token for the whole answer."""
+    said = b'data: {"error": {"message": "m", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
+
+    async def fails(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield said + b"data: [DONE]\n\n"
+
+    router, p, d = fleet([samples(first)], [later(fails)])
+    _, body = await ask(router, request())
+    assert body == first + said + b"data: [DONE]\n\n"
+    await at_rest(p, d)
+
+
 @pytest.mark.parametrize("dies_after", [0, 1, 2])
 async def test_decode_that_dies_around_its_first_token(dies_after: int):
     """Another decode engine repeats what the client has."""

@@ -10,6 +10,7 @@ import pytest
 
 from actors.errors import DeadlineError
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
+from actors.router import answer
 from testing.sse import said
 from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, answers, ask, engine, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
@@ -61,6 +62,21 @@ async def test_a_resumed_stream_has_no_deadline():
     router.limits = LIMITS.model_copy(update={"first_token_timeout_s": 1.0})
     for _ in range(2):
         _, body = await ask(router, request())
+        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    await at_rest(p, d)
+
+
+async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest.MonkeyPatch):
+    """The client takes longer than every timeout for tokens that have arrived before the death."""
+    monkeypatch.setattr(answer, "MOST_BYTES", 1)
+    router, p, d = fleet([well], [engine(1, [1], dies_after=25), engine(2, [1])])
+    router.limits = LIMITS.model_copy(update=SHORT)
+    for _ in range(2):
+        body = b""
+        async with router.answer(request()) as streamed:
+            async for some in streamed.body():
+                body += some
+                await asyncio.sleep(0.1)
         assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
     await at_rest(p, d)
 

@@ -108,6 +108,15 @@ async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
     assert world.engines.snapshot().open == 0
 
 
+async def test_a_connection_that_closes_before_a_method_is_sent(world: World) -> None:
+    """The idle timer may close it then. The method is sent on a new connection."""
+    assert await world.engines.tell_all("ping", WAIT_S) == {"e": "e"}
+    asking = asyncio.create_task(world.engines.tell_all("ping", WAIT_S))
+    closing = asyncio.create_task(world.engines.close())
+    assert await asking == {"e": "e"}
+    await closing
+
+
 async def test_an_item_after_the_end(world: World) -> None:
     """The router closes a connection whose engine exceeds its credit."""
     said = encode([RpcWelcome(1), TAKEN, EndStream(1), StreamItem(1, b"of whom?")])

@@ -110,6 +110,17 @@ async def test_a_form_sets_no_transfer(form: str, http: httpx.AsyncClient, decod
     await at_rest(decode)
 
 
+@pytest.mark.parametrize("charset", ["punycode", "undefined"])
+async def test_a_form_that_its_charset_cannot_decode(charset: str, http: httpx.AsyncClient, decode: Handle) -> None:
+    """The engine, which has the same parser, answers with an error."""
+    content = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n..\r\n--b--\r\n'
+    kind = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+    async with http:
+        reply = await http.post(FORMS[1], content=content, headers=kind)
+    assert (reply.status_code, len(decode.calls)) == (404, 1)
+    await at_rest(decode)
+
+
 async def test_a_batch_of_chats_counts_each(http: httpx.AsyncClient, decode: Handle) -> None:
     turn = [{"role": "user", "content": "hi"}]
     async with http:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from actors.rpc import address
 from actors.upstream import uvicorn_protocol
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
@@ -29,6 +30,9 @@ HOST = "127.0.0.1"
 LEAVE_S = 0.5
 WAIT_S = 60
 """Limit of a wait for an event that is certain: far above a pause of the machine."""
+
+LARGE_BYTES = 2**25
+"""Size of an answer that the buffers of a connection cannot hold."""
 
 HEAD = b"GET / HTTP/1.1\r\nHost: tandem\r\n"
 HEAD_S = 0.4
@@ -79,19 +83,32 @@ class Behind:
         async def refuse(_: Request) -> Response:
             return PlainTextResponse("no", 403)
 
+        async def large(_: Request) -> Response:
+            async def pieces() -> AsyncGenerator[bytes, None]:
+                try:
+                    for _ in range(LARGE_BYTES // 2**16):
+                        yield bytes(2**16)
+                finally:
+                    self.left.set()
+
+            return StreamingResponse(pieces())
+
         self.app = Starlette(
             routes=[
                 Route("/", named),
                 Route("/slow", slow),
                 Route("/length", length, methods=["POST"]),
                 Route("/refuse", refuse, methods=["POST"]),
+                Route("/large", large),
             ]
         )
 
 
 @asynccontextmanager
-async def opened(behind: Behind, port: int, service: str = "ours") -> AsyncGenerator[HttpServer, None]:
-    server = HttpServer(behind.app, HOST, port, LEAVE_S, service)
+async def opened(
+    behind: Behind, port: int, service: str = "ours", unread_s: float = WAIT_S
+) -> AsyncGenerator[HttpServer, None]:
+    server = HttpServer(behind.app, HOST, port, LEAVE_S, service, unread_s=unread_s)
     await server.open()
     try:
         yield server
@@ -482,6 +499,22 @@ async def test_between_requests_the_other_timer_counts() -> None:
         said, took_s = await said_until_closed(port, requests, 2 * HEAD_S)
         assert said.count(b"HTTP/1.1 200 ") == 3
         assert took_s >= 4 * HEAD_S
+
+
+@pytest.mark.parametrize("unread_s", [WAIT_S, 0.1], ids=["it may", "for too long"])
+async def test_a_client_that_reads_nothing_for_a_while(unread_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is the server's own, not that of connections to engines."""
+    monkeypatch.setattr(address, "KEEPALIVE", address.KEEPALIVE | {"TCP_USER_TIMEOUT": 100})
+    behind = Behind("a")
+    async with opened(behind, port := free_port(), unread_s=unread_s):
+        reader, writer = await asyncio.open_connection(HOST, port, limit=2**16)
+        writer.write(HEAD.replace(b"/ ", b"/large ") + b"Connection: close\r\n\r\n")
+        if unread_s < WAIT_S:
+            await asyncio.wait_for(behind.left.wait(), WAIT_S)
+        else:
+            await asyncio.sleep(2)
+            assert len(await asyncio.wait_for(reader.read(-1), WAIT_S)) > LARGE_BYTES
+        writer.close()
 
 
 async def test_an_idle_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,14 @@ async def test_it_is_ready_while_a_decode_engine_runs() -> None:
         assert (await client.get(SERVICE_PATH)).status_code == 503
 
 
+async def test_the_router_limits_a_clients_pause_before_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of connections to engines (`LOST_S`) is shorter."""
+    limits_s: list[float] = []
+    monkeypatch.setattr(http_server, "enable_keepalive", lambda _, lost_s: limits_s.append(lost_s))
+    async with listening(idle_timeout_s=400):
+        assert min(limits_s) > 400
+
+
 @pytest.mark.parametrize("allowed", [None, False, True])
 async def test_a_priority_reaches_engines_only_if_the_setting_allows_it(allowed: bool | None) -> None:
     """Unset, the router drops the header."""

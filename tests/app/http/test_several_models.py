@@ -165,6 +165,14 @@ async def test_an_unknown_model_gets_vllms_error(service: Service, path: str) ->
     assert metrics.value("tandem_requests_total", route="refused", reason="", status="404") == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_an_unknown_model_that_utf8_cannot_encode(service: Service, path: str) -> None:
+    """A lone surrogate is a valid JSON escape, and the error quotes the name."""
+    reply = await service.http.post(path, content=rb'{"model": "\ud800", "prompt": "x"}')
+    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "NotFoundError")
+    assert r"The model `\ud800` does not exist." in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("model", [None, ""])
 async def test_a_request_must_name_one_of_several_models(service: Service, model: str | None) -> None:
     reply = await service.post("/v1/completions", prompt="x", model=model)
@@ -405,6 +413,24 @@ async def test_refused_changes(service: Service, body: dict[str, Any], status: i
     reply = await service.post("/v1/load_lora_adapter", **body)
     assert reply.status_code == status
     assert said in reply.json()["error"]["message"]
+    assert not any(one.told for one in (*service.a, *service.b))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("load", "lora_name"),
+        ("load", "lora_path"),
+        ("load", "base_model_name"),
+        ("unload", "lora_name"),
+        ("unload", "base_model_name"),
+    ],
+)
+async def test_a_change_that_no_engine_can_receive(service: Service, change: str, field: str) -> None:
+    """The connections to engines encode strings in UTF-8, which has no lone surrogates."""
+    body = {"lora_name": "new", "lora_path": "/x", "base_model_name": "a", field: "\ud800"}
+    reply = await service.http.post(f"/v1/{change}_lora_adapter", content=json.dumps(body))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
     assert not any(one.told for one in (*service.a, *service.b))
 
 
