@@ -132,6 +132,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
                 speculates=vllm_config.speculative_config is not None,
                 lookahead_tokens=vllm_config.num_lookahead_tokens,
                 whole_images=reads_whole_images(vllm_config),
+                receives=transfer.is_kv_consumer,
             )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None
