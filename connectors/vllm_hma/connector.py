@@ -42,7 +42,7 @@ from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
 from connectors.vllm_hma.model.identity import store_fingerprint
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
-from connectors.vllm_hma.model.translate import group_shapes, only_states_can_lag
+from connectors.vllm_hma.model.translate import check_stored_states, group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.reports import WorkerReport
@@ -99,6 +99,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         if config.store is not None:
             check_store(vllm_config)
+            check_stored_states(kv_cache_config)
             # vLLM gives each rank of a model without experts a size of 1, but its own index.
             if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
                 raise ConfigurationError(
@@ -131,6 +132,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
                 speculates=vllm_config.speculative_config is not None,
                 lookahead_tokens=vllm_config.num_lookahead_tokens,
                 whole_images=reads_whole_images(vllm_config),
+                receives=transfer.is_kv_consumer,
             )
             if config.store is not None:
                 answers = vllm_config.speculative_config is None

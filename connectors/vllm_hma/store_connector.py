@@ -36,7 +36,7 @@ from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_store
 from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
 from connectors.vllm_hma.model.media import check_media
-from connectors.vllm_hma.model.translate import engine_layout, group_shapes
+from connectors.vllm_hma.model.translate import check_stored_states, engine_layout, group_shapes
 from connectors.vllm_hma.plugin import register
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             )
         settings = parse_settings(transfer.kv_connector_extra_config)
         check_store(vllm_config)
+        check_stored_states(kv_cache_config)
         check_media(vllm_config)
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None

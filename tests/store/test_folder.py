@@ -447,6 +447,19 @@ def test_a_count_of_files_that_vanish_meanwhile_is_not_believed(tier: FolderTier
     assert tier.used_bytes(soon()) == 5 * BLOCK
 
 
+def test_foreign_files_among_the_models_take_only_their_bytes(tier: FolderTier) -> None:
+    """A file, or a link that leads nowhere, where the store has one folder for each model."""
+    write(tier, 1)
+    (tier.path / "objects/README").write_bytes(bytes(BLOCK))
+    (tier.path / "objects/link").symlink_to("nowhere")
+    again = FolderTier(tier.path, tier.budget_bytes, durable=False)
+    assert again.open() == 1
+    assert again.used_bytes(soon()) == 3 * BLOCK  # of the link, a block
+    assert write(again, 2)
+    assert holds(again, 1)
+    assert (tier.path / "objects/README").exists()
+
+
 class Flickering(Files):
     """The folder is missing during each read of a header, and present again at the end of the
     count.

@@ -112,6 +112,57 @@ def test_the_choices_of_a_request_share_its_prompt(prefix_caching: bool, fails: 
         engine.close()
 
 
+def test_a_session_of_streamed_input_sends_no_kv() -> None:
+    """With its next input, vLLM frees blocks of its windows, which an offer may still request. Its
+    prompt keeps its last token.
+    """
+    engine = Engine(0, 60, True, asynchronous=False)
+    try:
+        produce = {"do_remote_decode": True, "transfer_id": "t"}
+        inputs = [list(range(10, 110)), list(range(200, 290))]
+        for words, params in zip(inputs, [produce, None], strict=True):
+            sampling = SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params})
+            request = Request("session", words[:], sampling, None, block_hasher=engine.hasher, resumable=True)
+            engine.scheduler.add_request(request)
+            while engine.scheduler.has_unfinished_requests():
+                engine.step()
+        # The step for an answer's last token is not run, so the next input replaces this token.
+        assert engine.scheduler.requests["session"].prompt_token_ids == inputs[0] + inputs[1]
+        engine.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+        while engine.scheduler.has_requests():
+            engine.step()
+        assert engine.pool.get_num_free_blocks() == engine.baseline
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+def test_blocks_of_a_step_in_flight_are_not_received(role: str) -> None:
+    """An aborted request's step may still write to its blocks. vLLM keeps such blocks out of the
+    pool only on engines whose role receives KV (``defer_block_free``).
+    """
+    engine = Engine(0, 32, False, asynchronous=True, role=role)
+    try:
+        scheduler = engine.scheduler
+        consume = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "other"}
+        consume |= {"remote_host": "127.0.0.1", "remote_port": 9}
+        plain = SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": None})
+        decode = SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": consume})
+        scheduler.add_request(Request("aborted", list(range(10, 42)), plain, None, block_hasher=engine.hasher))
+        in_flight = scheduler.schedule()
+        written = {block for table in scheduler.kv_cache_manager.get_block_ids("aborted") for block in table}
+        scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+        scheduler.add_request(Request("received", list(range(10, 140)), decode, None, block_hasher=engine.hasher))
+        filled = set[int]()
+        for output in (in_flight, scheduler.schedule()):
+            for receive in output.kv_connector_metadata.receives:
+                filled |= {block for table in receive.tables for block in table if block}
+        assert len(written) == 6
+        assert not filled & written
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("step_tokens", [BLOCK_TOKENS, 4])
 def test_windows_of_a_first_token_stay_allocated_while_they_are_sent(step_tokens: int) -> None:
     """vLLM frees the window's oldest blocks after the step for the first token, or after its first

@@ -416,6 +416,10 @@ class FolderTier:
                 path.unlink(missing_ok=True)
             used += _bytes_now(part)
         for folder in _entries(self._objects):
+            if not folder.is_dir():
+                # A foreign file. It uses bytes of the budget; the store leaves it alone.
+                used += _bytes_now(folder)
+                continue
             for entry in _entries(self._objects / folder.name):
                 path = self._objects / folder.name / entry.name
                 try:

@@ -122,6 +122,25 @@ def only_states_can_lag(cache: KVCacheConfig) -> bool:
     return len(others) < len(specs) and all(type(spec) in attention and spec == others[0] for spec in others)
 
 
+def check_stored_states(cache: KVCacheConfig) -> None:
+    """Raise UnsupportedCacheError if vLLM's prefix cache has states: the KV store cannot load them.
+
+    A prefix cache has states in several blocks of a request (``mamba_cache_mode`` "align"). If the
+    request's next step ends in another block, vLLM's V1 runner copies the state there before it
+    calls ``start_load_kv`` (``preprocess_mamba`` in vllm/v1/worker/gpu_model_runner.py). The step
+    would begin with what the block had before the load.
+    """
+    for group in cache.kv_cache_groups:
+        for layer in group.layer_names:
+            spec = _layer_spec(group.kv_cache_spec, layer)
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "none":
+                raise UnsupportedCacheError(
+                    layer,
+                    "the KV store cannot load states of a model whose prefixes vLLM caches",
+                    "set enable_prefix_caching to false, or remove store",
+                )
+
+
 def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 

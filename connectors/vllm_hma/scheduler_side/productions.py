@@ -128,6 +128,14 @@ class Productions:
                 request.max_tokens,
             )
             return
+        if request.resumable:
+            # The session continues after the prompt, and vLLM frees blocks of its windows.
+            logger.warning(
+                "the KV of request %s is not sent, so decode computes the prompt: the request is a session of streamed "
+                "input",
+                request.request_id,
+            )
+            return
         if params.first_token and not self.first_token_multiple:
             logger.warning(
                 "the KV of request %s is not sent, so decode computes the prompt: the request sets first_token, but "

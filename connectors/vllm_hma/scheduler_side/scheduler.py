@@ -65,7 +65,12 @@ class SchedulerSnapshot:
 
 
 class SchedulerConnector:
-    """Scheduler side of one engine, in the engine core's process."""
+    """Scheduler side of one engine, in the engine core's process.
+
+    ``receives``  whether the engine's role is to receive KV. On other engines, vLLM's pool has
+                  blocks to which a step in flight may still write (``defer_block_free`` in
+                  vllm/v1/core/sched/scheduler.py)
+    """
 
     def __init__(
         self,
@@ -78,8 +83,10 @@ class SchedulerConnector:
         speculates: bool = False,
         lookahead_tokens: int = 0,
         whole_images: bool = False,
+        receives: bool = True,
     ) -> None:
         self._config = config
+        self._receives = receives
         self._incarnation = incarnation
         self._tp_size = tp_size
         self.blocks = Blocks(lookahead_tokens)
@@ -154,6 +161,12 @@ class SchedulerConnector:
             # No digest covers prompt embeddings, so the two requests could not be compared.
             logger.warning(
                 "request %s has prompt embeddings, so its KV is not transferred; this engine computes its prompt",
+                request.request_id,
+            )
+        elif isinstance(params, ConsumeParams) and not self._receives:
+            logger.warning(
+                "request %s: this engine receives no KV and computes the prompt, because its kv_role is kv_producer; "
+                "set kv_consumer or kv_both",
                 request.request_id,
             )
         elif isinstance(params, ConsumeParams):

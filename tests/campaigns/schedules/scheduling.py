@@ -83,12 +83,13 @@ class Engine:
         asynchronous: bool = True,
         drafts: int = 0,
         images: bool = False,
+        role: str = "kv_both",
     ) -> None:
         self.rng = random.Random(seed)
-        config = engine_config(prefix_caching, asynchronous, drafts)
+        config = engine_config(prefix_caching, drafts, role)
         self.drafts = drafts
         # vLLM turns it off where there is no GPU (platforms/cpu.py).
-        self.asynchronous = bool(config.scheduler_config.async_scheduling)
+        config.scheduler_config.async_scheduling = self.asynchronous = asynchronous
         config.cache_config.num_gpu_blocks = blocks
         cache = kv_cache(blocks)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
@@ -497,11 +498,11 @@ class Engine:
             assert not any(encoder.cached.values()), "the encoder's cache remembers requests"
 
 
-def engine_config(prefix_caching: bool, asynchronous: bool, drafts: int = 0) -> VllmConfig:
+def engine_config(prefix_caching: bool, drafts: int = 0, role: str = "kv_both") -> VllmConfig:
     transfer = KVTransferConfig(
         kv_connector="TandemConnector",
         kv_connector_module_path="connectors.vllm_hma.connector",
-        kv_role="kv_both",
+        kv_role=role,
         kv_load_failure_policy="recompute",
     )
     # The model is its own draft model: only the scheduler sees it.
@@ -513,7 +514,6 @@ def engine_config(prefix_caching: bool, asynchronous: bool, drafts: int = 0) -> 
         max_num_batched_tokens=MAX_TOKENS_A_STEP,
         max_num_seqs=MAX_REQUESTS,
         enable_prefix_caching=prefix_caching,
-        async_scheduling=asynchronous,
         speculative_config=speculation if drafts else None,
     )
 

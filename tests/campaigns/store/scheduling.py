@@ -101,10 +101,11 @@ class Engine:
             max_num_batched_tokens=MAX_TOKENS_A_STEP,
             max_num_seqs=MAX_REQUESTS,
             enable_prefix_caching=prefixes,
-            async_scheduling=ahead,
             # States exist where steps end.
             long_prefill_token_threshold=CHUNK if states else 0,
         )
+        # vLLM turns it off where there is no GPU (platforms/cpu.py).
+        config.scheduler_config.async_scheduling = ahead
         config.cache_config.num_gpu_blocks = blocks
         names = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
         window = sliding(sliding_window=WINDOW_TOKENS, block_size=block_tokens)
