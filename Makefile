@@ -84,11 +84,11 @@ run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000 VERBOSE
 	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
 
 .PHONY: two-hosts
-two-hosts: $(STAMP) ## Serve until Ctrl-C on two hosts that are namespaces of this machine (root)
+two-hosts: $(STAMP) ## Serve until Ctrl-C on two hosts that are simulated by namespaces of this machine (root)
 	@exec $(BIN)/python -m tests.campaigns.hosts.two_hosts
 
 .PHONY: two-hosts-test
-two-hosts-test: $(STAMP) ## Cut the link between two such hosts, and mend it (root, about 8 minutes)
+two-hosts-test: $(STAMP) ## Cut and restore the link between two simulated hosts (root, about 8 minutes)
 	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
@@ -104,13 +104,13 @@ else
 endif
 
 .PHONY: test-all
-test-all: $(STAMP) ## Run every campaign that decides a release, and write one report (2 hours, WHOLE=1 a night; resumable): ONLY="identity fuzz"
+test-all: $(STAMP) ## Run every campaign that decides a release; write one report (2 hours, WHOLE=1 a night; resumable): ONLY="identity fuzz"
 	$(BIN)/python -m tests.campaigns $(if $(ONLY),--only $(ONLY)) $(if $(WHOLE),--whole)
 
 CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 
 .PHONY: check
-check: $(STAMP) ## Lint, formatting, layers and types
+check: $(STAMP) ## Check lint, formatting, import layers and types
 	$(CHECK)
 
 .PHONY: doctor
@@ -130,23 +130,23 @@ check-lock-gpu: $(STAMP) build/lock/bin/uv ## Compare requirements-gpu.lock with
 	$(BIN)/python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python
 
 .PHONY: manifests
-manifests: $(STAMP) ## Check k8s/ against schemas, KubeRay's rules and our settings: OVERLAYS=directory
+manifests: $(STAMP) ## Check k8s/ against schemas, KubeRay's rules and Tandem's settings: OVERLAYS=directory
 	@$(BIN)/python -m tests.k8s.check $(OVERLAYS)
 
 .PHONY: manifests-kustomize
-manifests-kustomize: $(STAMP) ## Compare our rendering of k8s/ with kustomize's (or kubectl's)
+manifests-kustomize: $(STAMP) ## Compare the rendering of k8s/ by tests/k8s with kustomize's (or kubectl's)
 	@$(BIN)/python -m tests.campaigns.manifests.against_kustomize
 
 .PHONY: overlay-serves
-overlay-serves: $(STAMP) ## Serve what an overlay embeds, on a Ray node for each of its pods, and ask: OVERLAY=k8s/overlays/cpu
+overlay-serves: $(STAMP) ## Serve the configuration of an overlay on local Ray nodes, one per pod, and send requests: OVERLAY=k8s/overlays/cpu
 	@$(BIN)/python -m tests.campaigns.manifests.overlay_serves $(OVERLAY)
 
 .PHONY: alerts
-alerts: $(STAMP) ## Run promtool's tests of the alerts (Debian: the package prometheus)
+alerts: $(STAMP) ## Run promtool's tests of the alerts (Debian package prometheus)
 	@$(BIN)/python -m tests.campaigns.manifests.promtool
 
 .PHONY: bench
-bench: $(STAMP) build/vllm-router/bin/vllm-router build/ray-llm/bin/python ## Measure handover and TTFT side by side with vLLM's own connector, its router, and Ray Serve LLM
+bench: $(STAMP) build/vllm-router/bin/vllm-router build/ray-llm/bin/python ## Measure handover and TTFT in turns with vLLM's own connector, its router, and Ray Serve LLM
 	$(BIN)/python -m benchmarks.handover
 	$(BIN)/python -m benchmarks.service --vllm-router build/vllm-router/bin/vllm-router --ray-llm build/ray-llm/bin/python
 
@@ -158,26 +158,26 @@ build/ray-llm/bin/python: $(STAMP)
 	build/ray-llm/bin/pip install --quiet --no-deps pyarrow
 
 .PHONY: bench-exposed
-bench-exposed: $(STAMP) ## Measure what streaming hides, over shared memory and a slow link (root)
+bench-exposed: $(STAMP) ## Measure the part of a transfer that streaming does not hide, over shared memory and a slow link (root)
 	$(BIN)/python -m benchmarks.exposed
 
 .PHONY: bench-link
-bench-link: $(STAMP) ## TTFT over a link of 800 Mbit/s: streaming, whole requests, vLLM's own connectors (root, 15 minutes)
+bench-link: $(STAMP) ## Measure TTFT over a link of 800 Mbit/s: streaming, whole requests, vLLM's own connectors (root, 15 minutes)
 	$(BIN)/python -m benchmarks.link
 
 .PHONY: bench-first-token
-bench-first-token: $(STAMP) ## First and second token over a link of 80 Mbit/s, sampled by decode and by prefill (root, 4 minutes)
+bench-first-token: $(STAMP) ## Measure first and second token over a link of 80 Mbit/s, sampled by decode and by prefill (root, 4 minutes)
 	$(BIN)/python -m benchmarks.first_token
 
 BASE ?= HEAD~1
 
 .PHONY: bench-backlog
-bench-backlog: $(STAMP) ## Decode under a prefill backlog, beside another revision in turn: BASE=revision
+bench-backlog: $(STAMP) ## Measure decode under a prefill backlog, in turns with another revision: BASE=revision
 	@rm -rf build/base && git worktree prune && git worktree add --detach build/base $(BASE)
 	$(BIN)/python -m benchmarks.backlog --before build/base; code=$$?; git worktree remove --force build/base; exit $$code
 
 .PHONY: bench-contacts
-bench-contacts: $(STAMP) ## First contact of 64 decode engines of 8 ranks with one prefill engine: time, and the scheduler's stalls
+bench-contacts: $(STAMP) ## Measure the first contact of 64 decode engines of 8 ranks with one prefill engine: time, scheduler stalls
 	$(BIN)/python -m benchmarks.first_contacts
 
 .PHONY: bench-transfer
@@ -192,55 +192,55 @@ build/vllm-router/bin/vllm-router:
 	build/vllm-router/bin/pip install --quiet vllm-router==0.1.17
 
 .PHONY: bench-router
-bench-router: $(STAMP) build/vllm-router/bin/vllm-router ## Measure what the router adds, beside vllm-router (in an environment in build/) and a plain proxy
+bench-router: $(STAMP) build/vllm-router/bin/vllm-router ## Measure latency and CPU time of the router, beside vllm-router (in an environment in build/) and a plain proxy
 	$(BIN)/python -m benchmarks.router --vllm-router build/vllm-router/bin/vllm-router
 
 .PHONY: disconnects
-disconnects: $(STAMP) ## 10,000 requests, half of whose clients leave: what is counted, what is left, the memory
+disconnects: $(STAMP) ## Send 10,000 requests, half of whose clients disconnect; check counts, leaks and memory
 	$(BIN)/python -m benchmarks.router.disconnects
 
 .PHONY: open-streams
-open-streams: $(STAMP) ## 10,000 open streams on one router for 10 minutes: memory per stream, growth (20 minutes): STREAMS=2000 MINUTES=1
+open-streams: $(STAMP) ## Hold 10,000 open streams on one router for 10 minutes; measure memory and its growth (20 minutes): STREAMS=2000 MINUTES=1
 	$(BIN)/python -m benchmarks.router.open_streams $(if $(STREAMS),--streams $(STREAMS)) $(if $(MINUTES),--minutes $(MINUTES))
 
 .PHONY: rolling-versions
-rolling-versions: $(STAMP) ## Rolling restarts between two versions of the RPC protocol under load (3 minutes): OLDER=checkout
+rolling-versions: $(STAMP) ## Restart engines and routers with another version of the RPC protocol under load (3 minutes): OLDER=checkout
 	$(BIN)/python -m benchmarks.router.versions $(if $(OLDER),--older $(abspath $(OLDER)))
 
 .PHONY: bench-fleet
-bench-fleet: $(STAMP) ## One bookkeeping pass and one decision with 64 engines; a stream whose router does not read (1 minute)
+bench-fleet: $(STAMP) ## Measure a bookkeeping pass and a decision with 64 engines, and a stream whose router does not read (1 minute)
 	$(BIN)/python -m benchmarks.bookkeeping
 	$(BIN)/python -m benchmarks.slow_reader
 
 .PHONY: bench-promises
-bench-promises: $(STAMP) ## Measure what digests, secret and tags cost: TTFT and a batch, with and without them
+bench-promises: $(STAMP) ## Measure the cost of digests, secret and message tags: TTFT and a batch, with and without them
 	$(BIN)/python -m benchmarks.promises
 
 .PHONY: routing
-routing: $(STAMP) ## Replay loads in a simulated fleet: the router's decisions beside others' and an oracle's (minutes)
+routing: $(STAMP) ## Replay loads in a simulated fleet; compare the router's decisions with other policies and an oracle (minutes)
 	$(BIN)/python -m benchmarks.routing
 
 .PHONY: scaling
-scaling: $(STAMP) ## Replay loads in a simulation under our autoscaling policy and Serve's: TRACES=recorded.csv
+scaling: $(STAMP) ## Replay loads in a simulation under Tandem's and Serve's autoscaling policies: TRACES=recorded.csv
 	$(BIN)/python -m benchmarks.scaling $(if $(TRACES),--traces $(TRACES))
 	$(BIN)/python -m benchmarks.scaling.plot
 
 .PHONY: identity
-identity: $(STAMP) ## Compare tokens and logprobs with one engine, at four pairs of TP sizes: PROMPTS=25
+identity: $(STAMP) ## Compare tokens and logprobs with those of one engine, at four pairs of TP sizes: PROMPTS=25
 	$(BIN)/python -m tests.campaigns.shapes.identity $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: data-parallel
-data-parallel: $(STAMP) ## Data-parallel ranks on either side: 100 prompts per pair, then 20 ranks killed in a service (about an hour): PROMPTS=10 KILLS=2
+data-parallel: $(STAMP) ## Compare data-parallel ranks on either side with one engine, then kill 20 ranks in a service (about an hour): PROMPTS=10 KILLS=2
 	TANDEM_DATA_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_data_parallel.py
 	$(BIN)/python -m tests.campaigns.shapes.data_parallel $(if $(PROMPTS),--prompts $(PROMPTS))
 	$(BIN)/python -m tests.campaigns.service.data_parallel $(if $(KILLS),--kills $(KILLS))
 
 .PHONY: placement
-placement: $(STAMP) ## Where Serve places replicas and the ranks of Ray's executor, on a cluster of four nodes (2 minutes)
+placement: $(STAMP) ## Check where Serve places replicas and the ranks of Ray's executor, on a cluster of four nodes (2 minutes)
 	TANDEM_PLACEMENT=1 $(BIN)/python -m pytest tests/app/test_deployment_options.py
 
 .PHONY: families
-families: $(STAMP) ## The same for every kind of KV cache, between engines of unequal shape (about an hour): PROMPTS=5
+families: $(STAMP) ## Compare every kind of KV cache, between engines of unequal shape, with one engine (about an hour): PROMPTS=5
 	$(BIN)/python -m tests.campaigns.shapes.families $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: speculation
@@ -249,53 +249,52 @@ speculation: $(STAMP) ## Compare speculative decoding after a handover with one 
 	$(BIN)/python -m tests.campaigns.shapes.speculation $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: adapters
-adapters: $(STAMP) ## 500 requests over three LoRA adapters and the base model, eight at a time, at two pairs of TP sizes
+adapters: $(STAMP) ## Send 500 requests over three LoRA adapters and the base model, eight at a time, at two pairs of TP sizes
 	$(BIN)/python -m tests.campaigns.shapes.adapters
 
 .PHONY: models
-models: $(STAMP) ## Two models at one endpoint, adapters loaded and unloaded under load, a decode engine killed (10 minutes)
+models: $(STAMP) ## Serve two models at one endpoint; load and unload adapters under load, kill a decode engine (10 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.models
 
-
 .PHONY: images
-images: $(STAMP) ## 50 prompts with one to three images beside text, at two pairs of TP sizes; counts runs of the encoders (5 minutes)
+images: $(STAMP) ## Send 50 prompts with one to three images, at two pairs of TP sizes; count encoder runs (5 minutes)
 	$(BIN)/python -m tests.campaigns.shapes.images
 	$(BIN)/python -m tests.campaigns.service.images
 
 .PHONY: upstream-shapes
-upstream-shapes: $(STAMP) ## The same shapes put to vLLM's own connector, too (about an hour): docs/upstream-shapes.md
+upstream-shapes: $(STAMP) ## Run the models of families through vLLM's own connector as well (about an hour): docs/upstream-shapes.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.shapes.upstream_shapes
 	$(BIN)/python -m tests.campaigns.shapes.upstream_table
 
 .PHONY: faults
-faults: $(STAMP) ## Kill, stop, cancel, forge: SEED=1 CONNECTOR=tandem|nixl|nixl-push|'{"kv_connector": ...}' FAULTS=200 TP=1:2 DP=2:1 SPECULATION=1 LANES=2
+faults: $(STAMP) ## Inject faults (kill, stop, cancel, forge): SEED=1 CONNECTOR=tandem|nixl|nixl-push|'{"kv_connector": ...}' FAULTS=200 TP=1:2 DP=2:1 SPECULATION=1 LANES=2
 	@mkdir -p $(dir $(OUT))
 	$(BIN)/python -m tests.campaigns.faults.campaign --seed $(SEED) --connector '$(CONNECTOR)' --faults $(FAULTS) --tp $(TP) \
 	    $(if $(DP),--dp $(DP)) $(if $(SPECULATION),--speculation) --lanes $(LANES) --out $(OUT).json; code=$$?; \
 	$(BIN)/python -m tests.campaigns.faults.report $(OUT).json $(OUT).md && echo "tandem: the report is $(OUT).md" && exit $$code
 
 .PHONY: store-faults
-store-faults: $(STAMP) ## 10,000 faults of the KV store, without engines (5 minutes): SEED=1 FAULTS=2000
+store-faults: $(STAMP) ## Inject 10,000 faults into the KV store, without engines (5 minutes): SEED=1 FAULTS=2000
 	$(BIN)/python -m tests.campaigns.store.campaign --seed $(SEED) --faults $(if $(filter file,$(origin FAULTS)),10000,$(FAULTS))
 
 .PHONY: store-tier-faults
-store-tier-faults: $(STAMP) ## 10,000 faults of the store as a tier of vLLM's OffloadingConnector, without engines (6 minutes): SEED=1 FAULTS=2000
+store-tier-faults: $(STAMP) ## Inject 10,000 faults into the store as a tier of vLLM's OffloadingConnector, without engines (6 minutes): SEED=1 FAULTS=2000
 	$(BIN)/python -m tests.campaigns.store.tier_campaign --seed $(SEED) --faults $(if $(filter file,$(origin FAULTS)),10000,$(FAULTS))
 
 .PHONY: store-schedules
-store-schedules: $(STAMP) ## Random steps of vLLM's own scheduler with the KV store, each token checked (5 minutes): SEED=1 STEPS=12000
+store-schedules: $(STAMP) ## Run random steps of vLLM's own scheduler with the KV store; check each token (5 minutes): SEED=1 STEPS=12000
 	$(BIN)/python -m tests.campaigns.store.scheduling --steps $(or $(STEPS),48000) --seed $(SEED)
 
 .PHONY: store-conversations
-store-conversations: $(STAMP) ## Conversations over pairs of engines that are killed between turns: ONLY="llama gemma3"
+store-conversations: $(STAMP) ## Hold conversations over pairs of engines that are killed between turns: ONLY="llama gemma3"
 	$(BIN)/python -m tests.campaigns.store.conversation $(if $(ONLY),--only $(ONLY))
 
 .PHONY: store-restart
-store-restart: $(STAMP) ## Kill pairs of engines; others with other TP and block sizes load what they stored (15 minutes): ONLY="gemma3 llama" PROMPTS=100
+store-restart: $(STAMP) ## Kill pairs of engines; others with other TP and block sizes load the stored KV (15 minutes): ONLY="gemma3 llama" PROMPTS=100
 	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY)) $(if $(PROMPTS),--prompts $(PROMPTS))
 
 .PHONY: fault-pairs
-fault-pairs: $(STAMP) ## Two faults at a time, a link that is cut among them (root, about 3 hours): SEED=1 FAULTS=200 TP=2:1
+fault-pairs: $(STAMP) ## Inject two faults at a time, on a link that can be cut (root, about 3 hours): SEED=1 FAULTS=200 TP=2:1
 	@mkdir -p $(dir $(PAIRS_OUT))
 	$(BIN)/python -m tests.campaigns.faults.campaign --pairs --seed $(SEED) --faults $(FAULTS) --tp $(if $(filter file,$(origin TP)),2:1,$(TP)) \
 	    --lanes $(LANES) --out $(PAIRS_OUT).json; code=$$?; \
@@ -310,25 +309,25 @@ gpu-check: ## Check transport, fences, digests and layers on this machine's NVID
 	@$(GPU_PYTHON) -m tests.campaigns.gpu
 
 .PHONY: latency-breakdown
-latency-breakdown: $(STAMP) ## Delay a service with real engines, and compare its latency breakdown: OUT=build/latency_breakdown
+latency-breakdown: $(STAMP) ## Delay engines of a service, and compare its latency breakdown with the delays: OUT=build/latency_breakdown
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.service.latency_delays --out $(if $(filter file,$(origin OUT)),build/latency_breakdown,$(OUT)).json
 
 .PHONY: corruption
-corruption: $(STAMP) ## Damage 6,000 transfers in six ways, and believe 10,000 clean ones
+corruption: $(STAMP) ## Check that digests detect 6,000 damaged transfers and accept 10,000 undamaged ones
 	TANDEM_CORRUPTION=1 $(BIN)/python -m pytest tests/transport/test_corruption.py
 
 .PHONY: fuzz
-fuzz: $(STAMP) ## Hostile messages, connections and HTTP requests, in bulk: SEED=1 ROUNDS=300 COUNT=4000
+fuzz: $(STAMP) ## Send hostile messages, connections and HTTP requests: SEED=1 ROUNDS=300 COUNT=4000
 	$(BIN)/python -m tests.campaigns.fuzz.connector --seed $(SEED) --rounds $(ROUNDS)
 	$(BIN)/python -m tests.campaigns.fuzz.http --seed $(SEED) --count $(COUNT)
 
 .PHONY: differential
-differential: $(STAMP) ## Ask the service and one vLLM server the same 1,397 things (about 10 minutes): ONLY=expression DAMAGE=0.02 FIRST_TOKEN=prefill
+differential: $(STAMP) ## Send 1,397 cases to the service and to one vLLM server; compare the answers (about 10 minutes): ONLY=expression DAMAGE=0.02 FIRST_TOKEN=prefill
 	$(BIN)/python -m tests.campaigns.differential.campaign $(if $(ONLY),--only '$(ONLY)') $(if $(DAMAGE),--damage $(DAMAGE)) \
 		$(if $(FIRST_TOKEN),--first-token $(FIRST_TOKEN))
 
 .PHONY: seam
-seam: $(STAMP) ## 2,000 random streams with prefill's first token beside one vLLM server, then decode engines killed before the second token: COUNT=200 TP=1:2 KILLS=10 SEED=1
+seam: $(STAMP) ## Compare 2,000 random streams with one vLLM server's, then kill decode engines before the second token: COUNT=200 TP=1:2 KILLS=10 SEED=1
 	$(BIN)/python -m tests.campaigns.differential.campaign --first-token prefill --at-once 12 --seed $(SEED) \
 		--streams $(if $(filter file,$(origin COUNT)),2000,$(COUNT)) --tp $(if $(filter file,$(origin TP)),1:2,$(TP))
 	$(BIN)/python -m tests.campaigns.differential.seam_deaths --seed $(SEED) $(if $(KILLS),--kills $(KILLS))
@@ -338,7 +337,7 @@ build/clients/bin/python:
 	build/clients/bin/pip install --quiet langchain-openai anthropic
 
 .PHONY: clients
-clients: $(STAMP) build/clients/bin/python ## The openai SDK, LangChain and Anthropic's SDK (in an environment in build/), vllm bench serve and curl against the service
+clients: $(STAMP) build/clients/bin/python ## Run the openai SDK, LangChain and Anthropic's SDK (in an environment in build/), vllm bench serve and curl against the service
 	$(BIN)/python -m tests.campaigns.clients.libraries --langchain build/clients/bin/python --anthropic build/clients/bin/python
 
 # The three tools pin releases of each other's packages, so each has an environment.
@@ -352,15 +351,15 @@ $(LOAD_TOOLS):
 	ln -sf $(notdir $@)-env/bin/$(notdir $@) $@
 
 .PHONY: load-tools
-load-tools: $(STAMP) $(LOAD_TOOLS) ## vllm bench serve with 1,000 prompts at once, lm-eval, guidellm and aiperf (in environments in build/), beside one vLLM server: ONLY=expression
+load-tools: $(STAMP) $(LOAD_TOOLS) ## Run vllm bench serve (1,000 prompts at once), lm-eval, guidellm and aiperf (in environments in build/) against the service and one vLLM server: ONLY=expression
 	$(BIN)/python -m tests.campaigns.clients.load_tools --tools build/load-tools $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: multi-connector
-multi-connector: $(STAMP) ## 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
+multi-connector: $(STAMP) ## Send 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
 	$(BIN)/python -m tests.campaigns.service.multi_connector
 
 .PHONY: serve-commands
-serve-commands: $(STAMP) ## Ray's own commands on a service: serve run, status, config, deploy, build, shutdown (2 minutes)
+serve-commands: $(STAMP) ## Run Ray's own commands on a service: serve run, status, config, deploy, build, shutdown (2 minutes)
 	$(BIN)/python -m pytest tests/campaigns/service/serve_commands.py
 
 .PHONY: streams
@@ -377,15 +376,15 @@ head-killed: $(STAMP) ## Kill the Ray head of a busy service, without Redis and 
 	$(BIN)/python -m tests.campaigns.service.head_killed $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: setting-changes
-setting-changes: $(STAMP) ## Change every setting of a running service, compare the restarts (25 to 35 minutes): ONLY="router. store.path"
+setting-changes: $(STAMP) ## Change every setting of a running service, and compare the restarts (25 to 35 minutes): ONLY="router. store.path"
 	$(BIN)/python -m tests.campaigns.service.setting_changes $(if $(ONLY),--only $(ONLY))
 
 .PHONY: explore
-explore: $(STAMP) ## Every interleaving of small transfers, state counts printed (about an hour): PART=1/6
+explore: $(STAMP) ## Explore every interleaving of small transfers; print the numbers of states (about an hour): PART=1/6
 	$(BIN)/python -m tests.campaigns.protocol.explore --part $(PART)
 
 .PHONY: schedules
-schedules: $(STAMP) ## Random schedules of larger transfers, random steps of vLLM's scheduler: SCHEDULES=100000 SEED=1
+schedules: $(STAMP) ## Run random schedules of larger transfers, and random steps of vLLM's scheduler: SCHEDULES=100000 SEED=1
 	$(BIN)/python -m tests.campaigns.schedules.schedules --schedules $(SCHEDULES) --seed $(SEED)
 	$(BIN)/python -m tests.campaigns.schedules.scheduling --steps 12000 --seed $(SEED)
 

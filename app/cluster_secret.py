@@ -33,5 +33,5 @@ def cluster_secret() -> str:
     # Of two concurrent builds, both use the secret that is stored first.
     ray_private.store_put(KEY, fresh, overwrite=False)
     kept = ray_private.store_get(KEY)
-    assert kept is not None, f"Ray's control store has no key {KEY!r}, which was just put"
+    assert kept is not None, f"Ray's control store has no key {KEY!r}, although it was just stored"
     return kept.decode()

@@ -159,10 +159,10 @@ def one_round(checkout: Path, short_every_s: float) -> dict[str, Any]:
 def main() -> None:
     """Alternate between the two checkouts, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="a checkout of the revision to compare with")
+    parser.add_argument("--before", type=Path, help="checkout of the revision to compare with")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--short-every-s", type=float, default=SHORT_EVERY_S)
-    parser.add_argument("--out", type=Path, help="where rounds are appended, one a line; resumes there")
+    parser.add_argument("--out", type=Path, help="file to append one line per round to; resumes from its rounds")
     parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.once is not None:

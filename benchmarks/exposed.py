@@ -3,13 +3,13 @@
     python -m benchmarks.exposed [--requests 8] [--rate 400mbit]
 
 Three modes of sending, interleaved request by request, between one decode engine and two prefill
-engines that differ only in ``streaming``: ``whole`` (decode asks after the end of prefill),
+engines that differ only in ``streaming``: ``whole`` (decode requests KV after the end of prefill),
 ``chunk`` and ``layer``. Once over shared memory, and once over TCP between two network namespaces
 with a rate limit (needs root).
 
 Decode runs on the last core and prefill on the others, as on separate hosts: an engine whose
-request waits for KV steps without pause, which would slow prefill down in the two modes that ask
-early.
+request waits for KV steps without pause, which would slow prefill down in the two modes that
+request KV early.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ async def measure(bench: Bench, requests: int) -> dict[str, Any]:
             for way in rng.sample(WAYS, len(WAYS)):
                 prompt = [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
                 sample = await bench.ask(way, prompt)
-                if number:  # the first of each is a warm-up
+                if number:  # the first request of each mode is a warm-up
                     found[chunks, way].append(sample)
     rows = []
     for chunks in LENGTHS:
@@ -165,7 +165,7 @@ async def run(link: str, model: str, folder: Path, prefill_host: Namespace | Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--rate", default="400mbit", help="of the link between namespaces; empty: none")
+    parser.add_argument("--rate", default="400mbit", help="rate of the link between namespaces; empty: no link")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

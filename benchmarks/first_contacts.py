@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--before", type=Path, help="a checkout of the revision to compare with")
+    parser.add_argument("--before", type=Path, help="checkout of the revision to compare with")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

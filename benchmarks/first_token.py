@@ -9,8 +9,8 @@ it, KV over TCP at the rate. Both settings alternate, request by request, over t
     decode   prefill computes all tokens but the last; decode samples the first token
     prefill  prefill sends the KV of whole blocks and samples the first token; decode repeats it
 
-The first token is that of the engine that the client hears, the second is decode's. No router, no
-HTTP.
+The first token comes from the sampling engine, the second from decode. The benchmark uses no
+router and no HTTP.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENS = 2
 async def tokens(
     engine: AsyncLLM, prompt: list[int], count: int, transfer: dict[str, Any]
 ) -> tuple[list[int], list[float]]:
-    """The tokens of a greedy answer, and when each of them came."""
+    """The tokens of a greedy answer, and the arrival time of each."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=count,
@@ -95,7 +95,7 @@ async def measure(model: SizedModel, place: Namespace, requests: int, lengths: l
                 for setting in rng.sample(SETTINGS, len(SETTINGS)):
                     prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
                     sample = await asyncio.wait_for(bench.ask(setting, prompt), 120)
-                    if number >= 0:  # the first round is warm-up
+                    if number >= 0:  # the first round is a warm-up
                         found[length, setting].append(sample)
     finally:
         prefill.shutdown()

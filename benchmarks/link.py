@@ -9,7 +9,7 @@ that a prompt's prefill takes about as long as its transfer. Four arms, interlea
 request, with the other arms' processes stopped:
 
 tandem  both legs at once; chunks are sent while the next ones are computed
-whole   the same engines; decode asks after the end of prefill, as public proxies do
+whole   the same engines; decode requests KV after the end of prefill, as with public proxies
 pull    NixlConnector, its legs one after the other, as its protocol requires
 push    NixlPushConnector, both legs at once: decode has registered its blocks when prefill ends
         (its best case)
@@ -157,7 +157,7 @@ class Bench:
 
 
 async def in_turn_or_first(arm: Arm, name: str) -> tuple[Leg, Leg]:
-    """Send one request, so that the engines have met; push matches its legs by their id."""
+    """Send one request, which connects the engines; push matches its legs by their id."""
     prompt, request_id = [3] * 40, uuid.uuid4().hex
     prefill = await leg(arm.prefill, prompt, 1, PRODUCE, request_id)
     transfer = prefill.output.kv_transfer_params

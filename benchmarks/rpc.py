@@ -192,7 +192,7 @@ def measure(grpc: bool, streams: int, steps: int, step_s: float) -> tuple[float,
     process.start()
     reading = (read_grpc if grpc else read)(here.recv(), streams, steps)
     router_s = (asyncio.run if grpc else uvloop.run)(reading)
-    time.sleep(0.3)  # the engine still counts
+    time.sleep(0.3)  # the engine still measures its processor time
     here.send(None)
     engine_s = here.recv()
     process.join()

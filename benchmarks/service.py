@@ -128,11 +128,11 @@ def start_ray_llm(python: Path, model: str, folder: Path) -> tuple[subprocess.Po
         environment = os.environ | ENVIRONMENT
         process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     give_up_at = time.monotonic() + RAY_LLM_START_S
-    # it answers /v1/models long before it has an engine
+    # the application answers /v1/models long before it has an engine
     while READY not in path.read_text(errors="replace"):
         if process.poll() is not None or time.monotonic() > give_up_at:
             stop([process] if process.poll() is None else [])
-            raise RuntimeError(f"Ray Serve LLM is not there:\n{path.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(f"Ray Serve LLM did not start:\n{path.read_text(errors='replace')[-3000:]}")
         time.sleep(POLL_S)
     return process, f"http://127.0.0.1:{port}"
 
@@ -235,8 +235,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=12, help="measured requests per length and side")
     parser.add_argument("--lengths", default="200,1000,2000", help="prompt tokens")
-    parser.add_argument("--vllm-router", type=Path, help="its command; without it, a run without that side")
-    parser.add_argument("--ray-llm", type=Path, help="a Python that has Ray Serve LLM; without it, a run without it")
+    parser.add_argument("--vllm-router", type=Path, help="command of vLLM's router; unset: measure without it")
+    parser.add_argument("--ray-llm", type=Path, help="Python with Ray Serve LLM; unset: measure without it")
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory() as folder:

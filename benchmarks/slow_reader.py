@@ -8,11 +8,11 @@ server, as an engine's actor does. One stream of 16.8 MB in events of 700 bytes 
 stream, pauses for `--pause-s`, and then reads the rest, while it reads the others all the time.
 
 In flight is what the application has sent and the router has not read at the end of the pause. A
-task in each process wakes once a millisecond: the longest time between two wakings shows how long
+task in each process wakes once a millisecond: the longest time between two wake-ups shows how long
 the event loop was blocked. It includes the time in which another process had the core, so the
-processor time between two wakings is measured, too. Exits with 1 if more than MOST_BYTES are in
-flight, if that processor time exceeds MOST_S in a round, or if the longest time between two wakings
-exceeds MOST_S in all rounds.
+processor time between two wake-ups is measured, too. Exits with 1 if more than MOST_BYTES are in
+flight, if that processor time exceeds MOST_S in a round, or if the longest time between two
+wake-ups exceeds MOST_S in all rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_S = 0.05
 
 @dataclass
 class Blocked:
-    """Longest times between two wakings of a task, in seconds of the clock and of the processor."""
+    """Longest times between two wake-ups of a task, in seconds of clock and of processor time."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0

@@ -1,8 +1,9 @@
-"""The KV store beside computing, not storing, memcpy and a plain read: `python -m
-benchmarks.store`.
+"""Compare the KV store with computing, with no store, and with plain copies of the bytes.
 
-    restart    TTFT of prompts that an engine stored before ``kill -9``, beside prompts that nobody
-               has computed; in turn, each prompt once
+    python -m benchmarks.store
+
+    restart    TTFT of prompts that an engine stored before ``kill -9``, beside new prompts; in
+               turn, each prompt once
     storing    an engine that stores and never hits, beside one without a connector: TTFT and tokens
                per second, in turn
     bandwidth  objects read and verified into staging, beside memcpy (memory tier) and a plain
@@ -140,7 +141,7 @@ def restart(model: str, folder: Path, count: int) -> dict[str, Any]:
         pairs = [(engine.ask(one), engine.ask(other)) for one, other in zip(stored, new, strict=True)]
     finally:
         engine.kill()
-    assert all(other["cached"] == 0 for _, other in pairs), "the new prompts are new"
+    assert all(other["cached"] == 0 for _, other in pairs), "the store has objects of the new prompts"
     warm, cold = ([pair[side]["ttft_s"] for pair in pairs] for side in (0, 1))
     return {
         "loaded_tokens": statistics.mean(pair[0]["cached"] for pair in pairs),
@@ -151,9 +152,7 @@ def restart(model: str, folder: Path, count: int) -> dict[str, Any]:
 
 
 def storing(model: str, folder: Path, count: int) -> dict[str, Any]:
-    """Ask an engine that stores and one without a store, in turn, prompts that nobody has
-    computed.
-    """
+    """Send new prompts to an engine that stores and to one without a store, in turn."""
     asked = prompts(4, 2 * count + 4)
     with_store = Engine(model, folder / "storing", folder / "storing.log")
     try:

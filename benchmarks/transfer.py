@@ -1,4 +1,4 @@
-"""Our transfers compared with raw NIXL moving the same bytes as one ideal list, and with a memcpy.
+"""Compare Tandem's transfers with raw NIXL, which moves the same bytes as one list, and a memcpy.
 
     python -m benchmarks.transfer [--mib 64] [--rounds 9] [--fabrics shm,tcp]
         [--runs 4,16,64,256,1024] [--settings "" "UCX_A=1 UCX_B=2" ...] [--rest-ms 1]

@@ -53,7 +53,7 @@ class Authority:
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
         files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         for file in files:
-            file.unlink(missing_ok=True)  # new inodes: times of old kernels do not tell two writes apart
+            file.unlink(missing_ok=True)  # new inodes: on old kernels, two writes may have equal modification times
         files[0].write_bytes(builder.sign(self.key, SHA256()).public_bytes(Encoding.PEM))
         files[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         return files

@@ -77,7 +77,7 @@ class RayCluster:
     def shell(self) -> dict[str, str]:
         """Environment of commands that use the cluster, and of its nodes."""
         own = {
-            "HOME": str(self.folder),  # of Ray's authentication token
+            "HOME": str(self.folder),  # the folder of Ray's authentication token
             "RAY_TMPDIR": str(self.folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",

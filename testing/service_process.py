@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None)
 
 def _stop_with_parent() -> None:
     """Make the kernel send SIGINT to this process when the thread that forked it ends."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 

@@ -29,7 +29,7 @@ def said(stream: bytes) -> dict[str, Any]:
         for choice in event["choices"]:
             _add(total, choice)
         if event.get("usage"):
-            total["usage"] = event["usage"]  # grows; the last value is complete
+            total["usage"] = event["usage"]  # usage grows; its last value is complete
     total.pop("created")
     return total
 

@@ -73,7 +73,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], folder: Path) -> N
         except httpx.TransportError:
             time.sleep(0.5)
     logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in folder.glob("*.log"))
-    raise RuntimeError(f"{url} is not there:\n{logs}")
+    raise RuntimeError(f"{url} did not answer:\n{logs}")
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

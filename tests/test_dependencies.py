@@ -126,7 +126,7 @@ def test_tests_and_benchmarks_declare_what_they_import() -> None:
 
 @pytest.mark.parametrize(("lock", "extras"), [(CPU_LOCK, ("gpu", "dev")), (GPU_LOCK, ("gpu",))])
 def test_a_lock_has_what_is_declared(lock: Path, extras: tuple[str, ...]) -> None:
-    """Under the names of its own builds."""
+    """Each lock has the declared packages, some under the names of their builds."""
     locked = {BUILDS.get(package, package) for package in pins(lock.read_text())}
     assert declared(*extras) - locked == set()
 
@@ -158,7 +158,7 @@ def test_what_a_new_resolution_keeps() -> None:
     ],
 )
 def test_what_pip_prints(line: str, pair: tuple[str, str]) -> None:
-    """Both kinds of message, as (distribution, requirement)."""
+    """Both kinds of pip's messages become (distribution, requirement)."""
     assert broken_requirements(f"{line}\n") == {pair}
     assert broken_requirements("No broken requirements found.\n") == set()
 

@@ -48,13 +48,13 @@ def broken_links(page: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    """Each names a file of the project and, after `#`, one of its headings."""
+    """Each link names a file of the project and, after `#`, one of its headings."""
     folder = ROOT / "docs" if str(page) == GENERATED_TEXT else (ROOT / page).parent
     assert broken_links(ROOT / page, folder) == []
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
-    """A missing file, a missing heading and a good link, in one page."""
+    """Of a missing file, a missing heading and a good link, the first two are reported."""
     page = tmp_path / "page.md"
     page.write_text("# One heading\n\n[a](missing.md) [b](page.md#no-heading) [c](#one-heading) [d](page.md)\n")
     assert broken_links(page, tmp_path) == ["missing.md", "page.md#no-heading"]

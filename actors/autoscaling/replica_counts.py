@@ -15,7 +15,7 @@ from math import ceil, floor, isfinite
 from configs.settings.scaling import ScalingSettings
 
 _TINY = 1e-9
-"""Tolerance for rounding errors of divisions, which must not add a replica."""
+"""Tolerance for rounding errors of divisions, so that they add no replica."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Decode(EngineActor):
     def warm(self) -> frozenset[str]:
         """Ids of the prefill engines with which every rank of this replica has run a probe.
 
-        A probe whose transfer failed counts, too: the rank has computed it itself.
+        A probe whose transfer failed counts, too: the rank has computed the probe's prompt.
         """
         return frozenset.intersection(*map(frozenset, self._warm))
 

@@ -92,7 +92,7 @@ class Prefill(EngineActor):
         probes = await asyncio.gather(*computing, return_exceptions=True)
         for rank, probe in zip(ranks, probes, strict=True):
             if isinstance(probe, TimeoutError):
-                logger.warning("rank %d has computed no probe in %g s; decode asks for it again", rank, self._probe_s)
+                logger.warning("rank %d has computed no probe in %g s; decode requests it again", rank, self._probe_s)
             elif isinstance(probe, BaseException):
                 raise probe
         return [probe for probe in probes if not isinstance(probe, BaseException)]

@@ -204,7 +204,7 @@ class SlotPool:
         self._serve_waiting()
 
     def record_accepted(self, name: str, ongoing: int) -> None:
-        """Record that a replica accepted a call and has `ongoing` sequences of all routers.
+        """Record that a replica accepted a call and has `ongoing` sequences from all routers.
 
         The replica is then no longer believed full.
         """

@@ -84,7 +84,7 @@ class PromptQueue:
         return total, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
-        """Remove work without a measurement; ignore an unknown key."""
+        """Remove work, but make no measurement; ignore an unknown key."""
         if key in self._waiting:
             if next(iter(self._waiting)) == key:
                 self._busy_since = now

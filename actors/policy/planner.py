@@ -271,7 +271,7 @@ class Planner:
         found = dict.fromkeys(engines, 0)
         for passage in prompt.passages:
             most = self._tokens(passage, len(passage.data)) - 1
-            tokens: dict[Held, int] = {}  # engines with equal prefixes are many
+            tokens: dict[Held, int] = {}  # many engines hold equal prefixes
             for engine, held in zip(found, self._prefixes.held_by(found, passage), strict=True):
                 if (own := tokens.get(held)) is None:
                     own = self._tokens(passage, held.data_bytes) + held.answer_tokens

@@ -68,7 +68,7 @@ class SharedRequestOutputs(OutputProcessor):
         super().add_request(request, *args, **options)
         if first:
             state: Any = self.request_states[request.request_id]
-            state.served = served  # ends with the request, however it ends
+            state.served = served  # vLLM removes the state at any end of the request
 
     def process_outputs(
         self,

@@ -16,7 +16,7 @@ from app.http.parsing import FORM_ENDPOINTS
 from configs.settings.router import RouterLimits
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-"""Headers known before the engine answers; vLLM's streams have the same content type."""
+"""Headers that are known before the engine answers; the content type is that of vLLM's streams."""
 
 
 STREAMING: frozenset[Endpoint] = FORM_ENDPOINTS | {

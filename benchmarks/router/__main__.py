@@ -165,7 +165,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--vllm-router", type=Path, help="its command; without it, a run of the other three arms")
+    parser.add_argument("--vllm-router", type=Path, help="command of vLLM's router; unset: measure the other arms")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         arms = begin(stack, Path(folder), given.vllm_router)

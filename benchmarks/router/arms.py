@@ -93,7 +93,7 @@ def wait_until_up(url: str, process: psutil.Process, log: Path, path: str = "/he
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             break
         time.sleep(POLL_S)
-    raise RuntimeError(f"{url} did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+    raise RuntimeError(f"{url} did not answer:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str, Arm]:

@@ -135,7 +135,7 @@ def processes() -> dict[str, psutil.Process]:
 def counted(url: str) -> dict[str, int]:
     """Return the router's requests by route, its disconnects, and its ongoing requests."""
     found: Counter[str] = Counter()
-    time.sleep(OPEN_AGE_S)  # no cached response
+    time.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
         sample = re.fullmatch(r"tandem_(requests_total|client_disconnects_total|ongoing_requests)\{(.*)\} (\S+)", line)
         if sample is not None:
@@ -210,7 +210,7 @@ def main() -> int:
         if wrong:
             print(f"FAILED: {name}")
     if any(left.values()):
-        print("FAILED: something is left")
+        print("FAILED: requests left something behind")
     return 0 if flat and accounted and not any(left.values()) else 1
 
 

@@ -53,7 +53,7 @@ class Engine(Instant):
         """Do nothing: `pool` opens the actor."""
 
     def __del__(self) -> None:  # type: ignore[override]
-        """Nothing is left to close."""
+        """Nothing to close: `pool` registers the server's `close` in its stack."""
 
     async def pool(self, role: RoleName, stack: AsyncExitStack) -> EnginePool:
         """Start to listen; return the pool with which a router calls this engine."""

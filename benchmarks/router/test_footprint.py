@@ -6,7 +6,7 @@ from benchmarks.router.footprint import in_engine, measure
 
 
 async def test_a_request_passes_router_and_engines() -> None:
-    """Both sides are counted; the router creates objects and tasks."""
+    """The footprint counts both sides; the router creates objects and tasks."""
     found = await measure()
     assert "app/http/generate.py" in found.files
     assert any(in_engine(file) for file in found.files)

@@ -34,7 +34,7 @@ def spoken(tree: Path, offered: int) -> list[bytes]:
 
 
 def test_the_later_release_has_a_message_of_its_own(tmp_path: Path) -> None:
-    """This release reads its frames of the common version, and not those of its newest version."""
+    """This release reads the later one's frames of the common version, not of its newest one."""
     tree = later_release(tmp_path / "later")
     assert Release.of(tree).newest == EDITED_VERSION
     frames = FrameReader()

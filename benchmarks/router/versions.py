@@ -54,7 +54,7 @@ from testing.service_process import ROOT
 PACKAGES = ("actors", "app", "benchmarks", "configs", "connectors", "testing")
 REPLICAS = 2
 TOKENS, PACE_MS = 40, 25.0
-"""Length and pace of a stream: a second, so streams run in each engine that is replaced."""
+"""Tokens of a stream, and time between two of them; some streams run in each replaced engine."""
 
 REPORTED_S = 30.0
 """Limit of the wait until the status page reports the connections of the new replicas."""
@@ -117,7 +117,7 @@ class Load:
 
 
 class Clients(threading.Thread):
-    """Thread that sends requests all the time; `load` is the current phase's."""
+    """Thread that sends requests continuously; `load` is that of the current phase."""
 
     def __init__(self, port: int, clients: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def settled(url: str, expected: int) -> Connections:
         found = connections(url)
         if agree(found, expected) or time.monotonic() > give_up_at:
             return found
-        time.sleep(STATUS_AGE_S)  # no cached status
+        time.sleep(STATUS_AGE_S)  # the router returns a cached status for this time
 
 
 def agree(found: Connections, expected: int) -> bool:

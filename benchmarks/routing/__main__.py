@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--page", action="store_true", help="only write the page, from the results that are there")
+    parser.add_argument("--page", action="store_true", help="only write the page, from existing results")
     options = parser.parse_args()
     if not options.page:
         RESULTS.write_text(json.dumps(run(options.seeds, options.jobs), indent=1) + "\n")

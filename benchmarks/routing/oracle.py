@@ -51,7 +51,7 @@ class Oracle:
                     total_s += trial.now - open_jobs[number].arrived_at
                     waiting.discard(number)
                 elif what == "done" and number in waiting:
-                    waiting.discard(number)  # its first token came before the fork
+                    waiting.discard(number)  # the request had its first token before the fork
         return total_s
 
 

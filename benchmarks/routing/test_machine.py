@@ -117,7 +117,7 @@ def test_a_link_is_shared():
     slow = Hardware(**{**vars(ROUND), "link_tokens_per_s": 10.0})
     _, seen = play(ask(0, 0.0, 50), ask(1, 0.0, 50), routes=[Route(0, 0), Route(1, 0)], hardware=slow, decode=2)
     arrived = [at for what, _, at in seen if what == "kv"]
-    # The first is computed alone at 1.5 s, because the second arrived just after its step began.
+    # The first prompt is computed alone at 1.5 s, because the second arrives just after.
     assert arrived == pytest.approx([1.5 + 5 + 0.125, 1.5 + 5 + 5 + 0.125])
 
 

@@ -1,6 +1,4 @@
-"""`make scaling`: every load under every policy; JSON in benchmarks/results, plots in
-docs/images.
-"""
+"""Simulate every load under every policy; write benchmarks/results and docs/images."""
 
 from __future__ import annotations
 

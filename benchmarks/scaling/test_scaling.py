@@ -23,7 +23,7 @@ def request(prompt_tokens: int, answer_tokens: int, at_s: float = 0.0) -> Reques
 
 
 def test_prompts_are_computed_in_turn():
-    """500 and 250 tokens at 1,000/s, and the measured rate is the same."""
+    """A replica computes 500, then 250 tokens at 1,000 tokens/s, and reports this rate."""
     prefill = PrefillReplica(0, 0.0, MACHINE)
     first, second = request(500, 1), request(250, 1)
     prefill.take(first, 1.0)
@@ -37,7 +37,7 @@ def test_prompts_are_computed_in_turn():
 
 
 def test_a_step_takes_longer_the_more_sequences_it_has():
-    """Two sequences: 0.02 + 2 x 0.005 s per token."""
+    """Two sequences take 0.02 + 2 x 0.005 s per token."""
     decode = DecodeReplica(0, 0.0, MACHINE)
     both = [request(100, 31), request(100, 31)]
     for one in both:
@@ -53,7 +53,7 @@ def test_a_step_takes_longer_the_more_sequences_it_has():
 
 
 def test_a_request_without_room_for_its_kv_waits():
-    """1,000 tokens of cache, two requests of 600."""
+    """A cache of 1,000 tokens does not hold two requests of 600."""
     decode = DecodeReplica(0, 0.0, MACHINE)
     for one in (first := request(500, 100), request(500, 100)):
         one.prompt_done_s = 0.0
@@ -110,7 +110,7 @@ def test_serves_default_policy_is_serves():
     ids=lambda policy: policy.name,
 )
 def test_a_load_that_grows_gets_engines_and_every_request_ends(policy):
-    """One request per second of half an engine each, for three minutes, then four."""
+    """One request arrives per second for three minutes, then four; each takes half a second."""
     arrivals = [Arrival(float(at_s), 500, 20) for at_s in range(180)]
     arrivals += [Arrival(180 + number / 4, 500, 20) for number in range(4 * 240)]
     load = Load("step", "", 420.0, tuple(arrivals))

@@ -44,8 +44,8 @@ A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives
 be sent, or the owner reports its death. Failed does not end this period: parts of a write may still
 arrive. ``Received`` without quarantine and ``Freed`` return blocks to the scheduler: no partner may
 write, and no verification runs. No deadline returns blocks to which a partner may write. The state
-machine ignores messages of transfers that are gone. It removes an engine that is dead, evicted, or
-unused for forget_s / 2, with a Forget per partner.
+machine ignores messages of transfers that have ended. It removes an engine that is dead, evicted,
+or unused for forget_s / 2, with a Forget per partner.
 
     worker_lost  one producer rank is dead and cannot write any more
     engine_lost  the producer is dead and none of its ranks can write any more

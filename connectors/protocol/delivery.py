@@ -72,7 +72,7 @@ class Delivery:
     ``offer``           the consumer's Offer, until the delivery is closed
     ``pending``         offered units not yet in a write, by group; None until the offer has been
                         checked against the prefill request, and after the delivery was closed,
-                        cancelled or given up
+                        cancelled or abandoned
     ``early``           units that the current step completes, and the number of their layers
                         already in a write, by group
     ``digest``          digest of the written bytes; None if the offer requests none, before the
@@ -80,7 +80,7 @@ class Delivery:
     ``in_flight``       bytes of each unfinished write, by write id; 0 until it has been posted
     ``written_bytes``   bytes of the finished writes
     ``ending``          final message, sent when no write is in flight, unless a write has failed or
-                        the consumer is gone
+                        the consumer has ended
     ``closed``          True once ``ending`` is set and no write is in flight
     ``last_sent``       time in seconds of the last AwaitStart, Offer, Starting or Alive; alive_s
                         counts from it

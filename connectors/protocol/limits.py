@@ -29,7 +29,7 @@ class TransferLimits:
 
     ``handshake_s``  limit of a handshake with an engine, the fetch of its agent metadata included
     ``progress_s``   time without a message of a producer rank about a queued or offered transfer
-                     after which the consumer gives the transfer up. Also the time without progress
+                     after which the consumer abandons the transfer. Also the time without progress
                      of a delivery's writes, as defined in ``hang_s``, after which the producer
                      sends no Alive to the consumer rank
     ``cancel_s``     interval between Cancels to producer ranks that do not answer; after the first
@@ -68,14 +68,14 @@ class TransferLimits:
     def hang_s(self) -> float:
         """Time in seconds without progress after which a delivery's writes count as hanging.
 
-        Progress is the start or the end of a write. The producer then gives the delivery up, and
+        Progress is the start or the end of a write. The producer then abandons the delivery, and
         sends its final message once the writes have ended. The time exceeds progress_s, so the
-        consumer gives the transfer up first.
+        consumer abandons the transfer first.
         """
         return 2 * self.progress_s
 
     def silence_s(self, connecting: bool) -> float:
-        """Return the seconds without a message after which a consumer gives a transfer up.
+        """Return the seconds without a message after which a consumer abandons a transfer.
 
         ``connecting``  whether the transfer waits for a handshake
         """
@@ -92,7 +92,7 @@ class TransferLimits:
         if self.alive_s * 2 > self.progress_s:
             raise ConfigurationError(
                 f"transfer.alive_s ({self.alive_s} s) must be at most half of transfer.progress_s "
-                f"({self.progress_s} s); otherwise, the consumer gives up on a producer that is alive"
+                f"({self.progress_s} s); otherwise, the consumer abandons transfers of a live producer"
             )
 
 

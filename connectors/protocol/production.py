@@ -163,8 +163,8 @@ class Production:
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
         """Write computed units, close deliveries, and release a held transfer that is delivered.
 
-        Closes a delivery without writes in flight if it is complete, cancelled or given up, and
-        sends its final message unless a write has failed or the consumer is gone.
+        Closes a delivery without writes in flight if it is complete, cancelled or abandoned, and
+        sends its final message unless a write has failed or the consumer has ended.
         """
         actions: list[ProducerAction] = []
         for delivery in list(transfer.deliveries.values()):

@@ -85,7 +85,7 @@ class RequestQueue:
         self.requests.pop(transfer_id, None)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
-        """Ask a partner for each request that waited for this handshake: return the AwaitStarts."""
+        """Return an AwaitStart for each request that waited for this handshake."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
@@ -99,7 +99,7 @@ class RequestQueue:
         return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
-        """End the waits for which this dead worker was asked; cancel their transfers."""
+        """End the waits whose AwaitStart went to this dead worker; cancel their transfers."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in self._of_engine(peer.incarnation):
             if queued.asked == peer:
@@ -147,7 +147,7 @@ class RequestQueue:
         return [item for item in self.requests.items() if item[1].producer.incarnation == incarnation]
 
     def _ask(self, transfer_id: str, queued: QueuedRequest, partners: Sequence[Partner], now: float) -> Send:
-        """Ask one rank: a prompt starts on all producer ranks at once. Return its AwaitStart."""
+        """Return an AwaitStart for one rank: a prompt starts on all producer ranks at once."""
         queued.asked, queued.heard_at = partners[0].peer, now
         return Send(queued.asked, AwaitStart(transfer_id, self._engines.next_number()))
 

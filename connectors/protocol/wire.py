@@ -123,7 +123,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The transfer goes on: the prefill request is queued, computing or held, or KV is written."""
+    """The transfer is alive: the prefill request is queued, computing or held, or KV is written."""
 
     transfer_id: str
     kind: ClassVar[str] = "alive"

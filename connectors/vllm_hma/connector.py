@@ -388,7 +388,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             stats.aggregate(self._store_scheduler.stats())
         return None if stats.is_empty() else stats
 
-    # Both sides.
+    # Scheduler and worker side.
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -90,7 +90,7 @@ COUNTERS = {
         "kind",
         "Lookups, loads and stores that failed or ended early: late_lookup (a call to a tier), late_load (a request "
         "whose fetch was stopped), failed_load (a read of an object), no_staging_for_load (an object, or a request "
-        "that loads a shorter prefix), dropped_store (an object, or its write to one tier, given up before the write), "
+        "that loads a shorter prefix), dropped_store (an object, or its write to one tier, dropped before the write), "
         "failed_store (a write of an object to a tier).",
     ),
 }

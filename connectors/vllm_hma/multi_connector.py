@@ -10,7 +10,7 @@
 A child's score for a request is the product of its matched tokens and its weight. The request's KV
 is loaded from the child with the highest score, among those that have answered. vLLM's
 MultiConnector instead waits until all children have answered, and selects the first child with a
-matched token. Both store with all children.
+matched token. Both connectors store KV with all children.
 """
 
 from __future__ import annotations

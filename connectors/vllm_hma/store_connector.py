@@ -194,7 +194,7 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         stats = None if self._scheduler is None else self._scheduler.stats()
         return stats if stats is not None and not stats.is_empty() else None
 
-    # Both sides.
+    # Scheduler and worker side.
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

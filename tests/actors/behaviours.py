@@ -106,7 +106,7 @@ def fed(serve: Any, prefill: Handle) -> Any:
     """Return a decode engine that waits for its KV if the call names a producer."""
 
     async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
-        if TRANSFER_FIELD.encode() in call.body:  # a form has none
+        if TRANSFER_FIELD.encode() in call.body:  # a form has no `messages`
             transfer = json.loads(call.body)[TRANSFER_FIELD]
             await prefill.delivered[transfer["transfer_id"]].wait()
         async for item in serve(call, turn):

@@ -18,7 +18,7 @@ def test_groups_keep_their_bounds() -> None:
 
 
 def test_a_long_stream_is_small() -> None:
-    """8 bytes per single token, and the arrays' reserve; tuples take 64 and more."""
+    """A group of one token takes 8 bytes and the arrays' reserve; a tuple takes 64 and more."""
     recorded = RecordedGroups()
     recorded.extend([(number,) for number in range(100_000)])
     assert sys.getsizeof(recorded._tokens) + sys.getsizeof(recorded._sizes) < 1_000_000  # noqa: SLF001

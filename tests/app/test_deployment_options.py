@@ -166,9 +166,7 @@ TWO = {"tensor_parallel_size": 2, "num_gpus": 2, "replicas": 2}
 
 @MORE
 def test_packed_where_serve_is_told_to(cluster: Cluster) -> None:
-    """Half a node each: prefill and decode share one, and the next two engines another; one
-    stays free.
-    """
+    """Engines of half a node: prefill and decode share one, the next two another; one is free."""
     with starting(cluster, RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY="1") as start:
         first = start("prefill", **TWO | {"replicas": 1})
         assert start("decode", **TWO | {"replicas": 1}) == first

@@ -72,7 +72,7 @@ def failures(output: str) -> list[str]:
 
 
 def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """All checks, including a real transfer."""
+    """All checks pass, including a real transfer."""
     status = main(["--config", config_file()])
     output = capsys.readouterr().out
     assert (status, failures(output)) == (0, []), output
@@ -141,7 +141,7 @@ def test_a_transfer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_configuration_that_does_not_fit_the_machine(
     config_file: Callable[..., str], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
-    """One line, which names the key."""
+    """The doctor prints one line, which names the key."""
     assert main(["--config", config_file(**changes), "--skip", "transfer"]) == 1
     output = capsys.readouterr().out
     (line,) = failures(output)
@@ -150,7 +150,7 @@ def test_a_configuration_that_does_not_fit_the_machine(
 
 
 def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The service's own, the side channel's and those of an engine's data-parallel ranks."""
+    """The ports are those of the service, the side channel and an engine's data-parallel ranks."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         http, side, rank = (int(listener.getsockname()[1]) for listener in listeners)
@@ -178,7 +178,7 @@ def test_a_port_that_is_taken(config_file: Callable[..., str], capsys: pytest.Ca
 def test_the_second_of_two_models(
     two_models: Callable[..., str], capsys: pytest.CaptureFixture[str], roles: dict[str, Any], message: str
 ) -> None:
-    """Its roles are checked like the first one's."""
+    """The doctor checks the roles of both models in the same way."""
     path = two_models(**roles)
     second = list(read(Path(path))[1].each_model().values())[1].model_name
     skipped = ["python", "kernels", *([] if message.startswith("transfer") else ["transfer"])]
@@ -242,7 +242,7 @@ def model_problem(folder: Path) -> str:
 
 
 def test_a_model_that_cannot_be_read(checkpoint: Path) -> None:
-    """Truncated by a full disk, a pointer instead of the file, no weights, no JSON."""
+    """The checkpoint is truncated, a Git LFS pointer, without weights, or without valid JSON."""
     (weights,) = checkpoint.glob("*.safetensors")
     whole = weights.read_bytes()
     (finding,) = check_readable(parse_settings({"model": str(checkpoint)}))
@@ -305,7 +305,7 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
 
 
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a smaller /dev/shm than the engines need."""
+    """A /dev/shm smaller than the engines need is reported."""
     state = machine.os.statvfs("/dev/shm")
     monkeypatch.setattr(machine, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
     (finding,) = machine.check_shared_memory(ServiceSettings())
@@ -314,7 +314,7 @@ def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sockets' paths have at most 107 bytes; RAY_TMPDIR precedes TMPDIR."""
+    """The path of a socket of Ray has at most 107 bytes; RAY_TMPDIR precedes TMPDIR."""
     monkeypatch.setenv("TMPDIR", "/" + "x" * 60)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     (finding,) = machine.check_temporary_directory()
@@ -324,7 +324,7 @@ def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.Monk
 
 
 def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
-    """The rdma overlay's pods on a node without a device."""
+    """The node of the rdma overlay's pods has no RDMA device."""
     settings = parse_settings({"prefill": {"environment": {"UCX_TLS": "rc,cuda,cma,self"}}})
     found = list(machine.check_ucx_devices(settings, rdma=tmp_path / "none"))
     assert [one.what for one in found if not one.ok] == ["prefill: UCX_TLS contains rc, but there is no RDMA device"]
@@ -365,9 +365,7 @@ def test_a_store_that_fits(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_work(tmp_path: Path) -> None:
-    """A folder of another user, one writable by all, one below a file, too large a budget, too
-    much staging.
-    """
+    """The folder or the sizes of the store are wrong: owner, permissions, path, budget, staging."""
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "thesis.tex").touch()
     (tmp_path / "open").mkdir()

@@ -39,7 +39,7 @@ def write(folder: Path, config: object) -> Path:
 
 @pytest.mark.parametrize("path", sorted(LOCAL.parent.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_shipped_configurations_load(path: Path) -> None:
-    """Each names our application once, with valid settings and engine arguments."""
+    """Each file has one Tandem application, with valid settings and engine arguments."""
     config, settings = load(path, port=8123)
     assert url_of(config, settings).endswith(":8123")
     assert parse_settings(config["applications"][0]["args"]) == settings
@@ -176,7 +176,7 @@ def test_engines_of_one_node_cannot_have_one_port(tmp_path: Path, capsys: pytest
 
 
 def test_a_path_without_a_model(tmp_path: Path) -> None:
-    """It is not treated as a hub id."""
+    """The launcher reports a missing path; it does not treat it as a hub id."""
     config = yaml.safe_load(LOCAL.read_text())
     config["applications"][0]["args"]["model"] = str(tmp_path)
     with pytest.raises(SettingsError, match=r"^model: there is no config\.json in"):
@@ -228,7 +228,7 @@ def scaled(folder: Path, policy: Mapping[str, object], **roles: object) -> Path:
 
 
 def test_an_autoscaling_policy_for_both_roles(tmp_path: Path) -> None:
-    """The configuration in the reference."""
+    """The policy is accepted if both roles have an autoscaling_config."""
     _, settings = load(scaled(tmp_path, POLICY, prefill=SCALED, decode=SCALED), None)
     assert settings.prefill.scaled
 
@@ -262,7 +262,7 @@ def test_a_policy_that_could_not_work(tmp_path: Path, policy: dict[str, object],
 def test_the_application_that_the_launcher_watches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, str], name: str
 ) -> None:
-    """Tandem's, also if the file lists another one before it."""
+    """The port is that of Tandem's application, also if the file lists another one before it."""
     other = {"name": "other", "route_prefix": "/other", "import_path": "other:app"}
     config = {"applications": [other, {"import_path": "app.main:build", **own}]}
     watcher = Watcher(*load(write(tmp_path, config), None), tmp_path, Screen())

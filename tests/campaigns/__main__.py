@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [step.name for step in STEPS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names))
     parser.add_argument("--whole", action="store_true", help="run long campaigns in full (a night)")
-    parser.add_argument("--again", action="store_true", help="run also what has passed on this commit")
+    parser.add_argument("--again", action="store_true", help="also run steps that have passed on this commit")
     options = parser.parse_args(argv)
     commit = _git("rev-parse", "--short=10", "HEAD")
     if _git("status", "--porcelain"):
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         print("".join(f"{step.name}: skipped, needs root\n" for step in todo if step.needs_root), end="", flush=True)
         todo = [step for step in todo if not step.needs_root]
     campaigns = Campaigns(folder, commit, options.whole)
-    suite = [step for step in todo if step.target == "test"]  # has a time budget, so it runs alone
+    suite = [step for step in todo if step.target == "test"]  # the suite has a time budget, so it runs alone
     engines = [step for step in todo if not step.computes and step not in suite]
     with ThreadPoolExecutor(2) as threads:
         try:

@@ -133,7 +133,7 @@ def test_the_cheapest_way_restarts_no_more_than_it_says(section: str, key: str) 
 
 @pytest.mark.parametrize(("section", "key"), SETTINGS)
 def test_user_config_takes_what_is_said_to_change_with_it_and_nothing_else(section: str, key: str) -> None:
-    """The other keys of the router are refused by name."""
+    """`user_config` refuses the other keys of the router by name."""
     if not section.startswith("router"):
         return
     model: type[BaseModel] = next(model for _, model, sections in SECTIONS if section in sections)

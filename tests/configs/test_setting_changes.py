@@ -55,7 +55,7 @@ def _running(**ids: str) -> Replicas:
 
 
 def test_ended_replicas_are_found() -> None:
-    """An added replica is no restart; the replacement of one of two is."""
+    """A replaced replica counts as a restart of its role; an added replica does not."""
     before = _running(Prefill="p", Decode="d e", Router="r")
     assert restarted(before, before) == "none"
     assert restarted(before, _running(Prefill="p q", Decode="d e", Router="r")) == "none"

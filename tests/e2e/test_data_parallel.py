@@ -57,7 +57,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def test_kv_of_each_rank_gives_one_engines_answers(servers: Servers) -> None:
-    """Pinned with vLLM's own header; a rank has its own engine id and side channel."""
+    """vLLM's own header selects a rank; each rank has its own engine id and side channel."""
     rng = random.Random(11)
     addresses: dict[int, set[tuple[str, int]]] = {0: set(), 1: set()}
     for index, facts in enumerate((1, 5, 21, 40, 80, 160)):

@@ -215,7 +215,7 @@ def test_responses_through_the_sdk(http, sdk):
 
 
 def test_messages(http):
-    """Anthropic's API, whole and streamed: split like a chat, with the right facts."""
+    """Requests of Anthropic's API, streamed or not, are split like chats and answered right."""
     prompt = recall(15)
     ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 8, "temperature": 0}
     whole = http.post("/v1/messages", json=ask)
@@ -510,7 +510,7 @@ async def test_hostile_requests(service, http):
 
 
 def test_a_list_of_prompts(http):
-    """Each is computed by prefill and answered with its own facts, whole and streamed."""
+    """Prefill computes each prompt, and each answer has its prompt's facts, whole and streamed."""
     prompts = [recall(seed) for seed in range(40, 43)]
     body = completion([prompt.text for prompt in prompts], max_tokens=8, temperature=0)
     whole = http.post("/v1/completions", json=body)
@@ -528,7 +528,7 @@ def test_a_list_of_prompts(http):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_several_choices(http, prompts, stream):
-    """`n` draws what decode alone draws, for one prompt and for each of a list."""
+    """With `n`, answers equal those of decode alone, for one prompt and for each of a list."""
     texts = [recall(60 + prompts + 2 * index).text for index in range(prompts)]
     body = completion(texts if prompts > 1 else texts[0], n=3, temperature=2, seed=5, max_tokens=8, stream=stream)
 

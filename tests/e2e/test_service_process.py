@@ -13,7 +13,7 @@ from testing.service_process import ServiceProcess, write_config
 
 
 def test_a_start_that_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller has no reference to it yet."""
+    """The interrupted start ends its process, to which the caller has no reference yet."""
 
     def interrupted(_: float) -> None:
         raise SystemExit(143)

@@ -68,7 +68,7 @@ def test_kept_promises_leave_no_findings() -> None:
     ],
 )
 def test_every_broken_promise_is_a_finding(case: Case, finding: str) -> None:
-    """Each is named once."""
+    """The judge reports each broken promise once."""
     assert findings(case) == [finding]
 
 

@@ -33,7 +33,7 @@ def test_a_round_pairs_every_kind_with_every_other(tp_sizes: tuple[int, int]) ->
 
 
 def test_two_hundred_pairs_have_many_hard_ones() -> None:
-    """A stopped rank and its killed core, a cut link and a cancel."""
+    """Both hard pairs are frequent: a stopped rank and its killed core, a cut link and a cancel."""
     whats = [pair.what for pair in first(200)]
     assert len(set(whats)) > 100
     stopped = [what for what in whats if "SIGSTOP prefill's rank1" in what and "SIGKILL prefill's core" in what]
@@ -43,7 +43,7 @@ def test_two_hundred_pairs_have_many_hard_ones() -> None:
 
 
 def test_the_second_fault_follows_soon() -> None:
-    """Half of them at once; all phases occur."""
+    """Half of the second faults follow at once; all phases occur."""
     drawn = first(400)
     assert all(0 <= pair.delay_s <= WITHIN_S for pair in drawn)
     assert 100 < sum(pair.delay_s < 0.05 for pair in drawn) < 300
@@ -52,5 +52,5 @@ def test_the_second_fault_follows_soon() -> None:
 
 
 def test_without_a_link_nothing_is_cut() -> None:
-    """The other kinds remain."""
+    """The schedule contains the other kinds of faults."""
     assert not any("link" in pair.what for pair in first(300, link=False))

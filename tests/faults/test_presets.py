@@ -23,7 +23,7 @@ def test_presets_make_a_server_s_arguments() -> None:
 
 
 def test_any_other_connector_is_named_by_its_configuration() -> None:
-    """The campaign sets its role."""
+    """The campaign sets the connector's role."""
     given = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": {"a": 1}}
     found = connector(json.dumps(given))
     config, _ = found.server_arguments("producer", 1, Path("trace"))

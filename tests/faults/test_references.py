@@ -63,13 +63,13 @@ def test_blocks_are_altered_group_by_group() -> None:
 
 @pytest.mark.parametrize("variant", sorted(KEY))
 def test_a_connector_without_the_key_is_left_alone(variant: str) -> None:
-    """Its report states that the fault does not apply."""
+    """The report of such a connector states that the fault does not apply."""
     with pytest.raises(NotApplicable):
         altered(variant, {"do_remote_prefill": True}, random.Random(0), 80)
 
 
 def test_what_would_change_nothing_does_not_apply() -> None:
-    """One block is the same in either order."""
+    """The order of one block cannot be reversed, so the fault does not apply."""
     with pytest.raises(NotApplicable, match="short"):
         altered("block ids reversed", GENUINE | {"remote_block_ids": [[4], [9]]}, random.Random(0), 80)
 

@@ -18,9 +18,7 @@ ENDPOINTS: dict[str, Endpoint] = {COMPLETIONS: COMPLETIONS, CHAT: CHAT}
 
 
 def test_bodies_never_break_the_router() -> None:
-    """Of thousands, many are refused here, many reach the engines, and none raises another
-    error.
-    """
+    """The router refuses many of 6,000 bodies, passes many on, and raises no other error."""
     requests, outcomes = Requests(5), {"refused": 0, "local": 0, "split": 0}
     for _ in range(6000):
         case = requests.case()

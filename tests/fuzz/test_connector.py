@@ -9,7 +9,7 @@ ROUNDS = 6
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_campaign(kind: str) -> None:
-    """More than a hundred hostile inputs, a right transfer after every twenty, and no leak."""
+    """After every twenty hostile inputs a transfer is right, and nothing leaks."""
     with campaign(4, *KINDS[kind]) as one:
         report = one.run(ROUNDS)
     assert report.transfers == ROUNDS + 1

@@ -80,7 +80,7 @@ def test_without_a_gpu_the_checks_are_listed(
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other checks are not affected."""
+    """A check that needs a missing package is skipped, and its result names the package."""
     monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name in ("nixl", "vllm") else object())
     results = list(gpu_check.run(gpu_check.CONFORMANCE, "cpu"))
     assert {(each.verdict, each.found) for each in results} == {("skipped", "needs nixl")}

@@ -70,7 +70,7 @@ def _refuse_doubles(manifests: list[Manifest], path: Path) -> None:
     for one in manifests:
         key = (one["apiVersion"], one["kind"], one["metadata"].get("namespace", ""), one["metadata"]["name"])
         if key in seen:
-            raise KustomizeError(f"{path}: {one['kind']} {one['metadata']['name']} is there twice")
+            raise KustomizeError(f"{path}: {one['kind']} {one['metadata']['name']} occurs twice")
         seen.add(key)
 
 

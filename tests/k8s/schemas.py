@@ -112,7 +112,7 @@ def _doubles(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
         if keys:
             names = [tuple(item.get(key) for key in keys) for item in value]
             yield from (
-                f"{where}: {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1}, key=str)
+                f"{where}: {name} occurs twice" for name in sorted({n for n in names if names.count(n) > 1}, key=str)
             )
         for number, item in enumerate(value):
             yield from _doubles(item, schema.get("items", {}), f"{where}.{number}")

@@ -46,7 +46,7 @@ def test_the_dockerfile_lints() -> None:
 
 
 def test_images_and_packages_have_versions() -> None:
-    """Base images by release, Debian's packages by version, Python's by the lock."""
+    """The image pins base images by release, Debian's packages by version, Python's by the lock."""
     text = DOCKERFILE.read_text()
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.M)
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)

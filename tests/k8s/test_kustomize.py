@@ -26,7 +26,7 @@ def write(folder: Path, **files: Any) -> Path:
 
 
 def test_an_overlay_of_a_base_with_a_component(tmp_path: Path) -> None:
-    """Resources first, then components, then the overlay's own patches on all of it."""
+    """The renderer applies resources, then components, then the overlay's own patches."""
     write(
         tmp_path,
         base__kustomization=HEAD | {"resources": ["map.yaml"]},
@@ -51,7 +51,7 @@ def test_an_overlay_of_a_base_with_a_component(tmp_path: Path) -> None:
     ("kustomization", "message"),
     [
         ({"namePrefix": "x-"}, "namePrefix: this renderer has no such feature"),
-        ({"resources": ["map.yaml", "map.yaml"]}, "ConfigMap one is there twice"),
+        ({"resources": ["map.yaml", "map.yaml"]}, "ConfigMap one occurs twice"),
         ({"resources": ["mapp.yaml"]}, "No such file"),
         ({"kind": "Component"}, "must be a Kustomization"),
         ({"patches": [{"path": "patch.yaml"}]}, "must have a path and a target"),
@@ -61,7 +61,7 @@ def test_an_overlay_of_a_base_with_a_component(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, kustomization: dict[str, Any], message: str) -> None:
-    """An error instead of a guess."""
+    """The renderer raises an error instead of guessing."""
     write(
         tmp_path,
         kustomization=HEAD | {"resources": ["map.yaml"]} | kustomization,

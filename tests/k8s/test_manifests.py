@@ -89,5 +89,5 @@ def test_secrets_go_to_who_needs_them() -> None:
 
 
 def test_every_role_has_pods_of_its_own() -> None:
-    """One group for each role beside the head and Redis."""
+    """Each role has a group of pods, beside the head and Redis."""
     assert set(pods(render(ROOT / "base"))) == {"head", *ROLES, "tandem-redis"}

@@ -52,7 +52,7 @@ def mistaken(manifests: list[Manifest], kind: str, name: str, operation: dict[st
         ("RayService", "tandem", drop(f"{DECODE}/groupName"), "'groupName' is a required property"),
         ("RayService", "tandem", put(f"{CLUSTER}/autoscalerOptions/version", "v3"), "'v3' is not one of"),
         ("RayService", "tandem", put(f"{CLUSTER}/authOptions/mode", "password"), "'password' is not one of"),
-        ("RayService", "tandem", put(f"{PREFILL}{RAY}/env/-", {"name": "HF_HOME", "value": "x"}), "there twice"),
+        ("RayService", "tandem", put(f"{PREFILL}{RAY}/env/-", {"name": "HF_HOME", "value": "x"}), "occurs twice"),
         ("PodDisruptionBudget", "tandem-decode", put("/spec/minAvaliable", 1), "minAvaliable"),
         ("NetworkPolicy", "tandem-dns", put("/spec/egres", []), "egres"),
         ("StatefulSet", "tandem-redis", put("/spec/replica", 1), "replica"),
@@ -207,7 +207,7 @@ def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_
 def test_pods_that_do_not_fit_their_configuration(
     manifests: list[Manifest], operation: dict[str, Any], message: str
 ) -> None:
-    """Timeouts in wrong order, labels that match nothing, a head with replicas."""
+    """The checks name timeouts in wrong order, unmatched labels, and a head with replicas."""
     found = mistaken(manifests, "RayService", "tandem", operation)
     assert any(message in line for line in found), found
 

@@ -136,7 +136,7 @@ def _groupings(node: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("expression", queries())
 def test_a_query_finds_its_series(expression: str) -> None:
-    """Parsed as PromQL; every metric, matcher and grouping label exists."""
+    """Each query is valid PromQL, and its metrics, matchers and grouping labels exist."""
     parsed = promql_parser.parse(expression.replace("$__rate_interval", "1m"))
     known = emitted() | recorded()
     selectors = list(_selectors(parsed))
@@ -189,7 +189,7 @@ def test_outcomes_are_the_routers() -> None:
 
 
 def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
-    """The operating guide has a line for each."""
+    """The operating guide has a line for each alert."""
     guide = (ROOT.parent / "docs" / "operations.md").read_text()
     for rule in rules():
         if "alert" in rule:

@@ -44,7 +44,7 @@ def tandem(manifests: list[Manifest]) -> dict[str, Pod]:
 
 
 def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """The whole table: every pair of pods, every used port and some others."""
+    """The policies match the table: every pair of pods, every used port and some others."""
     wanted = {(a, b, port) for a in NODES for b in NODES for port in RAY}
     wanted |= {("head", "redis", REDIS), *(("decode", "prefill", port) for port in SIDE_CHANNEL)}
     wanted |= {("router", role, port) for role in ("prefill", "decode") for port in RPC}
@@ -70,7 +70,7 @@ def test_dns_and_nothing_else_of_it(policies: list[Manifest], tandem: dict[str, 
 
 
 def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """Clients to the proxies and the routers, the operator to the head; no other flow."""
+    """Only clients reach the proxies and the routers, and only the operator reaches the head."""
     ports = {HTTP, ROUTER, *RPC, *RAY, *SIDE_CHANNEL, *NIXL, REDIS, *OTHERS}
     for stranger in (OUTSIDE, IN_CLUSTER):
         assert not any(allowed(policies, stranger, pod, port) for pod in tandem.values() for port in ports)
@@ -82,9 +82,7 @@ def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> No
 
 
 def test_who_may_go_out(manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]) -> None:
-    """The autoscaler to Kubernetes; engines to the hub over HTTPS in its overlay, never into the
-    cluster.
-    """
+    """The autoscaler reaches Kubernetes; with the hub component, engines reach port 443 outside."""
     hub = any(one["metadata"]["name"] == "tandem-hub" for one in policies)
     ports = (80, 443, 6443, 8443)
     reached = {
@@ -113,7 +111,7 @@ def test_metrics_where_they_are_scraped(
 
 
 def test_the_gateway_of_an_incremental_upgrade() -> None:
-    """Its pods are clients, by the label of the Gateway API."""
+    """The Gateway's pods are clients, by the label of the Gateway API."""
     policies = only(render(ROOT / "overlays" / "gpu-incremental"), "NetworkPolicy")
     router = Pod({"tandem/service": "tandem", "tandem/role": "router"})
     gateway = {"gateway.networking.k8s.io/gateway-name": "tandem-gateway"}
@@ -122,6 +120,6 @@ def test_the_gateway_of_an_incremental_upgrade() -> None:
 
 
 def test_without_the_first_policy_everything_passes() -> None:
-    """The table above depends on it: other policies only allow more."""
+    """The other policies alone allow a connection that the table above refuses."""
     policies = [one for one in only(render(ROOT / "base"), "NetworkPolicy") if one["metadata"]["name"] == "tandem-dns"]
     assert allowed(policies, IN_CLUSTER, Pod({"tandem/service": "tandem", "tandem/role": "head"}), 8265)

@@ -427,7 +427,7 @@ def compare(case: Case, producers: list[RankPlace], consumers: list[RankPlace], 
     ours, theirs = np.argsort(where), np.argsort(copied.dst)
     got = copied.dst[theirs]
     assert (got[1:] != got[:-1]).all(), "a word is written twice"
-    assert np.array_equal(where[ours], got), "other words are written than are wanted"
+    assert np.array_equal(where[ours], got), "the written words differ from the requested ones"
 
     at = np.argsort(there)
     found = at[np.minimum(np.searchsorted(there, copied.src, sorter=at), max(len(at) - 1, 0))]
@@ -436,9 +436,9 @@ def compare(case: Case, producers: list[RankPlace], consumers: list[RankPlace], 
     content = np.where(known, stands[found], 0)[theirs]
     matters = right[ours] > 0
     assert np.array_equal(content[matters], right[ours][matters]), "a word has the wrong content"
-    assert np.array_equal(copied.writer[theirs], due[ours]), "a word comes from another rank than it should"
+    assert np.array_equal(copied.writer[theirs], due[ours]), "a word comes from the wrong rank"
     early = (copied.when < since[found]) | (copied.when > until[found])
-    assert not early[theirs][matters].any(), "a word is read when it is not there"
+    assert not early[theirs][matters].any(), "a word is read before it is computed"
     return len(where)
 
 

@@ -111,7 +111,7 @@ def test_a_short_table_is_refused() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (5, 4)])
 def test_a_backward_range_is_refused(start: int, end: int) -> None:
-    """start <= end, both from 0."""
+    """A range must have 0 <= start <= end."""
     with pytest.raises(PlanError, match="must be between 0 and end_token"):
         wanted_blocks(FULL, TABLE, start, end)
 

@@ -49,7 +49,7 @@ def test_unique_regions_by_hand(spans: list[tuple[int, int]], merged: list[tuple
 
 
 def test_gemma_3_4b_registers_five_tensors() -> None:
-    """34 layers on 5 tensors: 5 regions."""
+    """Gemma 3 4B has 34 layers on 5 tensors, so it has 5 regions."""
     tensors = [region(0x10000 * (1 + k), 0x8000) for k in range(5)]
     assert unique_regions(tensors[layer % 5] for layer in range(34)) == tuple(tensors)
 
@@ -180,7 +180,7 @@ def test_rows_share_a_blocks_tokens_evenly(block_tokens: int, pages: LayerPages,
 
 
 def test_a_states_rows_are_not_tokens() -> None:
-    """3 columns of a convolution, whatever the block size."""
+    """A convolution has 3 columns, whatever the block size."""
     assert Group(0, GroupKind.STATE, 16, None, (replace(PAGES, rows=3),)).block_bytes == 60
 
 

@@ -119,7 +119,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=150)
 @given(cases())
 def test_any_layout_equals_the_oracle(case: Case) -> None:
-    """The same over random layouts."""
+    """Plans equal the oracle's over random layouts."""
     check_case(case)
 
 
@@ -138,5 +138,5 @@ def test_any_layout_equals_the_oracle(case: Case) -> None:
     ],
 )
 def test_the_oracle_deals_heads(tp: int, kv_heads: int, heads_by_rank: list[tuple[int, ...]]) -> None:
-    """The oracle's own distribution, computed by hand."""
+    """The oracle's distribution of heads equals one computed by hand."""
     assert [held(rank, tp, kv_heads) for rank in range(tp)] == heads_by_rank

@@ -62,7 +62,7 @@ def transfer_and_compare(producer: Shape, consumer: Shape, tp: tuple[int, int], 
 @pytest.mark.parametrize("kv_heads", KV_HEADS)
 @pytest.mark.parametrize("style", STYLES)
 def test_equal_styles_at_all_tp_pairs(style: str, kv_heads: int) -> None:
-    """TP 1..4 x 1..4: regions shared between groups, fragmented ids, pools of different sizes."""
+    """Plans of TP 1..4 x 1..4 move the right bytes, with shared regions and fragmented ids."""
     shape = Shape(kv_heads=kv_heads, style=style)
     for seed, tp in enumerate(TP_PAIRS):
         transfer_and_compare(shape, replace(shape, num_blocks=17), tp, seed)
@@ -83,14 +83,14 @@ def test_different_styles_at_all_tp_pairs(producer_style: str, consumer_style: s
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("pads", [(24, 0), (0, 24), (16, 40)])
 def test_padding_is_neither_read_nor_written(style: str, pads: tuple[int, int]) -> None:
-    """Block strides longer than the content, different on the two sides."""
+    """Block strides exceed the content, by different lengths on the two sides."""
     producer = Shape(style=style, pad_bytes=pads[0])
     for seed, tp in enumerate([(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (3, 2)]):
         transfer_and_compare(producer, replace(producer, pad_bytes=pads[1]), tp, seed)
 
 
 def test_groups_may_differ_in_size_and_lie_alone() -> None:
-    """Three layers in one group, one in another, without sharing."""
+    """One group has three layers, another has one, and they share no region."""
     groups = ((GroupKind.FULL, None, 3), (GroupKind.SLIDING, 8, 1))
     shape = Shape(groups=groups, shared=False)
     for seed, tp in enumerate(TP_PAIRS):

@@ -47,9 +47,7 @@ def test_a_fresh_interpreter_finds_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_sources_import_little(path: Path) -> None:
-    """The standard library, numpy, and pure packages of ours; planning imports no protocol and
-    no store.
-    """
+    """Sources import the standard library, numpy and pure packages, planning no protocol."""
     ours: tuple[str, ...] = ("connectors.errors", "connectors.planning")
     if path.parent.name == "protocol":
         ours += ("connectors.protocol",)

@@ -106,9 +106,7 @@ def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata
     ],
 )
 def test_differences_are_named(theirs: dict[str, Any], field: str, remedy: str) -> None:
-    """Model, dtype, cache dtype, version, transport, layout: field, our value, theirs, and the
-    remedy.
-    """
+    """For each property that peers compare, the error has field, both values and remedy."""
     with pytest.raises(IncompatiblePeerError, match=remedy) as refusal:
         check_peers(agent_metadata(**theirs), agent_metadata())
     assert refusal.value.field == field

@@ -97,7 +97,9 @@ def test_decode_is_cancelled(state: str, twins: int) -> None:
         assert [end.request_id for end in given_back(consumer.start(order("twin"), 4.0))] == ["twin"]
     cancelled = consumer.abort("r", 5.0)
     asked = [action.peer for action in cancelled if isinstance(action, Send) and isinstance(action.message, Cancel)]
-    assert asked == ([] if state in ("ending", "quarantined") else may_write), "those that were asked are not again"
+    assert asked == ([] if state in ("ending", "quarantined") else may_write), (
+        "a partner with a Cancel gets no second one"
+    )
     ended = given_back(cancelled)
     assert bool(ended) == (state == "connecting"), "at once only if no peer knows its blocks"
     for peer in are_verified:
@@ -238,7 +240,7 @@ def test_a_twin_of_prefill_is_cancelled(state: str) -> None:
 
 
 def test_handshakes_do_not_postpone_the_end_of_a_wait() -> None:
-    """Other requests may connect to the engine again and again."""
+    """Other requests may connect to the engine repeatedly."""
     consumer = offered()
     consumer.abort("r", 1.0)
     give_up_at = 1.0 + LIMITS.cancel_s

@@ -146,7 +146,7 @@ def test_abort_waits_for_the_partners() -> None:
 
 
 def test_abort_twice_cancels_once() -> None:
-    """A second abort, or one of a request that is gone, has no effect."""
+    """A second abort, or an abort of a request that has ended, has no effect."""
     consumer = offered()
     consumer.abort("r", 1.0)
     assert consumer.abort("r", 1.0) == []
@@ -290,7 +290,7 @@ def test_the_first_failure_is_reported() -> None:
     assert "prefill rank 0 wrote 1 bytes" in failures(consumer.message(P1, Fin("t", 2), 1.0))["r"]
 
 
-# ---- engine_lost, strangers, release -------------------------------------------------------------
+# ---- engine_lost, unknown peers, release ---------------------------------------------------------
 
 
 def test_a_dead_engine_writes_no_more() -> None:
@@ -310,7 +310,7 @@ def test_a_dead_engine_writes_no_more() -> None:
 
 
 def test_all_engines_that_could_be_lost_are_known() -> None:
-    """Known engines are those met, those that a request waits for, and those with only a pending
+    """Known engines are those with a handshake, with a waiting request, or with only a pending
     release.
     """
     consumer = offered()
@@ -337,7 +337,7 @@ def test_strangers_change_nothing() -> None:
 
 
 def test_whatever_comes_after_the_end_is_ignored() -> None:
-    """A transfer that is gone ignores messages."""
+    """Messages of a transfer that has ended are ignored."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     consumer.message(P1, FIN1, 1.0)
@@ -369,7 +369,7 @@ def test_release_connects_where_it_must() -> None:
 
 
 def test_a_failed_handshake_of_a_known_engine() -> None:
-    """The next request starts with a handshake, too: nobody may read an Offer."""
+    """The next request starts with a handshake, too: the engine may not read an Offer."""
     consumer = offered()
     consumer.connect_failed("engine-a", "no answer", 1.0)
     assert consumer.start(order("r2", "t2"), 2.0) == [Connect(ENGINE)]
@@ -472,7 +472,7 @@ def test_a_failed_write_of_another_rank_keeps_blocks_that_are_verified() -> None
 
 
 def test_failed_of_strangers_changes_nothing() -> None:
-    """Failed of a transfer that is gone, or of a rank that has answered, is ignored."""
+    """Failed of a transfer that has ended, or of a rank that has answered, is ignored."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     assert consumer.message(P0, Failed("t", "late"), 1.0) == []

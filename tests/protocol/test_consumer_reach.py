@@ -18,12 +18,12 @@ from tests.protocol.consumption import (
     sends,
 )
 
-# ---- who may be forgotten ------------------------------------------------------------------------
+# ---- engines that may be removed -----------------------------------------------------------------
 
 
 def test_whose_answers_are_awaited() -> None:
-    """An engine is awaited from Connect to a partner's last message; then it may be removed and
-    met again.
+    """An engine is awaited from Connect to a partner's last message; then it may be
+    removed and can connect again.
     """
     consumer = Consumer(GROUPS, LIMITS)
     consumer.start(order(), 0.0)
@@ -54,7 +54,7 @@ def test_a_rank_that_the_owner_drops_amid_a_transfer() -> None:
     assert [send.peer for send in sends(consumer.connected(ENGINE.incarnation, PARTNERS, 4.0))] == [P0, P1]
 
 
-# ---- who is out of reach -------------------------------------------------------------------------
+# ---- unreachable engines -------------------------------------------------------------------------
 
 
 def test_an_offer_that_cannot_be_sent() -> None:
@@ -76,7 +76,7 @@ def test_an_offer_that_cannot_be_sent() -> None:
 
 
 def test_an_engine_out_of_reach_is_forgotten_like_others() -> None:
-    """Its ranks are known until then, so that the owner is told of each once."""
+    """The engine's ranks stay known until the owner has been told once to remove each."""
     consumer = offered()
     consumer.message(P0, FIN0, 1.0)
     consumer.message(P1, FIN1, 1.0)

@@ -109,7 +109,7 @@ class HasNoDeadlines(ExplorableConsumer):
 
 
 class IgnoresDeaths(ExplorableConsumer):
-    """A consumer for which a dead worker is a silent one."""
+    """A consumer that treats a dead worker as a silent one."""
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
         return []

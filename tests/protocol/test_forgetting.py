@@ -88,7 +88,7 @@ def test_an_offer_that_was_called_off_is_never_taken_for_a_new_one() -> None:
     assert aborted_reason(producer.message(C0, numbered(3), 50.0)) == "this message arrived too late for its transfer"
     assert not any(producer.counts().values())
     assert producer.message(C0, numbered(4), 50.0) == []
-    assert producer.message(C1, numbered(3), 50.0) == [], "every worker numbers its own"
+    assert producer.message(C1, numbered(3), 50.0) == [], "every worker numbers its own messages"
 
 
 def test_an_offer_that_comes_twice_is_never_taken_for_a_new_one() -> None:
@@ -119,7 +119,7 @@ def test_an_engine_that_is_not_used_is_forgotten_first() -> None:
 
 
 def test_an_engine_that_owes_an_answer_is_not_forgotten() -> None:
-    """Only its answer ends a quarantine, so an engine with blocks in quarantine stays."""
+    """Only the engine's answer ends a quarantine, so an engine with blocks in quarantine stays."""
     consumer = consuming.offered()
     consumer.abort("r", 0.0)
     assert Connect(consuming.ENGINE) in consumer.tick(FORGET_S)
@@ -152,7 +152,7 @@ def test_numbers_ascend() -> None:
 
 
 def test_the_blocks_of_a_write_that_hangs_wait_for_its_end() -> None:
-    """OPEN + hang_s without progress -> given up; Aborted and Sent only when the write has
+    """OPEN + hang_s without progress -> abandoned; Aborted and Sent only when the write has
     ended.
     """
     producer = held()

@@ -39,7 +39,7 @@ def test_requests_without_a_transfer(params: dict[str, object] | None) -> None:
 
 
 def test_prefill_legs() -> None:
-    """The router's id, or one that the producer generates; ``describe`` asks for the address."""
+    """The transfer id is the router's or generated here; ``describe`` requests the address."""
     assert parse_params({"do_remote_decode": True}) == ProduceParams(None, False)
     assert parse_params({"do_remote_decode": True, "transfer_id": "t"}) == ProduceParams("t", False)
     assert parse_params({"do_remote_decode": True, "describe": True}) == ProduceParams(None, True)
@@ -98,7 +98,7 @@ def test_decode_legs() -> None:
 
 @given(st.integers(1, 10_000), st.integers(1, 512))
 def test_whole_blocks(prompt_tokens: int, multiple: int) -> None:
-    """The largest multiple that leaves a token of the prompt."""
+    """The result is the largest multiple that leaves a token of the prompt."""
     tokens = whole_blocks(prompt_tokens, multiple)
     assert tokens % multiple == 0
     assert tokens < prompt_tokens <= tokens + multiple

@@ -83,7 +83,7 @@ def test_more_blocks_on_offer_than_the_pool_has() -> None:
     )
     assert producer.message(C1, wide("a", 1, 60), 0.0) == [], "each rank has a pool of its own"
     assert producer.message(C0, Cancel("a"), 0.0) == [Send(C0, Cancelled("a"))]
-    assert producer.message(C0, wide("c", 1, 100), 0.0) == [], "what was cancelled is on offer no longer"
+    assert producer.message(C0, wide("c", 1, 100), 0.0) == [], "a cancelled offer no longer counts"
 
 
 def test_what_is_closed_takes_no_room() -> None:

@@ -84,7 +84,7 @@ def test_a_failed_write_is_never_acknowledged() -> None:
 
 
 def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
-    """The same after the transfer and its consumer were removed and the consumer has returned."""
+    """The failed write counts even after transfer and consumer were removed and reappeared."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     failed = Send(C0, Failed("t", "a write failed: broken"))
@@ -197,7 +197,7 @@ def posted(producer: Producer, write: Write, total_bytes: int, now: float) -> li
 
 
 def test_fin_carries_the_digest_of_all_writes() -> None:
-    """One digest per delivery, for any number of chunks."""
+    """Fin has one digest per delivery, for any number of chunks."""
     tallies: list[Tally] = []
     producer = asking(tallies)
     producer.message(C0, ASKING, 0.5)
@@ -278,7 +278,7 @@ def test_what_is_complete_is_finished_before_the_prompt_is() -> None:
     assert finish_write(producer, write, 20, 1.5) == [Send(C0, Fin("t", 20))]
 
 
-# ---- preemption, loss, strangers, time -----------------------------------------------------------
+# ---- preemption, loss, unknown peers, time -------------------------------------------------------
 
 
 def test_preemption_during_a_write_aborts() -> None:
@@ -360,7 +360,7 @@ def test_preemption_between_writes_goes_on() -> None:
 
 
 def test_a_lost_peer_ends_its_deliveries() -> None:
-    """Its transfers end, its blocks are freed, and no message is sent to it."""
+    """The lost peer's transfers end, their blocks are freed, and no message is sent to it."""
     producer = held()
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.peer_lost(C0, 4.0) == []

@@ -159,7 +159,7 @@ def test_a_lease_expires() -> None:
 
 
 def test_a_lease_ends_for_the_ranks_that_did_not_come() -> None:
-    """One rank served, the other silent: Sent after lease_s."""
+    """If one rank is served and the other silent, Sent follows after lease_s."""
     producer = held((0, 1))
     finish_write(producer, only_write(producer.message(C0, offer(), 3.0)), 61, 4.0)
     assert producer.tick(22.0) == [Sent("r")]

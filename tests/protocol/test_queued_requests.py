@@ -92,7 +92,7 @@ def test_a_producer_that_dies_ends_the_wait(whole: bool) -> None:
     if whole:
         assert consumer.engine_lost("engine-a", "dead", 1.0)[0] == Due("r", "t", "dead")
     else:
-        assert consumer.worker_lost(P1, "dead", 1.0) == [], "another rank was asked"
+        assert consumer.worker_lost(P1, "dead", 1.0) == [], "AwaitStart went to another rank"
         assert consumer.worker_lost(P0, "dead", 1.0)[0] == Due("r", "t", "prefill rank 0: dead", cancelled=True)
     assert empty(consumer)
 

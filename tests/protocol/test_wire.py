@@ -261,7 +261,7 @@ def raises_nothing_else(payload: bytes) -> None:
 @settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_fuzz_bytes(payload: bytes) -> None:
-    """Any bytes, and any bytes behind a valid prefix."""
+    """Any bytes, also behind a valid prefix, decode or raise WireError."""
     raises_nothing_else(payload)
     raises_nothing_else(frame(payload))
 
@@ -269,7 +269,7 @@ def test_fuzz_bytes(payload: bytes) -> None:
 @settings(max_examples=300)
 @given(st.integers(0, len(MESSAGES) - 1), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4))
 def test_fuzz_flipped_bytes(which: int, flips: list[tuple[int, int]]) -> None:
-    """Frames with a few bytes changed."""
+    """Frames with a few changed bytes decode or raise WireError."""
     payload = bytearray(encode(Envelope(SENDER, RECEIVER, MESSAGES[which])))
     for at, value in flips:
         payload[at % len(payload)] = value
@@ -328,7 +328,7 @@ HEADER_KEYS = ("kind", "from", "rank", "to", "to_rank", "id", "end", "prompt", "
 )
 @example("offer", {"blocks": [10**4000, 9 * 10**4299, 9 * 10**4299]}, [])
 def test_fuzz_headers(kind: str, changes: dict[str, object], numbers: list[int]) -> None:
-    """Well-formed JSON with fields of any type, without vectors."""
+    """Headers of well-formed JSON with fields of any type decode or raise WireError."""
     digest: object = kind == "offer" or "0" * 32
     header = offer_header(kind=kind, bytes=3, reason="r", blocks=[len(numbers) // 2], digest=digest) | changes
     raises_nothing_else(frame(header, vectors(*numbers) if kind == "offer" else b""))

@@ -27,7 +27,7 @@ def test_everything_is_there() -> None:
     assert fetch.next_reads() == []
     fetch.found(ALL, ())
     assert fetch.next_reads() == sorted(NEEDED_384)
-    assert fetch.next_reads() == [], "each is read once"
+    assert fetch.next_reads() == [], "each object is read once"
     for ref in NEEDED_384:
         assert not fetch.settled
         assert fetch.read(ref)
@@ -60,7 +60,7 @@ def test_a_late_object_costs_what_depends_on_it() -> None:
     fetch.give_up()
     assert fetch.settled
     assert fetch.end_token == 0, "the first 128 tokens of full attention are missing"
-    assert not fetch.read(ObjectRef(128, 0)), "late: of no use any more"
+    assert not fetch.read(ObjectRef(128, 0)), "the object arrives too late"
 
 
 def test_tokens_of_the_engine_itself_are_not_read() -> None:

@@ -76,7 +76,7 @@ def test_what_is_stored_is_read(tier: FolderTier) -> None:
     for number, size in enumerate((1, 63, 4096, 100_000)):
         assert write(tier, number, size=size)
         assert holds(tier, number, size)
-    assert not write(tier, 0, size=1), "it is there already"
+    assert not write(tier, 0, size=1), "the object already exists"
     assert not holds(tier, 99)
     assert tier.used_bytes(soon()) == disk_bytes(tier)
 
@@ -301,7 +301,7 @@ def test_unused_objects_go_in_the_end_however_costly() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["add", "use", "discard", "pop"])), max_size=80))
 def test_eviction_with_equal_costs_is_lru(operations: list[tuple[int, str]]) -> None:
-    """Compare with a list in order of use."""
+    """The eviction order equals a list in order of use."""
     order: EvictionOrder[int] = EvictionOrder()
     model: list[int] = []
     for key, operation in operations:
@@ -346,7 +346,7 @@ def test_a_damaged_usage_file_is_counted_again(tier: FolderTier, data: bytes) ->
 
 
 def test_an_old_usage_file_is_corrected_by_the_next_start(tier: FolderTier) -> None:
-    """A wrong number with the right digest, as after a restore from a backup."""
+    """The usage file has a wrong number with the right digest, as after a restore from a backup."""
     old = (tier.path / "usage").read_bytes()
     for number in range(5):
         write(tier, number)

@@ -16,7 +16,7 @@ MB = 1_000_000
 
 
 def test_nothing_is_known_yet() -> None:
-    """The first prefix is loaded, to measure it."""
+    """The first prefix is loaded, to measure the costs."""
     costs = MixCosts()
     assert costs.load_s(MB) == 0.0
     assert costs.patience_s(MB) == math.inf
@@ -52,10 +52,7 @@ def test_the_fastest_transfer_counts_and_all_loads_do() -> None:
 
 
 def test_a_tier_that_has_recovered_is_used_again() -> None:
-    """It hung and has read nothing.
-
-    After as many refusals as there are measurements, it is tried.
-    """
+    """A tier that hung is tried again after as many refusals as there are measurements."""
     costs = MixCosts()
     costs.transferred(MB, 0.001)
     for _ in range(2 * SAMPLES):

@@ -150,7 +150,7 @@ def test_what_comes_later_does_not_change_an_earlier_key() -> None:
 def test_keys_do_not_depend_on_how_tokens_are_handed_over(
     tokens: list[int], offsets: list[int], data: st.DataObject
 ) -> None:
-    """A prompt at once, or prompt and answer token by token, have the same keys."""
+    """Keys do not depend on the division of tokens among calls."""
     features = [Feature(f"image {number}", offset) for number, offset in enumerate(offsets)]
     whole, parts = (PrefixChain(SPACE, (4, 6), "", None, features) for _ in range(2))
     whole.extend(tokens)

@@ -61,7 +61,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.001)
 
 
@@ -178,7 +178,7 @@ def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host
     # Longer than a busy machine keeps a thread of the suite from running.
     store = host.start(StoreLimits(lookup_s=10.0, load_s=60.0, read_threads=1), files)
     files.hang("head", "read")
-    assert fetch(store).end_token == 384, "all of it is in memory"
+    assert fetch(store).end_token == 384, "memory has all objects"
     store.fetches.end("request")
     for path in (host.root / "memory" / "objects").glob("*/*"):
         path.unlink()
@@ -500,7 +500,7 @@ def test_a_lane_is_bounded_and_refuses_while_it_hangs() -> None:
     for call in (queued[0], running):
         lane.cancel(call)
     assert queued[0].state is CallState.FAILED
-    assert running.state is CallState.RUNNING, "nobody can interrupt it"
+    assert running.state is CallState.RUNNING, "no thread can interrupt the call"
     assert lane.pending == 2
     lane.close()
     assert all(call is None or call.state is CallState.FAILED for call in queued)

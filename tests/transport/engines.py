@@ -128,7 +128,7 @@ class Engines:
     def now(self) -> float:
         return time.monotonic()
 
-    # ---- what the schedulers say ----------------------------------------------------------------
+    # ---- reports of the schedulers ---------------------------------------------------------------
 
     def expect(self, request_id: str, transfer_id: str, prompt_tokens: int, digest: str) -> None:
         for worker in self.prefill:
@@ -146,7 +146,7 @@ class Engines:
         for worker in self.decode:
             self.perform(worker, worker.machine.start(order, self.now))
 
-    # ---- wheels ---------------------------------------------------------------------------------
+    # ---- wheels ----------------------------------------------------------------------------------
 
     def perform(self, worker: Worker, actions: list[ProducerAction] | list[ConsumerAction]) -> None:
         for action in actions:
@@ -165,7 +165,7 @@ class Engines:
                 case Received(request_id, failure):
                     self.received.append((request_id, failure))
                 case Connect():
-                    raise AssertionError("engines are introduced before the first request")
+                    raise AssertionError("engines exchange metadata before the first request")
 
     def _write(self, worker: Worker, write: Write) -> None:
         runs = build_runs(worker.plans[write.peer], write.moves)

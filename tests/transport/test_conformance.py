@@ -74,7 +74,7 @@ def test_a_write_moves_its_bytes_and_no_others(fresh: tuple[Agent, Agent]) -> No
 
 
 def test_a_whole_region_can_be_written(fresh: tuple[Agent, Agent]) -> None:
-    """A write from the first byte to the last."""
+    """A write covers a region from its first byte to its last."""
     ours, theirs = fresh
     write(ours, theirs, runs((ours.address, theirs.address, SIZE)))
     assert np.array_equal(theirs.buffer, ours.buffer)
@@ -162,7 +162,7 @@ def test_messages_go_both_ways(pair: tuple[Agent, Agent]) -> None:
 
 
 def test_a_large_message(pair: tuple[Agent, Agent]) -> None:
-    """1 MB, like an offer for a very long prompt."""
+    """A message may have 1 MB, like an offer for a very long prompt."""
     ours, theirs = pair
     payload = np.random.default_rng(0).bytes(1 << 20)
     ours.transport.notify(theirs.name, payload)

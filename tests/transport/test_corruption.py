@@ -31,7 +31,7 @@ def scenes() -> list[Scene]:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_corruption_is_caught(kind: str, scenes: list[Scene], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of many transfers damaged in one way, each is detected; each was right before."""
+    """Undamaged transfers pass the check, and each transfer damaged in this way is detected."""
     damage = DAMAGES[kind]
     fitting = [scene for scene in scenes if len(scene.consumer.heads) >= damage.heads]
     assert len(fitting) > SCENES // 3
@@ -81,7 +81,7 @@ def test_a_block_that_is_not_there_is_refused(scenes: list[Scene]) -> None:
 @pytest.mark.parametrize("length", [8, 1000, 4096, 20_000, 100_000])
 @pytest.mark.parametrize("together", [1, 2, 50])
 def test_feeding_is_hashing_the_bytes_in_order(length: int, together: int) -> None:
-    """Scattered or adjacent, short or long pages: compared with xxhash over a plain copy."""
+    """Digests of scattered, adjacent, short and long pages equal xxhash over a plain copy."""
     blocks = 200
     content = np.random.default_rng(6).integers(0, 256, blocks * length, np.uint8)
     pages = LayerPages("layer", content.ctypes.data, length, 1, 1, length, 1, length, length, "p")

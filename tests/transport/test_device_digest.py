@@ -63,7 +63,7 @@ def test_keys_are_fixed() -> None:
     ids=["zeros", "one", "second word", "little-endian", "negative", "extremes"],
 )
 def test_a_segment_is_the_sum_of_its_words_times_the_keys(content: bytes, factors: tuple[int, ...]) -> None:
-    """Computed by hand, with the keys above."""
+    """The sum of a segment equals one computed by hand, with the keys above."""
     expected = sum(factor * key for factor, key in zip(factors, FIRST_KEYS, strict=False)) % 2**64
     assert sums_of(content) == [expected]
 
@@ -106,7 +106,7 @@ def test_a_stream_is_the_xxh3_of_its_sums_in_order() -> None:
 
 @pytest.mark.parametrize("length", [4, 100, 4096, SEGMENT_BYTES, 20_000, 50_001])
 def test_sums_of_scattered_pages(length: int) -> None:
-    """Against Python's integers, for pages around the size of a segment, aligned or not."""
+    """Sums equal those of Python's integers, for pages around a segment's size, aligned or not."""
     content = np.random.default_rng(length).integers(0, 256, 40 * length, np.uint8)
     memory, address = memory_of(content.tobytes())
     pages = np.random.default_rng(1).permutation(40)[:7]
@@ -137,7 +137,7 @@ def scenes() -> list[Scene]:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_corruption_is_caught(kind: str, scenes: list[Scene]) -> None:
-    """The damage kinds of ``make corruption``, between random layouts; clean transfers pass."""
+    """The digest detects the damage of ``make corruption``; undamaged transfers pass."""
     damage = DAMAGES[kind]
     fitting = [scene for scene in scenes if len(scene.consumer.heads) >= damage.heads]
     for seed in range(2 * len(fitting)):
@@ -181,7 +181,7 @@ def test_a_region_that_no_tensor_holds_is_refused() -> None:
 
 
 def test_addresses_outside_the_cache_are_refused() -> None:
-    """PlanError instead of a read of other memory."""
+    """Addresses outside the cache raise PlanError; no other memory is read."""
     memory, address = memory_of(bytes(64))
     for start in (address - 1, address + 64):
         with pytest.raises(PlanError, match="no region"):

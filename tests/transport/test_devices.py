@@ -47,7 +47,7 @@ def test_only_the_devices_that_are_named() -> None:
 
 
 def test_without_devices_it_listens_everywhere() -> None:
-    """The reason for the setting: by default UCX listens on all of this host's addresses."""
+    """By default UCX listens on all of this host's addresses, the reason for the setting."""
     others = {
         address.address
         for name, addresses in psutil.net_if_addrs().items()

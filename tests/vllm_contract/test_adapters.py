@@ -187,7 +187,7 @@ def test_files_that_vllm_cannot_load(tmp_path: Path, old: Path) -> None:
 
 
 def test_an_adapter_of_a_hub(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its content counts, not its name: another process may move the branch meanwhile."""
+    """The adapter's content counts, not its name: another process may move the branch meanwhile."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     stored, commit = tmp_path / "hub" / "models--somebody--adapter", "0123456789abcdef0123456789abcdef01234567"
@@ -386,7 +386,7 @@ def test_workers_report_each_load_once(host: Host, old: Path, new: Path) -> None
 
 
 def test_ranks_that_have_loaded_different_files() -> None:
-    """They may be on two hosts."""
+    """Ranks with different files, for example on two hosts, are detected."""
     one, two = Adapter(1, "/a"), Adapter(2, "/b")
     report = StoreReport(adapters={one: "x", two: "y"}).aggregate(StoreReport(adapters={one: "x", two: "z"}))
     assert report.adapters == {one: "x", two: UNKNOWN}

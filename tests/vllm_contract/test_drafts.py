@@ -110,7 +110,7 @@ def test_the_prompts_last_token_is_the_one_sampled() -> None:
 
 
 def test_a_grammar_rejects_the_prompts_token() -> None:
-    """A request with structured output therefore samples freely."""
+    """A request with structured output samples freely: a grammar may reject the prompt's token."""
     params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(json="{}"))
     request = Request("r", [5, 6, 7], params, None)
     sample_last_token(request)

@@ -96,8 +96,8 @@ def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -
 
 
 def test_a_write_that_hangs_is_no_sign_of_life(impatient: Callable[..., Worker]) -> None:
-    """The consumer gives up after progress_s of a hanging write, and keeps its blocks until the
-    producer answers.
+    """The consumer abandons the transfer after progress_s of a hanging write, and keeps
+    its blocks until the producer answers.
     """
     producer, consumer = both_ends(impatient)
     assert results(consumer) == (set(), {"r"}, {"r"})

@@ -75,7 +75,7 @@ def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
 
 
 def test_no_request_is_stored_later(host: Host) -> None:
-    """Its first chunks may have been computed from the blocks of the failed load."""
+    """A request's first chunks may have been computed from the blocks of the failed load."""
     scheduler = host.start()
     requests = [Request(name, PROMPT, SamplingParams(max_tokens=1), None) for name in "ab"]
     for request in requests:

@@ -84,7 +84,7 @@ def test_bytes_of_a_failed_write_meet_nobody_elses_blocks(
 
 
 def test_the_producer_holds_nothing_for_a_failed_write(worker: Callable[..., Worker]) -> None:
-    """Its own blocks are freed: a late write that reads them writes to unused blocks."""
+    """The producer frees its blocks: a late write would read them into unused blocks."""
     producer, _ = failed(worker, FailsThenLands)
     producer.step(finished=[Finished("q", True, "")])
     assert results(producer) == ({"q"}, set(), set())

@@ -36,7 +36,7 @@ def lose(producer: Worker, peer: Peer) -> None:
 
 
 def test_nothing_is_kept_for_a_forgotten_worker(worker: Callable[..., Worker]) -> None:
-    """Neither its plan nor its connection remains."""
+    """Neither the worker's plan nor its connection remains."""
     producer, _ = delivered(worker)
     assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (1, {"c/0"})
     lose(producer, Peer("c", 0))
@@ -54,9 +54,7 @@ def test_a_worker_that_is_known_in_another_role_keeps_its_connection(worker: Cal
 
 
 def test_a_forgotten_worker_is_answered_in_the_end(impatient: Callable[..., Worker]) -> None:
-    """Its offer is ignored; its unanswered Cancel starts a handshake, and its blocks are
-    released.
-    """
+    """The worker's offer is ignored; its Cancel starts a handshake, and its blocks are released."""
     producer, consumer = delivered(impatient)
     lose(producer, Peer("c", 0))
     consumer.step(receives=[receive(producer.address, "r2", "t2")])

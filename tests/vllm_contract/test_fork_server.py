@@ -55,9 +55,7 @@ if __name__ == "__main__":
 
 
 def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path) -> None:
-    """Environments like those of spawned processes; children of a forked process use the same
-    server.
-    """
+    """Processes have the environment of spawned ones; a forked one uses the same server."""
     (tmp_path / "preloaded.py").write_text(
         "from actors.upstream.vllm_processes.fork_server import *; stay_with_this_server()"
     )
@@ -83,7 +81,7 @@ def test_vllm_starts_processes_where_they_are_replaced() -> None:
         use_fork_server()
         replaced = {module.get_mp_context for module in modules}
         use_fork_server()
-        assert {module.get_mp_context for module in modules} == replaced, "a second engine replaces nothing"
+        assert {module.get_mp_context for module in modules} == replaced, "a second engine must not patch vLLM again"
         assert len(replaced) == 1
     finally:
         for module, original in zip(modules, before, strict=True):

@@ -20,9 +20,7 @@ STEP = dataclasses.replace(SHORT, step_s=1.0)
 
 
 def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Worker]) -> None:
-    """Its progress thread still answers: the request is computed by decode, and its blocks are
-    freed at once.
-    """
+    """The progress thread answers: decode computes the prompt, and its blocks are freed at once."""
     # Longer than a pause of the machine, which would also end the wait.
     patient = dataclasses.replace(SHORT, progress_s=4.0)
     producer, consumer = worker("p", limits=STEP), worker("c", limits=patient)

@@ -64,7 +64,7 @@ def test_any_byte_of_the_weights_counts(model: Path) -> None:
 def test_weights_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks and later starts find the digest; a changed file is read again."""
     read: list[Path] = []
-    digest = weights.digest_file  # counted, not replaced
+    digest = weights.digest_file  # `counted` calls it
 
     def counted(file: Path) -> str:
         read.append(file)
@@ -99,7 +99,7 @@ def test_a_cache_folder_without_room_costs_time_only(model: Path, cache_root: Pa
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    """All such folders would be one model."""
+    """A folder without weights is refused: all such folders would have one identity."""
     shutil.copy(MODEL_DIR / "config.json", tmp_path)
     with pytest.raises(ConfigurationError, match="has no weight files"):
         digest_weights(tmp_path)
@@ -120,7 +120,7 @@ def test_weights_in_object_storage_are_named_by_their_address(monkeypatch: pytes
 
 
 def test_stored_kv_needs_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would outlive a change of the branch."""
+    """Stored KV would outlive a change of the branch, so the identity needs a commit."""
     made = config(MODEL_DIR)
     monkeypatch.setattr(made.model_config, "model", "somebody/model")
     monkeypatch.setattr(made.model_config, "revision", "main")
@@ -229,7 +229,7 @@ def test_a_length_that_selects_other_positions() -> None:
 
 
 def test_the_same_quantization_of_other_weights() -> None:
-    """Its arguments select weights and granularity."""
+    """The quantization's arguments select weights and granularity, so they change the identity."""
     identities = {
         model_identity(config(MODEL_DIR, dtype="bfloat16", quantization="online", quantization_config=arguments)).model
         for arguments in ({"linear": "fp8_per_tensor"}, {"linear": "fp8_per_block"})

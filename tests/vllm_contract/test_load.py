@@ -95,9 +95,7 @@ def test_data_parallel_ranks_are_one_load(llm):
 
 
 def test_steps_reach_the_logger_through_vllms_adapter(llm):
-    """Created by a factory, as in an engine: prompts count their time of computation, tokens
-    their gaps.
-    """
+    """vLLM's adapter passes the prompts and token gaps of each step to the logger."""
     load = LoadLogger(VllmConfig())
     manager = PerEngineStatLoggerAdapter(VllmConfig(), [0], lambda *_: load)
     ended = FinishedRequestStats(FinishReason.LENGTH, num_prompt_tokens=900, prefill_time=3.0)

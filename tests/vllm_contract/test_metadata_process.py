@@ -36,14 +36,14 @@ def listens(port: int) -> bool:
 
 
 def test_a_process_that_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has not read the metadata, which are larger than the pipe's buffer."""
+    """The process ends before it has read the metadata, which exceed the pipe's buffer."""
     monkeypatch.setattr(sys, "executable", "/bin/true")
     with pytest.raises(ConfigurationError, match="the side channel process ended or did not start in time"):
         MetadataProcess("127.0.0.1", 0, [bytes(4 << 20)])
 
 
 def test_a_process_that_is_killed_is_started_again(worker: Callable[..., Worker]) -> None:
-    """Without it, no further decode engine could connect to a prefill engine that works."""
+    """Without the process, no further decode engine could connect to a working prefill engine."""
     server = MetadataProcess("127.0.0.1", 0, [encode_agent_metadata(worker("p").agent_metadata)])
     try:
         for _ in range(2):
@@ -57,7 +57,7 @@ def test_a_process_that_is_killed_is_started_again(worker: Callable[..., Worker]
 
 
 def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
-    """All clients get the agent metadata, over TLS; after the end nothing listens."""
+    """All clients get the agent metadata, over TLS; after the end, no process listens."""
     identity = derive_keys(SECRET).identity
     server = MetadataProcess("127.0.0.1", 0, [encode_agent_metadata(worker("p").agent_metadata)], identity)
     found: list[str] = []

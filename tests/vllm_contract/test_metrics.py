@@ -36,7 +36,7 @@ def collectors() -> set[Any]:
 @pytest.fixture
 def metrics() -> Iterator[TandemPromMetrics]:
     """Register the engine's metrics as vLLM does."""
-    unregister_vllm_metrics()  # of an engine that other tests have had in this process
+    unregister_vllm_metrics()  # metrics of an engine that other tests started in this process
     known = collectors()
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     yield TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})

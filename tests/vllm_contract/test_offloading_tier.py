@@ -124,7 +124,7 @@ def test_a_hanging_write_releases_the_chunks_at_its_deadline(host: Host) -> None
     assert until(engine.settled)
     engine.close()
     host.engines.clear()
-    # What was written is right, although vLLM has reused its source.
+    # The stored object is right, although vLLM has reused the source blocks.
     assert found(host.start()) is not None
 
 

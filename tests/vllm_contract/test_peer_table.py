@@ -29,7 +29,7 @@ def full(busy: AbstractSet[str] = frozenset()) -> PeerTable:
 
 
 def test_those_who_only_said_hello_go_first() -> None:
-    """The least recent peer with only a Hello goes first; a flood of Hellos evicts its own
+    """The least recent peer with only a Hello is evicted first; a flood of Hellos evicts its own
     entries.
     """
     table = full()
@@ -39,7 +39,7 @@ def test_those_who_only_said_hello_go_first() -> None:
 
 
 def test_speaking_keeps_a_place() -> None:
-    """Among peers with offers, the least recent goes first."""
+    """Among peers with offers, the least recent is evicted first."""
     table = full()
     for name in "abca":
         table.spoke(peer(name))
@@ -63,7 +63,7 @@ def test_a_second_hello_takes_no_second_place() -> None:
 
 
 def test_a_stranger_who_speaks_gets_no_place() -> None:
-    """Only a Hello adds a worker to the table."""
+    """Only a Hello adds an unknown worker to the table."""
     table = full()
     table.spoke(peer("d"))
     assert peer("d") not in table

@@ -165,10 +165,7 @@ def test_nothing_is_waited_for_where_nothing_can_be_stored(host: Host) -> None:
 def test_a_tier_that_hangs_does_not_hold_up_the_transfer(
     host: Host, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """It waits ``lookup_s`` once and not at all where the fast link has been measured.
-
-    Nothing is lost.
-    """
+    """The transfer waits ``lookup_s`` once, and not at all if the fast link has been measured."""
     host.fill(64)
     release = threading.Event()
     real = getattr(FolderTier, call)
@@ -206,7 +203,7 @@ def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) ->
 
 
 def test_a_transfer_that_fails_before_it_begins_loads_as_any_request(host: Host) -> None:
-    """Its fetch had no windows, so another one is started."""
+    """The first fetch had no windows, so another one is started."""
     host.fill(64)
     decode = host.start()
     request = new_request(decode)

@@ -78,7 +78,7 @@ def verdicts(
 
 
 def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes], ProcessIdentity]) -> None:
-    """A stopped process is alive; a killed one is gone before and after it is reaped."""
+    """A stopped process counts as alive, a killed process as ended, also before it is reaped."""
     process, identity = child
     assert liveness(identity) is Liveness.ALIVE
     process.send_signal(signal.SIGSTOP)
@@ -98,7 +98,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_a_process_that_has_lost_its_main_thread_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its other threads may write. Also for another user, who may not signal it."""
+    """The process's other threads may write. Its state is known without signals."""
     process = subprocess.Popen([sys.executable, "-c", ENDS_ITS_MAIN_THREAD], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -144,7 +144,7 @@ def test_a_process_id_that_is_used_again_is_another_process() -> None:
     ids=["unknown host", "another host", "another namespace", "a process group", "no process id"],
 )
 def test_a_process_of_another_host_is_never_gone(change: dict[str, object]) -> None:
-    """Its id has no meaning here: another namespace has other processes with the same ids."""
+    """The id means nothing on this host: other namespaces use the same ids for other processes."""
     assert liveness(replace(own_process(), **({"pid": 2**22 + 1} | change))) is Liveness.UNKNOWN  # type: ignore[arg-type]
 
 
@@ -272,7 +272,7 @@ def test_a_malformed_host_ends_no_thread(
 
 @pytest.mark.parametrize("host", MALFORMED)
 def test_a_malformed_host_is_a_failed_handshake(host: str, refusing: int) -> None:
-    """A typed error, as for any address without an answer."""
+    """A malformed host raises a typed error, as any address without an answer."""
     with pytest.raises(HandshakeError):
         fetch_metadata(host, refusing, "p", 0.2)
 
@@ -315,7 +315,7 @@ def stuck(worker: Callable[..., Worker]) -> tuple[Worker, Worker]:
 def test_an_engine_core_that_is_dead_frees_nothing(
     impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its port refuses, its worker lives: the quarantine lasts until the worker acknowledges."""
+    """The core's port refuses, its worker lives: quarantine lasts until the worker acknowledges."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     producer, consumer = stuck(impatient)
     producer.server.close()
@@ -337,7 +337,7 @@ def test_an_engine_core_that_is_dead_frees_nothing(
 def test_a_worker_that_is_dead_frees_the_blocks(
     impatient: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No report is needed: its process is gone."""
+    """No report is needed, because the worker's process has ended."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     _, consumer = stuck(impatient)
     assert consumer.runtime.counts()["quarantined"] == 1

@@ -208,8 +208,9 @@ def test_a_window_needs_more_blocks_to_compute_than_to_receive(loading: Callable
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading], loads: bool) -> None:
-    """It alone waits for the answer: vLLM would block the whole queue, and reserves blocks for it
-    before it admits another load.
+    """Only the large request waits for its answer; vLLM would block the whole queue.
+
+    vLLM reserves blocks for it before it admits another load.
     """
     engine = without_room(loading)
     for number in range(5):

@@ -106,7 +106,7 @@ def test_the_choices_of_a_request_share_its_prompt(prefix_caching: bool, fails: 
         assert [scheduled[name] - 2 for name in names] == computed
         assert receives == 1
         if prefix_caching:
-            engine.ranks = [Rank() for _ in engine.ranks]  # of a failed transfer: its quarantine
+            engine.ranks = [Rank() for _ in engine.ranks]  # forget the quarantine of a failed transfer
             assert not engine.connector.scheduler.snapshot().followers
     finally:
         engine.close()

@@ -306,7 +306,7 @@ def test_a_flood_of_connections(serve: Callable[..., MetadataServer], secret: st
 
 
 def test_it_listens_where_it_is_told_to(serve: Callable[..., MetadataServer]) -> None:
-    """It listens on the configured address and no other."""
+    """The side channel listens on the configured address and no other."""
     server = serve(host="127.0.0.3")
     listening = [
         one.laddr for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == server.port

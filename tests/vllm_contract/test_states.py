@@ -98,7 +98,7 @@ def test_mamba_2_with_one_group(config: VllmConfig) -> None:
 
 
 def test_mamba_2_with_a_group_for_each_rank(config: VllmConfig) -> None:
-    """The same shapes as with one group; only the model's configuration distinguishes them."""
+    """The shapes equal those with one group; only the model's configuration differs."""
     two = spec(Kind.MAMBA2, mamba2(2, 2))
     assert two.shapes == mamba2(2, 1)
     text = config.model_config.hf_text_config
@@ -116,7 +116,7 @@ def test_mamba_2_with_a_group_for_each_rank(config: VllmConfig) -> None:
 
 
 def test_mamba_1(config: VllmConfig) -> None:
-    """Channels, in the convolution as in the recurrent state."""
+    """Mamba-1 splits channels, in the convolution and in the recurrent state."""
     shapes = Shapes.mamba1_state_shape(2, intermediate_size=256, state_size=16, conv_kernel=4)
     assert parts_of(config, spec(Kind.MAMBA1, shapes)) == [
         ("channels", 0, 128, 256, 1, 3 * 2),
@@ -125,7 +125,7 @@ def test_mamba_1(config: VllmConfig) -> None:
 
 
 def test_gated_delta_net(config: VllmConfig) -> None:
-    """q and k by key heads, v by value heads: 64 + 64 + 128 channels here."""
+    """q and k are split by key heads, v by value heads: 64 + 64 + 128 channels here."""
     shapes = Shapes.gated_delta_net_state_shape(2, 2, 4, head_k_dim=64, head_v_dim=64, conv_kernel_size=4)
     assert parts_of(config, spec(Kind.GDN_ATTN, shapes)) == [
         ("q", 0, 1, 2, 1, 64 * 3 * 2),

@@ -58,9 +58,7 @@ def test_an_object_that_is_gone_is_stored_again(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_is_left_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The campaign must detect its target: nothing is loaded, although vLLM counts it as
-    computed.
-    """
+    """The campaign detects KV that vLLM counts as computed although no rank has copied it."""
 
     def copy_nothing(runs: Runs) -> None:
         pass

@@ -124,12 +124,12 @@ def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Work
     until(lambda: consumer.cache[3, 0] == 7)
 
 
-# ---- when it pays ------------------------------------------------------------------------------
+# ---- choice of the mode --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("streaming", "by_layers"), [(Streaming.CHUNK, False), (Streaming.LAYER, True)])
 def test_a_fixed_way_is_kept(streaming: Streaming, by_layers: bool) -> None:
-    """A fixed mode stays whatever it costs."""
+    """A fixed mode stays, whatever its cost."""
     governor = Governor(streaming)
     for _ in range(40):
         assert governor.by_layers() is by_layers

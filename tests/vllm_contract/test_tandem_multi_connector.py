@@ -220,8 +220,9 @@ def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_p
 
 
 def test_a_deferred_transfer_is_waited_for(make: Make) -> None:
-    """Another child without tokens does not cancel a transfer that waits for its turn, or compute
-    the prompt of a further choice; a child with tokens does.
+    """Only a child with tokens ends the wait of a deferred transfer.
+
+    A transfer is deferred while it waits for its turn, or while another choice receives its prompt.
     """
     params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
     connector = make(TandemMultiConnector, TANDEM, scripted(0, 0, 0, 16))
@@ -257,7 +258,7 @@ def test_preemptions_reach_every_child(make: Make) -> None:
 
 
 def test_every_child_gets_its_own_handshake(make: Make) -> None:
-    """vLLM's own passes the metadata of the first child to all of them."""
+    """vLLM's own MultiConnector passes the first child's metadata to all children."""
     connector = make(TandemMultiConnector, scripted(0), TANDEM)
     encoded = EncodedAgentMetadata(
         encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b""))

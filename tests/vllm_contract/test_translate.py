@@ -114,7 +114,7 @@ def test_a_kernel_block_size_of_its_own() -> None:
 
 
 def test_mla_is_one_head_on_every_rank() -> None:
-    """Its rows are tokens, its single latent is a replica in any position."""
+    """The rows of an MLA cache are tokens; its single latent is a replica in any position."""
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
     layout = engine_layout(vllm_config(), cache_config((["m"], spec)), {"m": torch.zeros(BLOCKS, 1, 16, 576)}, 0)
     (pages,) = layout.groups[0].layers

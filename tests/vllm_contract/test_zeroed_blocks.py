@@ -112,7 +112,7 @@ def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]
 
 
 def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:
-    """It has offered no blocks: vLLM can free them, and prefill must not wait for its lease."""
+    """The request has offered no blocks: vLLM frees them, and prefill does not await its lease."""
     fence = SlowFence()
     producer = worker("p", integrity="off")
     consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)

@@ -67,7 +67,7 @@ class EvictionOrder(Generic[K]):
         return key in self._entries
 
     def add(self, key: K, size_bytes: int, cost: float, used_at: float) -> None:
-        """Add an object, or update it; both count as a use. ``Entry`` has the arguments."""
+        """Add an object, or update it; both count as a use. Arguments are as in ``Entry``."""
         self._entries[key] = Entry(size_bytes, cost, used_at)
         self.use(key, used_at)
 

@@ -7,8 +7,9 @@ proof, the kernel of the worker's host must report the end twice, at least CONFI
     this host     this process saw the worker's process alive at the handshake, in its own pid and
                   time namespaces, and now sees that it has ended (``processes.py``)
     otherwise     an engine in the worker's pid and time namespaces reports that the process has
-                  ended. The probe asks the engine that answers at the side channel of the worker's
-                  engine, then other known prefill engines whose side channels have the same host
+                  ended. The probe queries the engine that answers at the side channel of the
+                  worker's engine, then other known prefill engines whose side channels have
+                  the same host
 
 A refused or broken connection and a silent peer prove nothing. Without acknowledgement or proof,
 the blocks stay in quarantine until a supervisor reports that the engine has ended.
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Minimum time between the two reports of a proof, in seconds. Bytes in a dead process's sockets
 # arrive meanwhile.
 CONFIRM_S = 2.0
-# Maximum number of engines that one probe asks, the worker's own included.
+# Maximum number of engines that one probe queries, the worker's own included.
 _MAX_WITNESSES = 16
 
 

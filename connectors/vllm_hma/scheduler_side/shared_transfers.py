@@ -13,7 +13,7 @@ arrive shortly after each other."""
 
 
 class SharedTransfers:
-    """Receiving requests by transfer id, and the receiving request of each follower."""
+    """Receiving request of each transfer, and the request for which each follower waits."""
 
     def __init__(self) -> None:
         # By transfer id, of the latest REMEMBERED_TRANSFERS ids. Ended transfers stay, because a

@@ -10,7 +10,7 @@ LONG_S = 1e9
 
 
 def test_what_is_older_counts_less():
-    """A window later, 1/e of it."""
+    """One window later, 1/e of the old rate is left."""
     fading = Fading(10)
     fading.add(100, 0)
     assert fading.value(10) == pytest.approx(100 * exp(-1))
@@ -19,7 +19,7 @@ def test_what_is_older_counts_less():
 
 
 def test_prompts_one_after_the_other():
-    """600 tokens in 3 s of computation, 10 s after the start."""
+    """An engine has computed 600 tokens in 3 s of computation, 10 s after its start."""
     load = LoadMeter(0, LONG_S)
     load.prompt(200, 1, 2)
     load.prompt(400, 2, 8)
@@ -34,7 +34,7 @@ def test_prompts_beside_each_other():
     load = LoadMeter(0, LONG_S)
     load.prompt(300, 2, 5)
     load.prompt(300, 2, 5)
-    load.prompt(300, 2, 6)  # began at 4, beside the others until 5
+    load.prompt(300, 2, 6)  # began at 4; until 5 the engine also computed the others
     assert load.read(10)["tokens_per_busy_s"] == pytest.approx(300)
 
 
@@ -75,5 +75,5 @@ def test_a_young_engine_is_not_taken_for_an_idle_one():
 
 
 def test_what_has_not_been_measured_is_left_out():
-    """A zero would lower Serve's mean."""
+    """Values without a measurement are omitted: a zero would lower Serve's mean."""
     assert LoadMeter(0).read(5) == {"tokens_per_s": 0.0, "decoding": 0.0}

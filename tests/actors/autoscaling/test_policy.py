@@ -66,7 +66,7 @@ def test_both_roles_from_what_each_lacks():
 
 
 def test_bounds_are_serves():
-    """The load of eight engines, with a limit of three."""
+    """The load needs eight engines, and the limit is three."""
     application = Application(max_replicas=3)
     application.report(PREFILL, PrefillLoad(70_000, 1000, 2000, 500))
     application.report(DECODE, DecodeLoad(kv_use=0.1, running=1))

@@ -45,7 +45,7 @@ BUSY = PrefillLoad(queued_tokens=0, tokens_per_s=1000, tokens_per_busy_s=2000, p
     ],
 )
 def test_what_prefill_needs(loads, queued_requests, need):
-    """Arriving tokens, and queued ones over the time to catch up, divided by the measured rate."""
+    """The need is arriving tokens, plus queued ones over `catch_up_s`, over the measured rate."""
     assert prefill_need(loads, queued_requests, EVEN) == (None if need is None else pytest.approx(need))
 
 
@@ -94,7 +94,7 @@ def test_without_a_target_speed_does_not_count():
     ],
 )
 def test_whole_engines(need, current, settled):
-    """Up at once, down with slack, within the bounds."""
+    """A role scales up at once and down with slack, within its bounds."""
     assert settle(need, Bounds(0, 8, current), EVEN) == settled
 
 
@@ -109,7 +109,7 @@ def test_whole_engines(need, current, settled):
         # decode cannot follow: more prefill engines would be idle
         ((8, 1), (1, 8), (1, 1), (4, 1)),
         ((1, 8), (1, 1), (1, 8), (1, 4)),
-        ((8, 1), (6, 8), (1, 1), (6, 1)),  # but a lower bound is a lower bound
+        ((8, 1), (6, 8), (1, 1), (6, 1)),  # the lower bound takes precedence
     ],
 )
 def test_the_ratio_is_kept(

@@ -71,7 +71,7 @@ async def test_the_answers_are_vllms() -> None:
 
 
 async def test_an_unload_by_a_router_whose_clock_is_behind_is_the_newest_change() -> None:
-    """Otherwise the engine would take the adapter again from a peer that missed the unload."""
+    """The unload counts as the newest change: peers that missed it do not return the adapter."""
     engine, peer = Engine(), Engine()
     for one in (engine, peer):
         await one.adapters.load("x", "/x", False, 9)
@@ -98,7 +98,7 @@ async def test_an_adapter_that_cannot_be_taken_leaves_the_others(caplog: pytest.
 
 
 async def test_an_adapter_whose_newer_files_cannot_be_read_does_not_return_to_the_older_ones() -> None:
-    """The older ones were unloaded before; a peer may have missed that."""
+    """The engine unloaded the older files before, and a peer may have missed that unload."""
     engine, older, newer = Engine(), Engine(), Engine()
     for one in (engine, older):
         await one.adapters.load("x", "/x", False, 5)
@@ -134,7 +134,7 @@ async def test_a_change_is_reverted_only_if_it_is_the_last_one() -> None:
 
 
 async def test_a_new_engine_takes_the_newest_changes_of_its_peers() -> None:
-    """An unloaded adapter stays unloaded, although a peer has missed that."""
+    """An unloaded adapter stays unloaded, although a peer has missed the unload."""
     one, other, new = Engine(), Engine(), Engine()
     for engine in (one, other):
         await engine.adapters.load("x", "/x", False, 5)
@@ -169,7 +169,7 @@ async def test_an_older_load_does_not_undo_a_newer_unload() -> None:
 
 
 async def test_changed_files_are_refused(tmp_path: Path) -> None:
-    """vLLM's prefix cache knows an adapter by name and path."""
+    """vLLM's prefix cache identifies an adapter by name and path."""
     (tmp_path / "adapter_config.json").write_text("{}")
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(b"one")

@@ -52,7 +52,7 @@ async def answer(error: Exception) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("kind", [VLLMValidationError, ValueError])
 async def test_a_bad_request_within_a_stream_is_an_event(kind):
-    """Otherwise the connection would break, and the router would report an internal error."""
+    """The client receives an error event; the connection does not break."""
     status, body = await answer(kind("no such regex"))
     begun, event, rest = body.decode().split("\n\n")
     kind, data = event.split("\n")

@@ -130,7 +130,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
             told.put_nowait(engines)
 
     async def warm_up_new_pairs(self: Decode) -> None:
-        assert len(ray_says) == 1, "an engine is met before Ray was asked which nodes are dead already"
+        assert len(ray_says) == 1, "the engine contacts a peer before it has read Ray's dead nodes"
 
     class Unended(Decode):
         def __del__(self) -> None:  # type: ignore[override]

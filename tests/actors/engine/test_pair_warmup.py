@@ -29,7 +29,7 @@ class Prefills:
 
 
 class Unstarted(Decode):
-    """Created without an engine, so there is nothing to end."""
+    """Nothing to end: the replica has no engine."""
 
     _prefill: Any
     engine: Any
@@ -80,7 +80,7 @@ async def test_each_data_parallel_rank_warms_up() -> None:
 
 
 async def test_a_starting_prefill_replica_meets_the_other_ranks_of_one_that_it_cannot_meet() -> None:
-    """It waits for one probe's timeout, so the fetches run at once."""
+    """The replica waits for the timeout of one probe, so it fetches all probes at once."""
     decode = Unstarted(ranks=2)
     await decode.fetch_probes({"d0": PROBES, "d1": PROBES, "of another replica": PROBES})
     assert sorted(decode.engine.fetched) == [(0, "near"), (1, "near")]
@@ -88,7 +88,7 @@ async def test_a_starting_prefill_replica_meets_the_other_ranks_of_one_that_it_c
 
 
 class Computing(Prefill):
-    """Created without an engine; its rank 0 computes no probe."""
+    """A prefill replica without an engine, whose rank 0 computes no probe."""
 
     engine: Any
 

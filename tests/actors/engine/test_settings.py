@@ -52,7 +52,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
     ],
 )
 def test_a_wrong_setting_is_named(args, key):
-    """One line per key, without pydantic's own text."""
+    """The error has one line per key, without pydantic's own text."""
     with pytest.raises(SettingsError) as raised:
         parse_settings(args)
     assert key in str(raised.value)
@@ -73,14 +73,14 @@ def test_a_wrong_setting_is_named(args, key):
     ],
 )
 def test_what_was_meant(args, message):
-    """The suggestion is among the settings at that path."""
+    """The suggested key is a setting at the same path."""
     with pytest.raises(SettingsError) as raised:
         parse_settings(args)
     assert str(raised.value) == message
 
 
 def test_every_wrong_key_is_named_at_once():
-    """All wrong keys are reported together."""
+    """The error reports all wrong keys together."""
     with pytest.raises(SettingsError) as raised:
         parse_settings({"modle": "x", "decode": {"replica": 1}})
     assert [line.split(":")[0] for line in str(raised.value).splitlines()] == ["decode.replica", "modle"]
@@ -173,13 +173,13 @@ def test_arguments_without_effect_are_arguments_of_vllm():
 
 
 def test_an_engine_checks_no_api_key():
-    """vLLM's application would read it from a variable that the actor inherits from its node."""
+    """vLLM's application must not read a key that the actor inherits from its node."""
     for role in ("prefill", "decode"):
         assert engine_environment(ServiceSettings(), role)["VLLM_API_KEY"] == ""
 
 
 def test_a_roles_engine_arguments_win():
-    """Defaults, then both roles' arguments, then the role's own."""
+    """Arguments of one role take precedence over those of both, and these over the defaults."""
     settings = parse_settings(
         {
             "model": "m",
@@ -228,7 +228,7 @@ def test_data_parallel_size_reaches_vllm_only_if_set():
 
 
 def test_a_gpu_role_gets_no_cpu_defaults():
-    """vLLM's own defaults apply there."""
+    """On an accelerator, vLLM's own defaults apply."""
     settings = parse_settings({"model": "m", "prefill": {"num_gpus": 1}})
     assert "dtype" not in engine_arguments(settings, "prefill")
     assert "VLLM_CPU_KVCACHE_SPACE" not in engine_environment(settings, "prefill")
@@ -236,7 +236,7 @@ def test_a_gpu_role_gets_no_cpu_defaults():
 
 
 def test_the_hub_is_off_only_for_a_local_model(tmp_path):
-    """A hub id must stay loadable."""
+    """An engine with a hub id as its model may contact the hub."""
     assert engine_environment(parse_settings({"model": str(tmp_path)}), "decode")["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in engine_environment(parse_settings({"model": "org/name"}), "decode")
 
@@ -256,7 +256,7 @@ def test_transfer_settings_are_the_connectors():
 
 
 def test_store_settings_are_the_connectors():
-    """The store is off by default; if enabled, both know the same keys with the same defaults."""
+    """The store is off by default; service and connector have the same keys and defaults."""
     assert KVStoreSettings().connector_config() == {}
     ours = parse_config(KVStoreSettings(path="/disk").connector_config())
     assert ours == parse_config({"store": {"path": "/disk"}})

@@ -39,7 +39,7 @@ def test_stages(line: str, stage: str | None) -> None:
 
 
 def test_the_installed_vllm_logs_these_messages() -> None:
-    """Otherwise a start would show no stages."""
+    """vLLM's sources contain the messages that mark the stages of a start."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

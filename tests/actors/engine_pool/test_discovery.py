@@ -19,18 +19,18 @@ from actors.rpc.server import replica_metadata
     ],
 )
 def test_the_least_loaded_replica_comes_first_at_every_turn(ongoing, best):
-    """Turns break ties only."""
+    """The rotation decides only between equally loaded replicas."""
     assert {rank(ongoing, turn)[0] for turn in range(7)} == {best}
 
 
 def test_equals_take_turns():
-    """Over any run of turns, equally loaded replicas get equal numbers of requests."""
+    """Over any number of rotations, equally loaded replicas get equal numbers of requests."""
     firsts = Counter(rank({"a": 1, "b": 1, "c": 1, "d": 5}, turn)[0] for turn in range(9))
     assert firsts == {"a": 3, "b": 3, "c": 3}
 
 
 def test_all_are_ranked():
-    """Serve tries the next one if the first has no slot."""
+    """If the first replica has no slot, Serve tries the next one."""
     assert sorted(rank({"b": 4, "a": 0, "c": 2}, 5)) == ["a", "b", "c"]
     assert rank({"b": 4, "a": 0, "c": 2}, 5) == ["a", "c", "b"]
 
@@ -41,7 +41,7 @@ def test_no_replica_no_rank():
 
 
 def test_a_replica_to_avoid_is_not_ranked():
-    """A dead engine looks idle, and is not ranked."""
+    """A dead engine seems idle, and is not ranked."""
     assert rank({"a": 0, "b": 5, "c": 2}, 0, avoid={"a", "gone"}) == ["c", "b"]
     assert rank({"a": 0}, 0, avoid={"a"}) == []
 

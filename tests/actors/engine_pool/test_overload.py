@@ -119,7 +119,7 @@ async def test_a_full_engine_costs_no_prompts() -> None:
         for one in waiting:
             with pytest.raises((DeadlineError, OverloadedError)):
                 one.result()
-        assert service.prompts - before <= SLOTS, "the first of each: neither router knew the load"
+        assert service.prompts - before <= SLOTS, "each router's first request: it did not know the load"
 
         before = service.prompts
         second.limits = PATIENT

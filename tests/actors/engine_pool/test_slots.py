@@ -33,7 +33,7 @@ async def soon(*tasks: asyncio.Task[str]) -> list[str | None]:
 
 
 async def test_the_preferred_one_then_the_least_busy() -> None:
-    """The preferred replica first, then the least busy, among those not avoided and with a slot."""
+    """The pool takes the preferred replica, else the least busy one, of those with a slot."""
     here = SlotPool(lambda: engines(a=2, b=2, c=2))
     assert await here.take(prefer=["b"]) == "b"
     assert await here.take(prefer=["x", "b"]) == "b"
@@ -61,7 +61,7 @@ async def test_sequences_are_counted() -> None:
 
 
 async def test_who_waits_is_served_in_turn() -> None:
-    """First come, first served, except for an engine that the first request avoids."""
+    """Requests get slots in order of arrival, except on engines that the first request avoids."""
     here = SlotPool(lambda: engines(a=1, b=1))
     assert {await here.take(), await here.take()} == {"a", "b"}
     first, second = (asyncio.create_task(here.take(avoid=avoid)) for avoid in ({"a"}, set()))
@@ -74,7 +74,7 @@ async def test_who_waits_is_served_in_turn() -> None:
 
 
 async def test_a_list_of_prompts_waits_like_one_request() -> None:
-    """One of its prompts counts in the queue limit; other requests have the rest."""
+    """One prompt of the list counts towards the queue limit; other requests use the rest."""
     here = SlotPool(lambda: engines(queue=2, a=1))
     assert await here.take() == "a"
     prompts = [asyncio.create_task(here.take(part=part)) for part in (False, True, True, True)]
@@ -127,7 +127,7 @@ async def test_an_engine_that_comes_later() -> None:
 
 
 async def test_a_new_engine_is_offered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Discovery reports it; requests need not poll."""
+    """Discovery reports the replica; waiting requests need not poll."""
     monkeypatch.setattr(module, "LOOK_AGAIN_S", 60)
     found = engines(a=1)
     here = SlotPool(lambda: found)
@@ -193,7 +193,7 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
     assert [await here.take(), await here.take()] == ["a", "a"]
     here.record_accepted("a", 2)
     assert not here.maybe_full("a")
-    here.record_full("a")  # as another call found
+    here.record_full("a")  # another call has been refused
     for wait_s in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
         waiting = [asyncio.create_task(here.take()) for _ in range(2)]
         now += wait_s * 0.99
@@ -203,7 +203,7 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
         await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
         now += 60.0
         await asyncio.sleep(1.5 * module.LOOK_AGAIN_S)
-        assert await soon(*waiting) == ["a", None], "one asks, however long its answer takes"
+        assert await soon(*waiting) == ["a", None], "one request probes, however long its answer takes"
         assert here.maybe_full("a")
         here.record_full("a")
         here.give_back("a", served=False)
@@ -213,7 +213,7 @@ async def test_a_full_engine_is_asked_by_one_request_at_a_time(monkeypatch: pyte
     here.give_back("a")
     assert await soon(*waiting) == ["a", None], "one asks"
     here.record_accepted("a", 2)
-    assert await soon(*waiting) == ["a", "a"], "and has found that there are slots"
+    assert await soon(*waiting) == ["a", "a"], "the probe has found free slots"
 
 
 async def test_who_asks_a_full_engine_and_leaves_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ async def test_slots_of_other_routers_are_theirs() -> None:
     await here.take()
     here.record_accepted("a", 4)
     waiting = [asyncio.create_task(here.take()) for _ in range(3)]
-    assert await soon(*waiting) == ["a", "a", None], "the second asks whether that is still so"
+    assert await soon(*waiting) == ["a", "a", None], "the second request probes the engine"
     assert here.maybe_full("a")
     here.record_accepted("a", 3)
     assert await soon(*waiting) == ["a", "a", "a"]
@@ -263,7 +263,7 @@ async def test_calls_of_other_routers_count() -> None:
 
 
 async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
-    """Replicas come and go for months; no state of stopped ones remains."""
+    """Replicas start and stop for months; no state of stopped ones remains."""
     found = engines(a=5)
     here = SlotPool(lambda: found)
     for turn in range(50):
@@ -279,7 +279,7 @@ async def test_what_is_known_of_engines_that_are_gone_is_forgotten() -> None:
 
 
 async def test_a_request_cancelled_just_after_its_grant_returns_the_slots() -> None:
-    """Its task has been granted slots, but has not run since."""
+    """The request's task has been granted slots, but has not run since."""
     here = SlotPool(lambda: engines(a=2))
     await here.take(sequences=2)
     waiting = asyncio.create_task(here.take(sequences=2))

@@ -68,7 +68,7 @@ ONE: dict[str, Any] = {"decode": "d", "prefill": "p"}
     ],
 )
 def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
-    """A queue, a prefill among streams, and their delay.
+    """The cost has a queue, a prefill among streams, and their delay.
 
     One more stream costs each a thousandth of a second.
     """
@@ -90,7 +90,7 @@ def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
     ],
 )
 def test_a_pair_by_hand(given, queue_s, compute_s, handover_s, moved):
-    """A queue, a prefill, and the KV that decode has not cached."""
+    """The cost has a queue, a prefill, and the transfer of KV that decode has not cached."""
     estimate = options(**ONE, **given).pair("d", "p")
     assert (estimate.decode, estimate.prefill) == ("d", "p")
     assert estimate.queue_s == pytest.approx(queue_s)
@@ -142,7 +142,7 @@ def test_calls_of_other_routers_count():
     ],
 )
 def test_the_cheapest(given, route, reason, decode, prefill):
-    """Local or remote, and the replicas, by hand."""
+    """Expected route and replicas, computed by hand."""
     decision = choose(ASSUMED, options(**{**ONE, **given}), Asked())
     assert (decision.route, decision.reason) == (route, reason)
     assert next(iter(decision.decode), None) == decode
@@ -168,7 +168,7 @@ def test_policies(policy, route, reason, decode, prefill):
 
 
 def test_a_request_that_cannot_be_split():
-    """Decode must serve it; the choice of the replica is unchanged."""
+    """Decode must serve the request; the choice of the replica is unchanged."""
     decision = choose(ASSUMED, options(decode="de", prefill="p", held=[("e", 512)]), Asked(whole="echo"))
     assert (decision.route, decision.reason, decision.decode, decision.prefill) == ("local", "echo", ("e", "d"), ())
 
@@ -200,7 +200,7 @@ def test_weights():
 
 
 def test_a_decision_explains_itself():
-    """Compact JSON with both routes' numbers."""
+    """The decision is compact JSON with the figures of both routes."""
     told = json.loads(choose(ASSUMED, options(**ONE, d=busy(0.2)), Asked()).explain())
     assert (told["route"], told["reason"], told["policy"], told["prompt_tokens"]) == ("remote", "cheaper", "cost", 1024)
     assert told["chosen"]["prefill"] == "p"
@@ -212,7 +212,7 @@ def test_a_decision_explains_itself():
 @pytest.mark.parametrize("policy", ["always_remote", "least_load", "round_robin"])
 @pytest.mark.parametrize(("role", "last"), [("decode", "p"), ("prefill", "d")])
 def test_if_all_replicas_of_a_role_failed_those_of_the_other_are_still_ranked(policy, role, last):
-    """The one that failed comes last, although it has less work."""
+    """The replica that has failed is ranked last, although it has less work."""
     loads = {name: busy(0.0 if name in "dp" else 0.5) for name in "depq"}
     for name in {*("de" if role == "decode" else "pq"), last}:
         loads[name].failed_at = 0.0

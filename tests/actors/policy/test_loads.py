@@ -26,7 +26,7 @@ def test_who_comes_waits_for_the_rest(now, wait_s):
 
 
 def test_time_counts_from_the_work_before():
-    """One after the other: the second took 4 s, although both were sent at the same time."""
+    """An engine computes prompts in turn: the second took 4 s, although both arrived together."""
     queue = PromptQueue()
     queue.add(1, (1.0,), 2.0, 10.0)
     queue.add(2, (5.0,), 3.0, 10.0)

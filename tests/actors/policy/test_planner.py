@@ -124,7 +124,7 @@ def test_tokens_of_text_are_counted_by_the_engine():
     ],
 )
 def test_how_large_a_request_is(body, prompt_tokens, answer_tokens):
-    """Estimated tokens before any measurement, for every kind of prompt."""
+    """Before any measurement, the planner estimates the tokens of every kind of prompt."""
     planner = Planner(RoutingSettings())
     prompt = read_prompt(body)
     assert planner.prompt_tokens(prompt) == prompt_tokens
@@ -157,7 +157,7 @@ def test_a_replica_whose_call_broke_off_comes_last():
 
 
 def test_prefill_is_idle_after_the_handover():
-    """Its calls have ended although decode still answers."""
+    """Prefill's calls have ended, although decode still generates."""
     planner = Planner(RoutingSettings(policy="least_load"))
     calls = [planner.begin(ids(100 + n), "d", "p", 0.0) for n in range(2)]
     assert planner.decide(ids(1), {"p": 0, "q": 1}, TWO, 1.0).prefill == ("q", "p")
@@ -186,11 +186,11 @@ def test_a_silent_replica_comes_last_until_it_answers():
     planner.computed(call)
     assert ranked(202.0) == (("e", "d"), ("p", "q"))
     planner.failed("e", 203.0, silent=True)
-    assert ranked(600.0)[0] == ("e", "d"), "Serve has replaced an engine that hangs for so long"
+    assert ranked(600.0)[0] == ("e", "d"), "Serve has replaced an engine that hung for this time"
 
 
 def test_a_replica_that_left_is_forgotten():
-    """Its measurements, prefixes and load are removed; a replica of the same name starts anew."""
+    """The planner removes its costs, prefixes and load; a new replica of this name has none."""
     planner = Planner(RoutingSettings())
     serve(planner, ids(1000), 0.0, decode="e", prefill="p")
     hanging = planner.begin(ids(1000), "e", "p", 2.0)
@@ -216,9 +216,7 @@ def test_new_weights_keep_what_was_measured_and_new_assumptions_do_not():
 
 
 def test_what_broke_off_teaches_nothing():
-    """A dead prefill replica, a client disconnect: no cost is learnt, and no state remains of
-    either.
-    """
+    """Neither a dead prefill replica nor a client disconnect teaches a cost or leaves state."""
     planner = Planner(RoutingSettings(policy="always_remote"))
     before = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     for n, answered in enumerate((False, True)):
@@ -233,8 +231,8 @@ def test_what_broke_off_teaches_nothing():
     assert after.handover_s == before.handover_s
     assert after.queue_s == 0
     again = planner.decide(ids(1000), P, D, 500.0)
-    assert known(again.chosen).moved_tokens == 1000, "decode has not got it"
-    assert known(again.chosen).uncached_tokens < 100, "prefill has computed it the second time"
+    assert known(again.chosen).moved_tokens == 1000, "decode has not received the prompt"
+    assert known(again.chosen).uncached_tokens < 100, "prefill has computed the prompt the second time"
 
 
 bodies = st.one_of(

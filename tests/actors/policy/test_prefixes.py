@@ -49,12 +49,12 @@ def test_the_answer_is_held_too():
     prefixes.add("d", first)
     prefixes.add_answer("d", first, 50)
     assert prefixes.held("d", passage(b"q" * 300 + b"answer, and the next question", False, 0)) == Held(300, 50)
-    assert prefixes.held("d", first) == Held(256), "nothing follows: there is no answer in it"
+    assert prefixes.held("d", first) == Held(256), "nothing follows the prompt, so it contains no answer"
     assert prefixes.held("d", passage(b"q" * 299 + b"z" * 100, False, 0)) == Held(256)
 
 
 def test_answers_to_short_prompts():
-    """Prompts shorter than a piece, and many of them."""
+    """Prompts shorter than a piece are found, even among many."""
     prefixes = Prefixes(100)
     for n in range(5):
         prompt = passage(f"question {n}".encode(), False, 0)
@@ -82,7 +82,9 @@ def test_the_oldest_goes_first_from_its_end():
     assert prefixes.held("d", text(*"xy")) == Held(2 * PIECE_BYTES)
     prefixes.add("d", text(*"ab"))
     prefixes.add("d", text(*"z"))
-    assert prefixes.held("d", text(*"ab")) == Held(2 * PIECE_BYTES), "used again, so that the other went"
+    assert prefixes.held("d", text(*"ab")) == Held(2 * PIECE_BYTES), (
+        "the piece was used again, so the other one was removed"
+    )
     assert prefixes.held("d", text(*"xy")) == Held(1 * PIECE_BYTES)
 
 
@@ -97,7 +99,7 @@ def test_an_engine_that_is_gone_holds_nothing():
 
 
 def test_what_did_not_arrive():
-    """Pieces that were sent before stay."""
+    """Pieces that were sent before are kept."""
     prefixes = Prefixes(100)
     assert len(prefixes.add("d", text(*"ab"))) == 2
     new = prefixes.add("d", text(*"abcd"))
@@ -133,7 +135,7 @@ def test_bounded_and_never_more_than_was_sent(sent, asked, most):
         assert held <= max(common, default=0)
         pieces = prefixes.snapshot().get(engine, frozenset())
         known = [piece in pieces for piece in text(*asked).pieces]
-        assert known == sorted(known, reverse=True), "a held piece has all before it"
+        assert known == sorted(known, reverse=True), "a piece is held without the pieces before it"
 
 
 def shared(first, second) -> int:

@@ -44,14 +44,14 @@ LONG_PIECES = len(LONG) // PIECE_BYTES
     ],
 )
 def test_what_is_read(body, data, ids):
-    """Text, ids, several, none; input that engines reject is no prompt, and no error."""
+    """Prompts are text, token ids, several or none; invalid input is no prompt, and no error."""
     passages = read_prompt(body).passages
     assert [one.data for one in passages] == data
     assert [one.ids for one in passages] == ids
 
 
 def test_the_input_of_a_response():
-    """It is read as the chat with the same messages; a part's image is a string there."""
+    """The input is read as the chat with the same messages; its image parts contain strings."""
     text = read_prompt({"instructions": "be brief", "input": LONG}).passages
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": LONG}]
     assert text == read_prompt({"messages": chat}).passages
@@ -121,8 +121,8 @@ def image_source(data):
 
 @pytest.mark.parametrize("image", [image_url, image_source], ids=["OpenAI", "Anthropic"])
 def test_images_are_hashed(image):
-    """Equal images have equal pieces. Images of equal size have others, from their first byte on.
-    An image's bytes do not count as text.
+    """Equal images have equal pieces. Other images of equal size have different pieces, from their
+    first byte on. An image's bytes do not count as text.
     """
     text = {"type": "text", "text": LONG}
 

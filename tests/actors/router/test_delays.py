@@ -147,7 +147,7 @@ async def test_a_delay_of_a_local_request_is_in_its_part(stage, part):
 
 
 async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
-    """The wait is before any call is sent."""
+    """The router waits for a slot before it sends any call."""
     engines = Engines()
     take = engines.decode.take
 
@@ -179,15 +179,13 @@ async def test_prefill_is_heard_though_its_answer_comes_late():
     "delays",
     [
         {},
-        # decode had to compute the prompt itself: prefill is not needed
+        # decode had to compute the prompt: prefill's time does not count
         {"recompute": 0.01, "prefill's answer": 60},
     ],
     ids=["answered", "needless"],
 )
 async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
-    """Its slot returns long before the stream ends, after the first token: the return wakes
-    another process.
-    """
+    """Prefill's slot is free soon after the first token, long before the stream ends."""
     engines = Engines(**delays, streaming=8 * DELAY_S)
     async with engines.router.answer(request()) as answer:
         body = answer.body()

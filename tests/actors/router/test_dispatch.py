@@ -50,7 +50,7 @@ async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
         answer, body = await ask(router, request(stream=False))
         assert (answer.route, json.loads(body)) == ("remote", WHOLE)
     await at_rest(p, d)
-    assert 0 < len(p.replicas[0].calls) < 4, "the broken one is asked in its turn, and once a request"
+    assert 0 < len(p.replicas[0].calls) < 4, "the broken replica is called in its turn, once per request"
     assert len(set(transfers(p))) == len(p.calls) == 4 + len(p.replicas[0].calls)
     assert sorted(transfers(p)) == sorted(transfers(d))
     late = "late" if fault is hangs else "failed"
@@ -70,7 +70,7 @@ async def test_when_prefill_legs_keep_breaking_decode_serves_alone(replicas, ask
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_the_other_ranks_of_a_dead_replica_are_not_asked(role):
-    """They end with it, and would use up the attempts."""
+    """All ranks end with their replica; calls to them would use up the attempts."""
     good = well if role == "prefill" else OK
     ranks = [good, dies, dies, dies]
     router, p, d = fleet(ranks, [OK]) if role == "prefill" else fleet([well], ranks)
@@ -85,7 +85,7 @@ async def test_the_other_ranks_of_a_dead_replica_are_not_asked(role):
 
 
 async def test_a_prefill_leg_that_finds_the_request_bad_is_not_tried_again():
-    """The client receives decode's own answer."""
+    """The client receives decode's answer."""
     router, p, d = fleet([answers(400, {}), answers(400, {})], [answers(400, {"error": "no"})])
     answer, body = await ask(router, request(stream=False))
     await at_rest(p, d)
@@ -123,7 +123,7 @@ async def test_a_replica_that_left_after_it_was_chosen_is_replaced(role):
 
 @pytest.mark.parametrize(("attempts", "failed"), [(1, 1), (3, 2)])
 async def test_the_log_names_the_replica_and_the_cause_of_each_failure(attempts, failed, caplog):
-    """The client's message does not; the last failure is logged like those before it."""
+    """The log names the engine, the client's message does not; the router logs every failure."""
     router, p, d = fleet([dies], [dies, dies])
     router.limits = LIMITS.model_copy(update={"attempts": attempts})
     with pytest.raises(UnavailableError) as raised:
@@ -140,7 +140,7 @@ async def test_the_log_names_the_replica_and_the_cause_of_each_failure(attempts,
 
 @pytest.mark.parametrize(("replicas", "asked"), [(1, 1), (2, 2), (5, 3)])
 async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
-    """The engine's error, not that of a wait for another."""
+    """The client receives the engine's error, not the timeout of the wait for another engine."""
     router, p, d = fleet([well], [dies] * replicas)
     with pytest.raises(UnavailableError, match="decode engine is not available"):
         await ask(router, request())
@@ -150,7 +150,7 @@ async def test_decode_that_keeps_dying_is_an_error(replicas, asked):
 
 @pytest.mark.parametrize("status", [400, 500, 503])
 async def test_what_an_engine_answers_is_the_answer(status):
-    """Another engine would give the same answer."""
+    """The router does not retry: another engine would give the same answer."""
     router, p, d = fleet([well], [answers(status, {}), answers(status, {})])
     answer, _ = await ask(router, request())
     await at_rest(p, d)
@@ -158,7 +158,7 @@ async def test_what_an_engine_answers_is_the_answer(status):
 
 
 async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
-    """The engine's lease ends it; the leg and its slot are returned regardless."""
+    """The engine's lease ends the transfer; the router ends the leg and returns its slot."""
     router, p, d = fleet([well], [answers(400, {"error": "no"})])
     p.silent = True
     answer, _ = await ask(router, request())
@@ -175,7 +175,7 @@ async def test_no_engine_is_not_a_queue():
 
 
 async def test_a_deadline_is_not_tried_again():
-    """The timeout is the request's."""
+    """The request's timeout also limits the wait for engines."""
     router, p, d = fleet([well], [hangs, hangs])
     router.limits = LIMITS.model_copy(update={"first_token_timeout_s": 0.2})
     with pytest.raises(DeadlineError):
@@ -261,7 +261,7 @@ async def test_choices_that_cannot_share_a_received_prompt_are_served_by_decode(
 
 
 async def test_an_engine_that_cannot_repeat_says_so():
-    """The client's error has the reason."""
+    """The client's error event states the reason."""
 
     async def cannot(call: Call, _: int) -> AsyncGenerator[Any, None]:
         if call.replay_log:

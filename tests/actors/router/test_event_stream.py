@@ -34,7 +34,7 @@ def test_a_stream_begun_anew_goes_on_where_it_was(cut):
 
 
 def test_comments_are_passed_on_and_not_counted():
-    """vLLM's keep-alive comments pass at once."""
+    """vLLM's keep-alive comments are passed on at once."""
     stream = EventStream()
     assert stream.feed(b": ping\n\n" + event(0)) == b": ping\n\n" + event(0)
     stream.restart()
@@ -54,7 +54,7 @@ def test_text_that_looks_like_a_date_is_left_alone():
 
 @pytest.mark.parametrize("last", ["response.completed", "response.failed", "error", "message_stop"])
 def test_the_responses_api_ends_without_a_mark(last):
-    """Its last event is the end; a similar text in a string is not."""
+    """The last event of a response ends its stream; the same text within a string does not."""
     stream = EventStream()
     stream.feed(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n')
     assert not stream.done

@@ -131,7 +131,7 @@ async def test_an_answer_that_ends_with_its_first_token_needs_no_decode():
 
 
 async def test_a_comment_before_the_first_token_does_not_start_the_response():
-    """The status may still change until the first event."""
+    """Until the first event, the router may still change the status."""
 
     async def keeps_alive(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
@@ -176,7 +176,7 @@ async def one_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_for_one_token_is_answered_by_prefill_alone(stream: bool):
-    """Decode has no call, and no KV moves."""
+    """The router calls no decode engine, and no KV moves."""
     router, p, d = fleet([one_token], [engine(1, [1])])
     wanted = request(stream, max_tokens=1)
     answer, body = await ask(router, wanted)
@@ -213,7 +213,7 @@ async def dies_after_a_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
     "prefill", [answers(400, {"error": "refused"}), answers(500, {"error": "broken"}), dies, breaks, dies_after_a_token]
 )
 async def test_prefill_that_cannot_answer_for_one_token(prefill: Any):
-    """Decode answers, with the tokens that the client has."""
+    """Decode answers, and repeats the tokens that the client has received."""
     router, p, d = fleet([prefill], [engine(1, [1])])
     _, body = await ask(router, request(max_tokens=1))
     expected = await whole(engine(1, [1]))
@@ -223,7 +223,7 @@ async def test_prefill_that_cannot_answer_for_one_token(prefill: Any):
 
 
 async def test_prefill_whose_tokens_differ_answers_no_request():
-    """Its address has no `first_token_multiple`."""
+    """The router never requests a first token if the address has no `first_token_multiple`."""
     router, p, d = fleet([samples()], [engine(1, [1])], multiple=0)
     answer, _ = await ask(router, request(max_tokens=1))
     assert (answer.sampled_by, len(d.calls)) == ("decode", 1)
@@ -286,7 +286,7 @@ async def test_an_error_of_decode_after_the_first_token_is_sent(first: bytes):
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2])
 async def test_decode_that_dies_around_its_first_token(dies_after: int):
-    """Another decode engine repeats what the client has."""
+    """Another decode engine repeats the tokens that the client has received."""
     router, p, d = fleet([samples()], [later(engine(1, [1], dies_after=dies_after)), engine(2, [1])])
     _, body = await ask(router, request())
     expected = await whole(engine(1, [1]))
@@ -338,7 +338,7 @@ async def test_a_refused_first_token_leg_is_noticed_at_once(items: list[Any]):
 
 
 async def test_both_legs_draw_with_the_same_seed():
-    """The client's, or the router's; at temperature 0 none."""
+    """The legs have the client's seed, or one of the router; at temperature 0 they have none."""
     cases: list[tuple[dict[str, Any], set[int | None]]] = [({"seed": 5}, {5}), ({"temperature": 0}, {None})]
     for more, seeds in cases:
         router, p, d = fleet([samples()], [engine(1, [1])])

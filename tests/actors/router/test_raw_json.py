@@ -32,7 +32,7 @@ def test_values_are_passed_on_as_they_were_written() -> None:
 
 
 def test_a_long_prompt_is_not_written_anew() -> None:
-    """It is copied: the same bytes, however Python would encode them."""
+    """The prompt is copied: its bytes stay, however Python would encode them."""
     raw = '{"prompt": "ä€𝄞", "stream": true}'.encode()
     assert "ä€𝄞".encode() in write(as_written(raw, json.loads(raw)))
 

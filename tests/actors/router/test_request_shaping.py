@@ -79,7 +79,7 @@ def test_why_local(endpoint, body, reason):
 
 
 def test_prefill_leg_of_a_completion():
-    """The same prompt, one token, the transfer, and no field of the output only."""
+    """The leg has the prompt, one token, the transfer, and no field that shapes only output."""
     body = {
         "model": "m",
         "prompt": "text",
@@ -128,7 +128,7 @@ def test_prefill_leg_of_a_chat_keeps_what_shapes_the_prompt():
 
 
 def test_prefill_leg_of_a_response():
-    """Its token limit has another name, it is not stored, and fields of the prompt stay."""
+    """The leg is not stored, its token limit has another name, and fields of the prompt stay."""
     shaping = {
         "input": TURN,
         "instructions": "be brief",

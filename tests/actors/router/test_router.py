@@ -41,7 +41,7 @@ from tests.actors.behaviours import TOKENS, engine
 SETTINGS = RouterSettings(
     http_port=None,
     access_log=False,
-    # Longer than a pause of a busy machine, also after a prefill leg that was given up.
+    # Longer than a pause of a busy machine, also after a prefill leg that the router has cancelled.
     request_timeout_s=10,
     first_token_timeout_s=10,
     idle_timeout_s=20,
@@ -284,7 +284,7 @@ async def discarded(client: httpx.AsyncClient) -> float:
         ("breaks off", 0),
         ("prefill rejects", 0),
         ("decode rejects", 1),
-        ("decode dies", 2),  # of both replicas, each with its own transfer
+        ("decode dies", 2),  # both prefill replicas, each with its own transfer
         ("prefill hangs", 1),
     ],
 )
@@ -380,7 +380,7 @@ async def test_whichever_router_answers_it_tells_of_all(client):
     counts = [answered(text) for text in texts]
     assert len(counts[0]) == 2, "both have answered"
     assert sum(counts[0].values()) == before + 12
-    assert counts == counts[:1] * 12, "it does not matter who is asked"
+    assert counts == counts[:1] * 12, "both routers return the same"
     await asyncio.sleep(STATUS_AGE_S)
     told = [(await client.get("/tandem/status")).json() for _ in range(12)]
     for status in told:

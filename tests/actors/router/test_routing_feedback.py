@@ -90,7 +90,7 @@ def ids(count: int, first: int = 0) -> list[int]:
 
 
 async def test_the_first_request_finds_out_who_there_is():
-    """Serve chooses for it; the next one uses estimates."""
+    """Serve chooses replicas for the first request; the router estimates costs for the next."""
     engines = Engines(limits())
     assert (await engines.ask(ids(1000)))[0]["reason"] == "unseen"
     told, took = await engines.ask(ids(20, 5000))
@@ -131,7 +131,7 @@ async def test_policies(policy, routes, decode, prefill):
 
 
 async def test_a_session_stays_with_its_decode_replica():
-    """Other load does not move a session, once the router knows the replicas."""
+    """Once the router knows the replicas, other load does not move a session."""
     engines = Engines(limits(policy="round_robin"), decode="defg")
     await engines.ask(ids(10))
     took = [(await engines.ask(ids(100, 100 * n), session=str(n % 5)))[1] for n in range(20)]
@@ -145,7 +145,7 @@ async def test_a_session_stays_with_its_decode_replica():
 )
 @pytest.mark.parametrize("stream", [True, False])
 async def test_prompts_of_any_shape_are_decided_on(prompt, stream):
-    """The engine refuses invalid ones."""
+    """The engine refuses invalid requests."""
     engines = Engines(limits(), prefill="pq", decode="de")
     for _ in range(2):
         told, _ = await engines.ask(prompt, stream=stream)
@@ -164,10 +164,7 @@ async def test_without_prefill_replicas_decode_serves_at_once():
 
 
 async def test_an_engine_that_dies_idle_does_not_attract_requests():
-    """It has no load, and every call to it fails.
-
-    At most one request tries it, and all are answered.
-    """
+    """The engine seems idle, and every call to it fails: at most one request is sent to it."""
     engines = Engines(limits(), decode="de")
     engines.d.replicas[0].serve = dies
     for n in range(8):

@@ -50,7 +50,7 @@ def frozen(after: int) -> Any:
 
 @pytest.mark.parametrize("after", [0, 10], ids=["before its first byte", "in mid-stream"])
 async def test_a_stream_outlives_a_silent_engine(after):
-    """It is not called again; another engine sends the remaining tokens."""
+    """The router does not call the silent engine again; another one sends the remaining tokens."""
     router, p, d = fleet([well], [frozen(after), engine(2, [3])])
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.5})
     for _ in range(2):
@@ -74,7 +74,7 @@ async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
 
 
 class Hung(asyncio.Event):
-    """KV that never arrives, whatever prefill reports."""
+    """A decode engine whose KV never arrives, whatever prefill reports."""
 
     async def wait(self) -> Literal[True]:
         await asyncio.sleep(60)
@@ -135,7 +135,7 @@ async def test_an_answer_outlives_a_silent_engine(prefill):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_hung_decode_engine_gets_no_more_requests(stream):
-    """It has no streams, so it seems idle; the requests after the first silence go elsewhere."""
+    """The hung engine seems idle; the requests after the first silence go to other engines."""
     router, p, d = fleet([well], [hangs, engine(2, [3]) if stream else OK])
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.3})
     for _ in range(6):
@@ -146,7 +146,7 @@ async def test_a_hung_decode_engine_gets_no_more_requests(stream):
 
 
 async def test_a_hung_prefill_engine_gets_no_more_requests():
-    """Its silence ends the leg, long before `prefill_timeout_s`."""
+    """The silence ends the prefill leg, long before `prefill_timeout_s`."""
     router, p, d = fleet([hangs, well], [OK])
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.3})
     async with asyncio.timeout(60):

@@ -39,7 +39,7 @@ async def alive_but_idle(call: Call, turn: int) -> AsyncGenerator[Any, None]:
 
 
 async def test_a_stream_with_tokens_has_no_deadline():
-    """It takes longer than every timeout."""
+    """A stream with tokens may take longer than every timeout."""
     router, p, d = fleet([well], [paced])
     router.limits = LIMITS.model_copy(update=SHORT)
     _, body = await ask(router, request())
@@ -90,7 +90,7 @@ async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest
     ],
 )
 async def test_each_wait_has_a_deadline(limit, stream, behaviour):
-    """Only the named timeout is short."""
+    """Each case sets one timeout to a short time."""
     router, p, d = fleet([well], [behaviour])
     router.limits = LIMITS.model_copy(update=dict.fromkeys(SHORT, 20.0) | {limit: 0.3})
     with pytest.raises(DeadlineError):

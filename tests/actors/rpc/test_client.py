@@ -51,7 +51,7 @@ async def test_a_router_learns_that_its_call_is_taken(world: World) -> None:
 
 
 async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not lost, stay in order, and precede an end."""
+    """Small messages are not lost, stay in order, and precede the end of their stream."""
     monkeypatch.setattr(server_connection, "LINGER_S", 60)
     async with AsyncExitStack() as stack:
         assert joined(await asyncio.wait_for(items(await world.call("ends", stack)), WAIT_S)) == joined(ITEMS)
@@ -62,7 +62,9 @@ async def test_small_news_go_with_what_follows(world: World, monkeypatch: pytest
         await world.at_rest()
         monkeypatch.setattr(SlotPool, "maybe_full", lambda *_: True)
         maybe_full = await world.call("is silent", stack)
-        assert await asyncio.wait_for(anext(maybe_full), WAIT_S) == Accepted("e", 1), "its router waits for that"
+        assert await asyncio.wait_for(anext(maybe_full), WAIT_S) == Accepted("e", 1), (
+            "a router that believes the engine full waits for Accepted"
+        )
         maybe_full.cancel()
     await world.at_rest()
 
@@ -101,7 +103,7 @@ TAKEN = StreamItem(1, Accepted("e", 1))
     ids=["nothing", "half", "early", "twice", "version", "stream", "credit", "garbage", "http", "refused"],
 )
 async def test_an_answer_that_breaks_off(world: World, sent: bytes) -> None:
-    """A killed process, another program, or one that violates the protocol."""
+    """The server is killed, is another program, or violates the protocol."""
     async with elsewhere(world, sent) as call:
         with pytest.raises(EngineDownError, match="e: "):
             await asyncio.wait_for(read(call, []), WAIT_S)
@@ -145,9 +147,7 @@ async def test_a_cancelled_call_leaves_the_connection_open(world: World) -> None
 
 
 async def test_a_call_that_ends_late(world: World) -> None:
-    """Cancelled, it keeps its engine busy for a while, and the connection serves other calls
-    meanwhile.
-    """
+    """While a cancelled call keeps its engine busy, the connection serves other calls."""
     async with AsyncExitStack() as stack:
         slow = await world.call("ends late", stack)
         size = 0
@@ -163,7 +163,7 @@ async def test_a_call_that_ends_late(world: World) -> None:
 
 
 async def test_an_idle_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines come and go for months. The next call opens another connection."""
+    """The router closes an idle connection; the next call opens another one."""
     monkeypatch.setattr(client, "IDLE_CONNECTION_S", 0.1)
     async with AsyncExitStack() as stack:
         for _ in range(2):
@@ -181,7 +181,7 @@ async def test_a_paused_reader(world: World) -> None:
     async with AsyncExitStack() as stack:
         call = await world.call("pours", stack)
         before = await settled(lambda: world.served.poured)
-        assert before * PIECE_BYTES <= WINDOW_BYTES + PIECE_BYTES, "the last one waits in the engine"
+        assert before * PIECE_BYTES <= WINDOW_BYTES + PIECE_BYTES, "the last item waits in the engine"
         found = await items(call)
     assert sum(len(item) for item in found if isinstance(item, bytes)) == POURED * PIECE_BYTES + len(ITEMS[-1])
     await world.at_rest()
@@ -209,7 +209,7 @@ async def test_methods_of_an_engine(world: World) -> None:
 
 
 async def test_a_router_that_closes_while_it_connects(world: World) -> None:
-    """Its calls fail."""
+    """The calls of the closing router fail."""
     async with AsyncExitStack() as stack:
         call = await world.call("ends", stack)
         reading = asyncio.create_task(items(call))
@@ -220,7 +220,7 @@ async def test_a_router_that_closes_while_it_connects(world: World) -> None:
 
 
 async def test_a_call_that_is_cancelled_while_it_connects(world: World) -> None:
-    """It is not sent."""
+    """The client does not send the call."""
     async with AsyncExitStack() as stack:
         cancelled = await world.call("hangs", stack)
         cancelled.cancel()

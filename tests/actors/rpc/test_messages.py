@@ -85,9 +85,7 @@ def test_recorded_frames(version: int) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 7, 4096, 10**9])
 def test_frames_in_parts(most: int) -> None:
-    """One byte at a time, in random parts, all at once; one frame has all messages, others one
-    each.
-    """
+    """Frames of one or of all messages arrive byte by byte, in random parts, and whole."""
     messages = MESSAGES[NEWEST_VERSION]
     data = encode(messages) + b"".join(encode([one]) for one in messages)
     frames, parts = FrameReader(), random.Random(most)

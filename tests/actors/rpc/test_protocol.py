@@ -63,7 +63,7 @@ def pair() -> tuple[RouterProtocol, EngineProtocol]:
     ],
 )
 def test_versions(offered: int, newest: int, oldest: int, common: int | None) -> None:
-    """The newest version of both; each supports its newest and the one before."""
+    """Both sides use the newest common version; each supports its newest and the one before."""
     assert common_version(offered, newest, oldest) == common
 
 
@@ -85,7 +85,7 @@ def test_a_call_by_hand() -> None:
 
 
 def test_a_method_by_hand() -> None:
-    """Its result ends the stream."""
+    """The result of a method ends its stream."""
     router, engine = pair()
     assert router.ask("double", (21,)) == 1
     assert list(engine.receive(router.take())) == [Ask(1, "double", (21,))]
@@ -148,7 +148,7 @@ def check(side: Any, row: tuple[StreamState, bool] | None, message: Any) -> None
 
 
 def test_a_call_that_is_cancelled_before_it_is_sent() -> None:
-    """It is not sent at all."""
+    """A call cancelled before the RpcWelcome is never sent."""
     router = RouterProtocol("key")
     router.take()
     router.cancel(router.open(REQUEST))
@@ -158,7 +158,7 @@ def test_a_call_that_is_cancelled_before_it_is_sent() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 10 * PIECE_BYTES - 1])
 def test_pieces_of_an_item(size: int) -> None:
-    """Each fits, all together are the item, and tokens do not follow their bytes."""
+    """Each piece fits its frame, all together equal the item, and tokens precede their bytes."""
     body = random.Random(size).randbytes(size)
     for item in (body, StreamChunk(body, ((1, 2),)), FirstTokenChunk(body, ((1,),), None, 7)):
         parts: list[Any] = list(pieces(item))

@@ -51,7 +51,7 @@ async def test_a_call(world: World) -> None:
     ("path", "error"), [("dies", EngineDownError), ("cannot", CannotResumeError), ("breaks", EngineError)]
 )
 async def test_a_call_that_fails(world: World, path: str, error: type[Exception]) -> None:
-    """Earlier items arrive, then the error."""
+    """The router receives the earlier items, then the error."""
     async with AsyncExitStack() as stack:
         call = await world.call(path, stack)
         found: list[Any] = []
@@ -90,9 +90,7 @@ async def test_a_reader_that_is_cancelled_can_read_on(world: World) -> None:
 
 
 async def test_a_full_engine_refuses(world: World) -> None:
-    """Above its slots, which another router may have taken; it accepts calls again when one has
-    ended.
-    """
+    """The server refuses calls while all slots are taken, and accepts one when a call has ended."""
     async with AsyncExitStack() as stack:
         calls = [await world.call("hangs", stack) for _ in range(2)]
         for call in calls:
@@ -123,7 +121,7 @@ async def test_sequences_fill_an_engine(world: World) -> None:
 
 
 async def test_an_engine_that_leaves(world: World) -> None:
-    """It completes running calls, refuses new ones, and is not called again."""
+    """The engine completes running calls and refuses new ones; the router calls it no more."""
     async with AsyncExitStack() as stack:
         running = await world.call("waits", stack)
         await running.__anext__()
@@ -141,7 +139,7 @@ async def test_an_engine_that_leaves(world: World) -> None:
 
 
 async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:
-    """It arrives completely although the server closes as soon as it has no call."""
+    """The answer arrives completely, although the server closes as soon as it has no call."""
     async with AsyncExitStack() as stack:
         running = [await world.call("waits", stack) for _ in range(2)]
         reading = [asyncio.create_task(items(call)) for call in running]
@@ -159,7 +157,7 @@ async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:
 
 
 async def test_a_router_that_is_gone(world: World) -> None:
-    """Its calls end with its connections."""
+    """The calls of the lost router end with its connections."""
     stack = AsyncExitStack()
     calls = [await world.call("hangs", stack) for _ in range(2)]
     for call in calls:
@@ -170,7 +168,7 @@ async def test_a_router_that_is_gone(world: World) -> None:
 
 
 async def test_an_engine_that_is_not_there(world: World) -> None:
-    """No process listens at its former address."""
+    """No process listens at the engine's former address."""
     await world.server.close()
     async with AsyncExitStack() as stack:
         with pytest.raises(EngineDownError, match="e: cannot connect"):
@@ -178,7 +176,7 @@ async def test_an_engine_that_is_not_there(world: World) -> None:
 
 
 async def test_a_server_that_closes(world: World) -> None:
-    """Calls end with it, and no task is left."""
+    """Calls end with the server, and no task is left."""
     async with AsyncExitStack() as stack:
         calls = [await world.call("hangs", stack) for _ in range(2)]
         for call in calls:
@@ -193,7 +191,7 @@ async def test_a_server_that_closes(world: World) -> None:
 
 
 async def test_it_listens_where_it_is_told(world: World) -> None:
-    """It listens there only; a port in use is an OSError."""
+    """The server listens on the configured address only; a port in use is an OSError."""
     with pytest.raises(OSError, match="in use"):
         await RpcServer(world.served, 1).open("127.0.0.1", world.address.port)
     other = [one for one in ("127.0.0.2", "127.1.1.1") if socket.socket().connect_ex((one, world.address.port)) == 0]
@@ -264,7 +262,7 @@ async def test_a_large_body(world: World) -> None:
 
 
 async def test_routers_that_are_gone_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start of a router is another one to the server."""
+    """The server counts each start of a router as another router."""
     monkeypatch.setattr(server, "MOST_ROUTERS", 3)
     async with Stranger(world) as router:
         router.say(RpcHello(1, world.address.key))

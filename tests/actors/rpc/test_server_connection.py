@@ -1,4 +1,4 @@
-"""Clients of a server: strangers, and routers with unexpected messages or timing."""
+"""Clients of a server: unauthenticated clients, and routers with unexpected messages or timing."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ async def test_an_unknown_version_is_refused_by_name(world: World) -> None:
 
 
 async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port scanner, or a router that died at once. A router that has authenticated may be
-    silent.
-    """
+    """A peer that does not authenticate is disconnected; an authenticated router may be silent."""
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(Stranger(world))
         router.say(RpcHello(1, world.address.key))
@@ -116,7 +114,7 @@ async def test_a_router_that_breaks_the_protocol(world: World, said: Any) -> Non
 
 
 async def test_a_cancel_that_crosses_the_end(world: World) -> None:
-    """It has no effect, neither on the ended stream nor on another."""
+    """The cancel has no effect on the ended stream or on any other."""
     async with Stranger(world) as router:
         router.say(RpcHello(1, world.address.key), opened(1))
         await router.answer(1)

@@ -56,7 +56,7 @@ async def test_a_paused_stream_stops_its_generator_only(world: World) -> None:
         assert before < MOST_BYTES
         other = await items(await world.call("small", stack))
         assert sum(len(item) for item in other if isinstance(item, bytes)) == 100 * EVENT_BYTES
-        assert application.sent_bytes == before, "the slow stream did not move"
+        assert application.sent_bytes == before, "the slow stream made no progress"
         pieces = [item for item in first + await items(slow) if isinstance(item, bytes)]
     assert sum(map(len, pieces)) == EVENTS * EVENT_BYTES
     assert max(map(len, pieces)) < 2**18, "joining such a piece takes microseconds"

@@ -132,7 +132,7 @@ def test_a_client_tries_files_that_cannot_be_loaded_again(ours: Authority, monke
 
 
 def test_settings() -> None:
-    """The files of the settings, and none without the setting."""
+    """The TLS files are those of the settings; without the setting there are none."""
     own = {"certfile": "a", "keyfile": "b", "ca_certs": "c"}
     found = rpc_files(parse_settings({"rpc_tls": own}))
     assert found == TlsFiles(Path("a"), Path("b"), Path("c"), mutual=True, prefix="rpc_tls.")

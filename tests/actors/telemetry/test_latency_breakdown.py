@@ -22,10 +22,10 @@ REMOTE = RequestTimestamps(
     tried_at=1003,
     retried_at=1003,
     slots_at=1007,
-    # Sent at 1010, there and back in 2: it reaches prefill at 1011, which has computed the prompt
-    # at 1056.
+    # Sent at 1010, with a round trip of 2 s. Prefill receives the leg at 1011 and has computed
+    # the prompt at 1056.
     prefill=LegTimestamps(1010, 1058, PREFILL),
-    # Sent at 1011, there and back in 4: it reaches decode at 1013, which has the KV at 1065.
+    # Sent at 1011, with a round trip of 4 s. Decode receives the leg at 1013, and the KV by 1065.
     decode=LegTimestamps(1011, 1082, DECODE),
     streams=True,
 )
@@ -75,7 +75,7 @@ def test_a_second_fetch_after_a_preemption_is_not_counted():
 
 
 def test_a_remote_request():
-    """Every part, by hand."""
+    """Every part has the duration computed by hand."""
     breakdown = break_down(REMOTE)
     assert breakdown.parts == REMOTE_PARTS
     assert breakdown.total_s == sum(REMOTE_PARTS.values()) == 82
@@ -151,13 +151,13 @@ def test_decode_that_wants_no_kv_does_not_wait_for_prefill():
 
 
 def test_a_recomputed_prompt_is_not_a_step():
-    """Its transfer failed."""
+    """The transfer failed, so decode's recomputation is not a decode step."""
     parts = break_down(on_decode(kv_failed=True)).parts
     assert parts == {**{part: s for part, s in REMOTE_PARTS.items() if part != "first_step"}, "recompute": 10}
 
 
 def test_an_engine_that_says_nothing():
-    """Its time is not invented."""
+    """The breakdown contains no time of an engine that reports none."""
     silent_prefill = replace(REMOTE, prefill=LegTimestamps(1010, 1082, None))
     assert break_down(silent_prefill).parts == {
         "body": 1,
@@ -241,7 +241,7 @@ def any_marks(draw: Any) -> RequestTimestamps:
 
 @given(any_marks())
 def test_the_parts_are_the_total_whatever_the_marks(timestamps):
-    """No gap, no overlap, nothing negative, each part in its order."""
+    """The parts have no gap, no overlap and no negative duration, and keep their order."""
     breakdown = break_down(timestamps)
     total_s = max(timestamps.decode.answered_at - timestamps.arrived_at, 0)
     assert breakdown.total_s == pytest.approx(total_s, abs=1e-9)

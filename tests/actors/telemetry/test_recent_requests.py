@@ -54,7 +54,7 @@ def one(only: RequestRecord) -> RecentRequests:
 
 
 def test_several_routers_requests_are_one_list() -> None:
-    """The newest first, from any router."""
+    """The list has the newest requests first, from any router."""
     lists = [[record(number).describe() for number in numbers] for numbers in ((5, 2), (4, 3, 1))]
     assert [one["request_id"] for one in newest_of(lists, 4)] == ["r5", "r4", "r3", "r2"]
 

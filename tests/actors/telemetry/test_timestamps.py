@@ -35,7 +35,7 @@ def test_seconds_since_the_call_came() -> None:
 
 
 def test_a_request_waits_from_when_it_is_handed_over() -> None:
-    """vLLM's core stamps it when it takes it from its queue, perhaps a long step later."""
+    """vLLM's core stamps the request when it takes it from its queue, perhaps a long step later."""
     watch = CallTimestamps()
     watch.sent_to_engine("r")
     watch.first_token(stats(time.monotonic() + 10), KvTimes())
@@ -62,7 +62,7 @@ def test_only_the_first_token_counts_and_is_told_of_once() -> None:
 
 
 def test_an_engine_without_statistics_tells_nothing() -> None:
-    """`disable_log_stats`: no statistics, or empty ones."""
+    """With `disable_log_stats`, vLLM passes no statistics, or empty ones."""
     for nothing in (None, RequestStateStats()):
         watch = CallTimestamps()
         watch.first_token(nothing, KvTimes())

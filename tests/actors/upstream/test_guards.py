@@ -98,7 +98,7 @@ def test_every_workaround_has_a_guard() -> None:
 
 
 def test_a_changed_symbol_is_found() -> None:
-    """A comment is no change; another argument is one."""
+    """A comment does not change the digest; another argument does."""
     before = "class A:\n    def f(self):\n        return 1\n"
     assert digest(before, "A.f") == digest(before.replace("return 1", "return 1  # one"), "A.f")
     assert digest(before, "A.f") != digest(before.replace("(self)", "(self, x)"), "A.f")

@@ -116,7 +116,7 @@ async def test_an_engine_refuses_to_start(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_features_are_those_that_vllm_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's answer, on which vLLM's choice depends."""
+    """torch's report of AMX, on which vLLM's choice depends."""
     for there in (True, False):
         monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda there=there: there)
         monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda there=there: not there)

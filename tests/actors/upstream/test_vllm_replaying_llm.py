@@ -20,7 +20,7 @@ from actors.upstream.vllm_replaying_llm import ReplayingLLM
 
 
 async def test_a_stream_of_an_adapter_that_may_have_changed_is_not_resumed() -> None:
-    """Its first tokens would be from other weights than the rest."""
+    """The stream is not resumed: its first tokens would be from other weights than the rest."""
     llm = object.__new__(ReplayingLLM)
     llm.adapters_change = True
     served = ServedCall(replay=((5,),))

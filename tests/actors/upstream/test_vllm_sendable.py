@@ -28,13 +28,13 @@ HALF = "\ud800"
 def test_what_cannot_be_sent_is_refused_by_name(
     prompt: Any, params: dict[str, Any], options: Any, message: str
 ) -> None:
-    """It is detected before the request is registered."""
+    """The engine refuses the value before it registers the request."""
     with pytest.raises(VLLMValidationError, match=message):
         check_sendable(prompt, SamplingParams(**params), options)
 
 
 def test_what_can_be_sent() -> None:
-    """The largest numbers, any text, and values that vLLM encodes itself."""
+    """vLLM can send the largest numbers, any text, and values that it encodes itself."""
     params = SamplingParams(stop=["\U0001f511"], stream_interval=2**64 - 1, extra_args={"x": -(2**63), "y": object()})
     check_sendable({"cache_salt": "\U0001f511"}, params, {"priority": 1, "lora_request": object()})
     check_sendable("text " + HALF, SamplingParams(), {})

@@ -63,7 +63,7 @@ class Logged:
 
 
 async def test_a_streamed_request_over_both_engines() -> None:
-    """Its tokens are counted although the client has not asked for its usage."""
+    """The router counts tokens although the client has not requested usage."""
     logged = Logged([well], [engine(1, [1])], KEY)
     headers = {"x-request-id": "trace-7", "Authorization": f"Bearer {KEY}"}
     body = {"prompt": "a secret prompt", "stream": True}
@@ -105,7 +105,7 @@ BODY = {
 
 
 async def test_parameters_of_requests() -> None:
-    """Numbers and names, and lengths instead of texts."""
+    """The log has numbers, names, and lengths instead of texts."""
     logged = Logged([], [answers(200, {})], KEY, request_log="parameters")
     await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
     assert (await logged.line())["request"] == {
@@ -137,7 +137,7 @@ async def test_an_answer_tells_its_usage() -> None:
     line = await logged.line()
     assert (line["route"], line["reason"], line["prefill"]) == ("local", "echo", None)
     assert (line["prompt_tokens"], line["completion_tokens"], line["cached_tokens"]) == (5, 3, 2)
-    assert len(line["request_id"]) == 32, "the id that the engines know it by"
+    assert len(line["request_id"]) == 32, "the id that the engines received"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ async def test_refusals_are_logged(path: str, body: bytes, key: str, status: int
 
 
 async def test_a_client_that_leaves_before_its_answer() -> None:
-    """It has no status, and was not complete."""
+    """The log line has no status, and is marked incomplete."""
     logged = Logged([well], [hangs])
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_before_its_answer() -> None:
 
 
 async def test_probes_are_not_logged() -> None:
-    """They come every second from many sources."""
+    """Probes arrive every second from many sources."""
     logged = Logged([well], [well])
     for path in ("/", "/health"):
         await logged.http.get(path)
@@ -178,7 +178,7 @@ async def test_probes_are_not_logged() -> None:
 
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full files are kept, three of them."""
+    """Three full files are kept."""
     monkeypatch.setattr(access_log, "FILE_BYTES", 100)
     write = open_access_log(tmp_path, "r1")
     for number in range(1000):

@@ -86,7 +86,7 @@ def bearer(key: str) -> dict[bytes, bytes]:
     ],
 )
 async def test_without_a_key_nobody_comes_in(authorization):
-    """401 in OpenAI's form, for any path; the application does not receive the request."""
+    """Any path gets 401 in OpenAI's form; the application does not receive the request."""
     surface = Surface(KEYS)
     headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
     for path in ("/v1/completions", "/v1/models", "/health/", "/metricsx", "/tandem/status", "http://tandem//health"):
@@ -103,7 +103,7 @@ async def test_without_a_key_nobody_comes_in(authorization):
 
 
 async def test_each_key_opens():
-    """Any of them; the scheme in any case, as in HTTP."""
+    """Any key admits a request; the scheme's case is ignored, as in HTTP."""
     surface = Surface(KEYS)
     assert (await surface.get("/v1/models", KEYS[0])).status_code == 200
     reply = await surface.client.get("/v1/models", headers={"Authorization": f"bEaRer {KEYS[0]}"})
@@ -141,7 +141,7 @@ async def test_open_paths_below_a_route_prefix():
 
 
 async def test_without_keys_everybody_may_come_in():
-    """The default; a header has no effect."""
+    """Without configured keys, the router admits every request, with any key or none."""
     surface = Surface(())
     assert (await surface.get("/v1/models")).status_code == 200
     assert (await surface.get("/v1/models", "any")).status_code == 200
@@ -196,7 +196,7 @@ def test_slots():
 
 
 def test_keys_from_settings_and_environment(monkeypatch):
-    """Both count; neither is printed."""
+    """Keys of both sources admit requests; neither is printed."""
     monkeypatch.setenv(API_KEYS_VARIABLE, " one, two,, ")
     auth = AuthSettings(api_keys=["three"])
     assert {key.get_secret_value() for key in auth.operators_keys()} == {"one", "two", "three"}
@@ -229,7 +229,7 @@ def test_errors_do_not_quote_secrets(settings: dict[str, object]) -> None:
 
 
 def test_the_variable_of_vllm_serve_holds_a_key(monkeypatch):
-    """One key, which may contain a comma."""
+    """The variable holds one key, which may contain a comma."""
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
     monkeypatch.setenv("VLLM_API_KEY", "one,two")
     assert [key.get_secret_value() for key in AuthSettings().operators_keys()] == ["one,two"]
@@ -299,9 +299,7 @@ async def test_one_key_in_two_places_is_one_key(monkeypatch):
 
 @pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])
 def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
-    """It would never match, without a visible reason. The message has the remedy and not the
-    key.
-    """
+    """The key could never match. The error states the remedy and does not contain the key."""
     with pytest.raises(SettingsError, match=r"^auth.api_keys: .*printable ASCII") as raised:
         parse_settings({"auth": {"api_keys": [key]}})
     assert key not in str(raised.value)
@@ -345,7 +343,7 @@ def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
     ],
 )
 def test_too_many_prompts(body, param):
-    """Counted before an engine creates a request for each."""
+    """The router counts answers before an engine creates a request for each."""
     with pytest.raises(BadRequestError, match="at most 4 answers") as raised:
         check_prompts(body, 4)
     assert raised.value.param == param
@@ -370,5 +368,5 @@ def test_too_many_prompts(body, param):
     ],
 )
 def test_what_is_no_matter_of_numbers(body):
-    """One long prompt is one, and decode refuses malformed prompts."""
+    """One long prompt counts once; decode refuses malformed prompts."""
     check_prompts(body, 4)

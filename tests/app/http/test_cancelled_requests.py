@@ -201,9 +201,9 @@ async def test_at_each_suspension(story: str, ending: str) -> None:
             if ending == "left" and counted == 499:
                 assert value_of(surface.router.metrics.disconnects) == 1, f"at wait {n}"
             discards += len(surface.prefill.discarded)
-        assert left > 0, "some are gone before there is an answer"
+        assert left > 0, "no client disconnected before its answer"
         prefill, _, more = STORIES[story]
         splits = bool(prefill) and "echo" not in more and "no prefill" not in story
-        assert (discards > 0) == splits, "KV that nobody fetches is given back, and only that"
+        assert (discards > 0) == splits, "only KV that no engine fetches is discarded"
     finally:
         loop.set_task_factory(None)

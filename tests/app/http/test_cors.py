@@ -38,7 +38,7 @@ async def test_an_allowed_origin() -> None:
 
 @pytest.mark.parametrize("allowed", [[], [ORIGIN]])
 async def test_other_origins(allowed: list[str]) -> None:
-    """The answer does not name them, so browsers keep it from the page."""
+    """The answer does not name other origins, so browsers do not give it to their pages."""
     async with client(allowed_origins=allowed) as http:
         headers = {"Origin": "https://other.example", "Authorization": "Bearer key"}
         assert (await http.options("/v1/completions", headers={**headers, **ASKS})).status_code >= 400

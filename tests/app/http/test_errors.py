@@ -21,7 +21,7 @@ from app.http.errors import BadRequestError, MalformedError, error_event, error_
     ],
 )
 def test_an_errors_response(error, status, kind, retry_after):
-    """Status, type and, if a retry may help, Retry-After."""
+    """An error has status, type and, if a retry may help, Retry-After."""
     response = error_response(error, retry_after_s=7)
     body = json.loads(bytes(response.body))["error"]
     assert (response.status_code, body["code"], body["type"]) == (status, status, kind)
@@ -30,12 +30,12 @@ def test_an_errors_response(error, status, kind, retry_after):
 
 
 def test_an_internal_error_says_nothing_of_its_inside():
-    """The log has it; a client does not."""
+    """The log has the exception's text; the client does not receive it."""
     assert b"secret" not in error_response(ZeroDivisionError("secret"), 1).body
 
 
 def test_an_error_within_a_stream_ends_it():
-    """Clients read until [DONE]."""
+    """[DONE] follows the error, because clients read until [DONE]."""
     first, last, rest = error_event(UnavailableError("gone")).decode().split("\n\n")
     assert json.loads(first.removeprefix("data: "))["error"]["code"] == 503
     assert (last, rest) == ("data: [DONE]", "")
@@ -51,7 +51,7 @@ def test_an_error_within_a_response_of_the_responses_api():
 
 
 def test_an_error_of_the_messages_api():
-    """Anthropic's form, with vLLM's type."""
+    """The error has Anthropic's form, with vLLM's type."""
     response = error_response(OverloadedError("full"), 7, "/v1/messages")
     said = {"type": "error", "error": {"type": "RateLimitError", "message": "full"}}
     assert (response.status_code, json.loads(bytes(response.body))) == (429, said)
@@ -59,7 +59,7 @@ def test_an_error_of_the_messages_api():
 
 
 def test_a_malformed_request_to_the_messages_api():
-    """vLLM's form: its web framework answers before the endpoint's code runs."""
+    """The error has the form that vLLM's web framework sends before the endpoint's code runs."""
     body = json.loads(bytes(error_response(MalformedError("no JSON", "body"), 1, "/v1/messages").body))
     assert body == {"error": {"message": "no JSON", "type": "Bad Request", "param": "body", "code": 400}}
 

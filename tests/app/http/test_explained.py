@@ -42,7 +42,7 @@ async def ask(engines: Engines, client: Client) -> dict[str, float]:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_asks_is_told_all(stream: bool) -> None:
-    """Its first bytes wait for the short time needed."""
+    """The router delays the first bytes until it has all parts."""
     client = Asking(stream)
     engines = Engines(**{"prefill": 0.05, "prefill's answer": DELAY_S})
     assert await ask(engines, client) == {"prefill": 1, "unexplained": 0, "first_step": 1}
@@ -51,7 +51,7 @@ async def test_a_client_that_asks_is_told_all(stream: bool) -> None:
 
 
 async def test_a_client_that_asks_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It receives the known parts, and these are recorded."""
+    """The client receives the parts known so far, and the router records these."""
     monkeypatch.setattr(explain, "ACCOUNT_S", 0.01)
     client = Asking()
     assert await ask(Engines(**{"prefill's answer": 60}), client) == {"prefill": 0, "unexplained": 1, "first_step": 1}

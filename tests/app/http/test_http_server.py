@@ -135,8 +135,8 @@ async def until_refused(port: int) -> None:
 
 @pytest.mark.usefixtures("tries_long")
 async def test_routers_of_one_service_share_their_port() -> None:
-    """Both get requests; after one has closed, the other gets all, and no request in between has
-    failed.
+    """Both routers get requests. After one has closed, the other gets all requests, and none fails
+    meanwhile.
     """
     port = free_port()
     async with opened(Behind("second"), port) as second, opened(Behind("first"), port):
@@ -257,7 +257,7 @@ async def test_what_has_begun_is_answered() -> None:
 
 
 async def test_a_client_that_leaves() -> None:
-    """Its request is cancelled."""
+    """The server cancels the client's request."""
     port, behind = free_port(), Behind("a stream")
     async with opened(behind, port):
         async with (
@@ -283,7 +283,7 @@ async def test_what_follows_a_pipelined_request_does_not_end_the_answer(rest: by
 
 @pytest.mark.parametrize("body", [0, 10, 1_000_000])
 async def test_a_client_that_leaves_after_a_pipelined_request(body: int) -> None:
-    """Its running request is cancelled; the next one is not read."""
+    """The server cancels the running request and does not read the next one."""
     port, behind = free_port(), Behind("a stream")
     async with opened(behind, port):
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -300,7 +300,7 @@ async def test_a_client_that_leaves_after_a_pipelined_request(body: int) -> None
 
 
 async def test_it_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service id for routers that share its port, and the readiness for load balancers."""
+    """The server answers with the service id for routers, and its readiness for load balancers."""
     port = free_port()
     async with opened(Behind("one"), port) as server, http(port) as client:
         reply = await client.get(SERVICE_PATH)
@@ -341,7 +341,7 @@ async def test_the_port_of_another_program(says: bytes) -> None:
 
 @pytest.mark.usefixtures("tries_long")
 async def test_routers_that_start_together() -> None:
-    """Each checks whether the port is free by binding it for a moment."""
+    """Routers that check the port by binding it for a moment do not disturb each other."""
     port = free_port()
     servers = [HttpServer(Behind(str(number)).app, HOST, port, LEAVE_S, "ours") for number in range(6)]
     await asyncio.gather(*(server.open() for server in servers))
@@ -350,7 +350,7 @@ async def test_routers_that_start_together() -> None:
 
 
 async def test_an_address_of_another_machine() -> None:
-    """It is refused by name."""
+    """The server refuses the address by name."""
     with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be used"):
         await HttpServer(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
 
@@ -418,9 +418,7 @@ def endless(first: bytes, piece: bytes, count: int = 10_000) -> Iterable[bytes]:
     ids=["lines", "one line", "path", "empty lines", "short lines", "trailers", "chunk extension"],
 )
 async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
-    """600 MB before a request or after its body: refused in HTTP or closed, without using
-    memory.
-    """
+    """600 MB before a request or after its body are refused, and the router keeps none of them."""
     port, process = free_port(), psutil.Process()
     async with opened(Behind("one"), port):
         before = process.memory_info().rss
@@ -463,7 +461,7 @@ async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> No
         assert bool(said) == bool(says)
         assert took_s >= HEAD_S
         if len(pieces) > 1:
-            assert next(left, None) is not None, "the head's time is over long before the last piece"
+            assert next(left, None) is not None, "the header timeout expires long before the last piece"
 
 
 @pytest.mark.usefixtures("short_head")
@@ -480,7 +478,7 @@ async def test_a_head_that_does_not_come_after_an_answer(drip: bytes) -> None:
 
 @pytest.mark.usefixtures("short_head")
 async def test_a_body_that_does_not_come_after_its_answer() -> None:
-    """The rest of the body belongs to no request."""
+    """The server does not parse the rest of the body as another request."""
     port = free_port()
     async with opened(Behind("one"), port):
         head = b"POST /refuse HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
@@ -527,7 +525,7 @@ async def test_an_idle_connection_closes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_headers_in_single_bytes() -> None:
-    """They arrive within the header timeout."""
+    """Headers that arrive byte by byte within the header timeout are accepted."""
     port = free_port()
     async with opened(Behind("one"), port):
         slow = HEAD + b"Connection: close\r\n\r\n"
@@ -567,9 +565,7 @@ async def test_requests_that_come_together() -> None:
 @pytest.mark.usefixtures("short_head")
 @pytest.mark.parametrize("rest", [b"", b"x: " + b"a" * 70_000, b"bad\r\n\r\n"], ids=["late", "large", "malformed"])
 async def test_headers_during_an_answer(rest: bytes) -> None:
-    """It gets the answer's time; a refused one ends the connection, and does not corrupt that
-    answer.
-    """
+    """The timeout of the next headers starts after the answer, which bad headers do not corrupt."""
     port, behind = free_port(), Behind("a stream")
     async with opened(behind, port):
         stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"
@@ -586,7 +582,7 @@ async def test_headers_during_an_answer(rest: bytes) -> None:
 
 
 async def test_a_body_that_cannot_be_read() -> None:
-    """Its request has an answer."""
+    """The client receives an answer."""
     port = free_port()
     async with opened(Behind("one"), port):
         head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -134,7 +134,7 @@ async def test_responses_of_decode_alone_have_comments() -> None:
 
 
 async def test_an_answer_in_time_is_unchanged() -> None:
-    """Its headers have the route, and it has no comments of the router."""
+    """The headers contain the route, and the router adds no comments."""
     client, _ = await served([well], [engine(1, [2])], request(), keep_alive_s=20.0)
     assert client.headers[b"x-tandem-route"] == b"remote"
     assert COMMENT not in client.body
@@ -170,7 +170,7 @@ async def test_an_error_after_the_headers_is_an_event(
 
 
 async def test_an_error_of_the_messages_api() -> None:
-    """Anthropic's form, without `[DONE]`."""
+    """The error has Anthropic's form, without `[DONE]`."""
     wanted = replace(request(messages=[{"role": "user", "content": "a"}]), endpoint="/v1/messages")
     error = {"type": "BadRequestError", "message": "the prompt is too long"}
     client, _ = await served([], [late(answers(400, {"type": "error", "error": error}))], wanted)
@@ -200,13 +200,13 @@ async def test_streams_of_recordings(endpoint: Any) -> None:
 
 
 async def test_an_endpoint_without_streams() -> None:
-    """`stream` means nothing to it."""
+    """The endpoint ignores `stream`."""
     client, _ = await served([], [late(answers(400, WRONG))], replace(request(), endpoint="/detokenize"))
     assert client.status == 400
 
 
 async def test_an_error_of_the_responses_api() -> None:
-    """It has its own form, and no `[DONE]`."""
+    """The error has the form of the Responses API, without `[DONE]`."""
     wanted = replace(request(input="a"), endpoint="/v1/responses")
     client, _ = await served([], [late(answers(400, WRONG))], wanted)
     kind, data = client.body.replace(COMMENT, b"").decode().split("\n", 1)
@@ -231,7 +231,7 @@ async def test_others_wait_for_their_status(stream: Any, interval_s: float | Non
 
 
 async def test_a_client_that_leaves_while_it_waits() -> None:
-    """Nothing is sent to it later, and nothing is held."""
+    """The router sends nothing after the disconnect, and holds no slot or KV."""
     router, p, d = fleet([well], [hangs])
     router.limits = LIMITS.model_copy(update={"keep_alive_s": 0.05})
     client = Recorder(request())

@@ -62,7 +62,7 @@ async def test_a_body_that_never_ends() -> None:
 
 
 def test_the_limit_follows_the_engines() -> None:
-    """Four sequences for each slot of decode."""
+    """The default limit is four sequences for each slot of decode."""
     few = router_of(LIMITS, Handle([]), Handle([]))
     assert few.max_sequences == MIN_ONGOING_SEQUENCES
     replicas = [Replica(str(n), hangs) for n in range(64)]

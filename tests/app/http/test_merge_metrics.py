@@ -116,7 +116,9 @@ tardy_count 1
 
 
 def test_odd_lines_mean_what_they_meant():
-    """Braces, quotes, spaces and escapes in values, no labels, no type, timestamps."""
+    """Label values have braces, quotes, spaces and escapes; samples have no labels, no type, or
+    timestamps.
+    """
     sources = [("prefill", "p1", ODD), ("decode", "d1", ODD), ("decode", "d2", exposition(1, 1.5))]
     merged = merge(sources)
     assert series(merged) == expected(sources)
@@ -147,9 +149,7 @@ def test_any_origin_is_escaped(replica: str):
 
 
 def test_a_process_does_not_say_who_it_is():
-    """Its own labels `role` and `replica` are removed, and no others with similar names or
-    values.
-    """
+    """Labels `role` and `replica` of a process are removed; similar names and values stay."""
     text = (
         '# TYPE a gauge\na{role="liar",b="c"} 1\na{b="c", replica = "x\\"}" ,role="y",} 2\na{role="x"} 3\n'
         'a{my_role="kept",replica2="kept"} 4\na{b="role=\\"x\\",replica"} 5\n'
@@ -161,7 +161,7 @@ def test_a_process_does_not_say_who_it_is():
 
 
 def test_families_that_differ_in_type():
-    """The first process's type is declared, once; all samples follow it, together."""
+    """A family has one TYPE line, that of the first process, and then all samples."""
     sources = [
         ("prefill", "p1", "# HELP x A gauge.\n# TYPE x gauge\nx 1\n# TYPE y gauge\ny 1\n"),
         ("decode", "d1", '# HELP x Else.\n# TYPE x histogram\nx_bucket{le="1"} 2\nx_count 2\nx_sum 2\n'),

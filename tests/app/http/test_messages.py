@@ -49,7 +49,7 @@ def service(prefill: list[Any], decode: list[Any]) -> tuple[httpx.AsyncClient, H
 
 
 async def test_a_message_has_both_legs() -> None:
-    """One token on prefill; the client's request and the transfer on decode."""
+    """Prefill gets a limit of one token; decode gets the client's request and the transfer."""
     http, p, d = service([well], [answers(200, MESSAGE)])
     async with http:
         reply = await http.post("/v1/messages", json=BODY)
@@ -64,7 +64,7 @@ async def test_a_message_has_both_legs() -> None:
 
 @pytest.mark.parametrize("dies_after", [None, 0, 1, 3])
 async def test_a_streamed_message(dies_after: int | None) -> None:
-    """Every event once, also if the first decode engine dies."""
+    """The client receives every event once, also if the first decode engine dies."""
     # The router asks d1 first.
     http, p, d = service([well, well], [message(), message(dies_after)])
     async with http:
@@ -90,7 +90,7 @@ async def test_tokens_are_counted_on_decode_alone() -> None:
 
 
 async def test_errors_have_anthropics_form() -> None:
-    """The router's own errors, before a stream and in it."""
+    """The router's own errors have Anthropic's form, before a stream and in it."""
     http, p, d = service([], [])
     async with http:
         reply = await http.post("/v1/messages", json=BODY)

@@ -44,7 +44,7 @@ def client(router: Asked) -> httpx.AsyncClient:
 
 
 async def test_scrapes_share_an_answer() -> None:
-    """Concurrent requests, and those soon after."""
+    """Concurrent requests and those soon after share one answer."""
     router = Asked()
     async with client(router) as http:
         replies = await asyncio.gather(*(http.get("/metrics") for _ in range(20)))

@@ -76,7 +76,7 @@ def client():
 
 
 def test_a_good_request_is_read(client):
-    """The body as an object; of the headers, those for the engines."""
+    """The request has the parsed body, and of the headers those for the engines."""
     reply = client.post("/", json={"prompt": "x"}, headers={"x-request-id": "r1", "authorization": "Bearer s"})
     assert reply.json() == {
         "body": {"prompt": "x"},
@@ -92,7 +92,7 @@ def test_a_request_without_an_id_gets_one(client):
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_over_the_limit_is_refused(client, declared):
-    """413, whether the length was declared or found during the read."""
+    """A large body gets 413, whether its length was declared or found during the read."""
     raw = json.dumps({"prompt": "x" * 200}).encode()
     reply = client.post("/", content=raw if declared else iter([raw[:50], raw[50:]]))
     assert reply.status_code == 413
@@ -110,7 +110,7 @@ def test_the_limit_of_a_body_is_exact(client, size_bytes, status, declared):
 
 
 def test_headers_are_matched_without_case():
-    """ASGI has them in lower case."""
+    """The names that the router compares are in lower case, as in ASGI."""
     request = Request({"type": "http", "headers": [(b"traceparent", b"00-ab"), (b"cookie", b"c")]})
     assert dict(forwarded_headers(request))[b"traceparent"] == b"00-ab"
 
@@ -141,7 +141,7 @@ def test_a_request_that_its_body_names(client, header, sent):
     [(b"{", "body.1"), (b"[]", "body"), (b"", "body"), (b'{"structured_outputs": 5}', "body.structured_outputs")],
 )
 def test_what_is_no_request_is_refused_in_the_form_of_vllms_framework(client, content, param):
-    """Its type differs from that of vLLM's own refusals."""
+    """The error's type is that of vLLM's framework, which differs from vLLM's own refusals."""
     reply = client.post("/", content=content)
     error = reply.json()["error"]
     assert (reply.status_code, error["type"], error["param"], error["code"]) == (400, "Bad Request", param, 400)

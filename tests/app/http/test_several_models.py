@@ -41,7 +41,7 @@ class Engines(Handle):
         self.meanwhile: Callable[[], object] = lambda: None
         """Function called when an adapter is loaded."""
         self.models_reply: tuple[int, str] | None = None
-        """Status and body of its answer to `/v1/models`; None for a list of its model."""
+        """Status and body of the answer to `/v1/models`; None for a list of the engine's model."""
         self._known = True
 
     async def _serve(self, call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -152,7 +152,7 @@ async def test_a_form_names_its_model_too(service: Service) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/pooling", "/v1/messages"])
 async def test_an_unknown_model_gets_vllms_error(service: Service, path: str) -> None:
-    """`_check_model` in vllm/entrypoints/serve/engine/serving.py; Anthropic's form for its API."""
+    """The error is that of vLLM's `_check_model` (entrypoints/serve/engine/serving.py)."""
     message = "The model `c` does not exist. Valid aliases: a, a2, b."
     reply = await service.post(path, model="c", prompt="x")
     assert reply.status_code == 404
@@ -263,7 +263,7 @@ async def test_an_adapter_is_loaded_on_all_engines_of_its_model_and_unloaded(ser
 
 
 async def test_a_known_adapter_keeps_its_model_while_that_does_not_answer(service: Service) -> None:
-    """404 would tell clients that the adapter does not exist."""
+    """The answer is 503: 404 would tell clients that the adapter does not exist."""
     assert (await service.post("/v1/completions", model="a-lora", prompt="x")).status_code == 200
     service.a[1].silent = True
     service.router.adapters.forget()
@@ -321,7 +321,7 @@ async def test_one_of_two_models_gets_an_adapter_of_a_name(two_loading: Service)
 
 
 async def test_two_routers_do_not_give_two_models_an_adapter_of_one_name(two_loading: Service) -> None:
-    """The other router loads it for `b` while this one loads it for `a`."""
+    """Another router loads the adapter for `b` while this router loads one for `a`."""
     service = two_loading
     service.a[1].meanwhile = lambda: service.b[1].adapters["db"].update(new=(1, "/new", False))
     reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")

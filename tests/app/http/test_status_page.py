@@ -42,7 +42,7 @@ def client(*keys: str) -> httpx.AsyncClient:
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    """It works offline: no address of another host, no second file."""
+    """The page works offline: it has no address of another host and no second file."""
     page = status_page()
     assert not re.search(r"https?://|@import|url\(", page)
     assert re.findall(r'\b(?:src|href)="([^"]*)"', page) == ["data:,"]

@@ -147,7 +147,7 @@ def full(times: int, serve: Any = None) -> Any:
 
 
 async def test_a_full_engine_hides_no_response() -> None:
-    """The others are called first. The full one may have the response: 503, not 404 or 429."""
+    """The router answers 503, not 404 or 429: the full engine may have the response."""
     http, decode = service(Engine("a").serve, full(10**6), replica_timeout_s=0.5)
     async with http:
         for _ in range(4):
@@ -171,7 +171,7 @@ async def test_a_full_engine_is_waited_for(others: int) -> None:
 
 
 async def test_a_slow_engine_hides_no_response() -> None:
-    """The others are called after `replica_timeout_s`."""
+    """After `replica_timeout_s` without an answer, the router calls the other engines."""
     http, decode = service(Engine("a").serve, hangs, replica_timeout_s=1.0)
     async with http:
         for _ in range(2):

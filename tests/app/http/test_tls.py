@@ -95,7 +95,7 @@ async def test_changed_files_are_used_by_the_next_connection(ours: Authority, fo
 async def test_a_certificate_that_is_not_valid_yet_is_used_once_it_is(
     ours: Authority, foreign: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its files do not change when its validity begins."""
+    """The certificate's files do not change when its validity begins."""
     files = TlsFiles(*ours.issue("router"))
     async with served(files, free_port()) as url:
         with monkeypatch.context() as behind:
@@ -125,7 +125,7 @@ async def test_client_certificates(ours: Authority, foreign: Authority) -> None:
 
 
 def test_files_that_cannot_be_used(ours: Authority, tmp_path: Path) -> None:
-    """Refused by name at the start and by the doctor."""
+    """The router's start and the doctor name the setting of an unusable file."""
     certificate, key = ours.issue("router")
     other = ours.issue("other")[1]
     revoked = tmp_path / "revoked.crt"

@@ -119,7 +119,7 @@ def test_a_client_without_a_trace_gets_one(collector: Collector, given: tuple[tu
 
 
 def test_a_client_that_does_not_sample_is_heard(collector: Collector) -> None:
-    """Its flag reaches the engines, and no span is sent."""
+    """The client's flag reaches the engines, and no span is sent."""
     traces = Traces(collector.endpoint)
     wanted = request((b"traceparent", CLIENTS[:-1] + b"0"))
     trace = traces.begin(wanted)

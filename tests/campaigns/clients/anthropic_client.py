@@ -1,4 +1,4 @@
-"""Anthropic's SDK, asked in its own ways; prints the answers as JSON. Needs `anthropic` alone.
+"""Call Anthropic's SDK in its own ways; print the answers as JSON. Needs `anthropic` alone.
 
 python anthropic_client.py BASE_URL MODEL PROMPT
 """

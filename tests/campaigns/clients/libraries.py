@@ -315,9 +315,9 @@ def play(url: str, python: str | None, anthropic_python: str | None) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", help="a service that runs already, with its tool parser on")
-    parser.add_argument("--langchain", metavar="PYTHON", help="an interpreter that has langchain-openai")
-    parser.add_argument("--anthropic", metavar="PYTHON", help="an interpreter that has anthropic")
+    parser.add_argument("--url", help="address of a running service with a tool parser")
+    parser.add_argument("--langchain", metavar="PYTHON", help="interpreter of an environment with langchain-openai")
+    parser.add_argument("--anthropic", metavar="PYTHON", help="interpreter of an environment with anthropic")
     options = parser.parse_args()
     if options.url:
         return 1 if play(options.url, options.langchain, options.anthropic) else 0

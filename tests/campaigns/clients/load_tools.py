@@ -272,7 +272,9 @@ def verdict(ours: Result | None, single: Result | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tools", type=Path, metavar="DIRECTORY", help="holds lm_eval, guidellm and aiperf")
+    parser.add_argument(
+        "--tools", type=Path, metavar="DIRECTORY", help="folder with the commands lm_eval, guidellm and aiperf"
+    )
     parser.add_argument("--only", default="", help="run the tools whose name this regular expression matches")
     parser.add_argument("--prompts", type=int, default=1000, help="number of prompts of vllm bench serve")
     options = parser.parse_args()

@@ -120,8 +120,8 @@ FORBIDDEN = -9999.0
 def _without_forbidden(alternatives: Any) -> Any:
     """Replace forbidden tokens of a token's alternatives by a number that counts them.
 
-    All of them are equally likely. Which of them are among the first k, `torch.topk` decides by k,
-    and k is the largest number of logprobs that any request of the batch asks for.
+    All of them are equally likely. `torch.topk` decides which of them are among the first k, and k
+    is the largest number of logprobs that any request of the batch requests.
     """
     if isinstance(alternatives, dict) and "logprob" in alternatives:  # one entry of a chat's list
         return "forbidden" if alternatives["logprob"] == FORBIDDEN else alternatives
@@ -177,7 +177,7 @@ def _read_chunks(frames: list[str]) -> dict[str, Any]:
         for choice in chunk.get("choices", ()):
             _add(total["choices"].setdefault(str(choice["index"]), {}), choice)
         if chunk.get("usage"):
-            total["usage"] = chunk["usage"]  # grows; the last one is the whole
+            total["usage"] = chunk["usage"]  # the value grows; the last one is complete
         for key, value in chunk.items():
             if key not in ("choices", "usage"):
                 values = repeated.setdefault(key, [])

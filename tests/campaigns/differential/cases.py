@@ -57,8 +57,10 @@ def request(path: str, body: Any, headers: Mapping[str, str] = JSON_TYPE) -> Req
 
 
 def prompt(name: str, facts: int = 14) -> RecallPrompt:
-    """Return a prompt of this case alone: neither side has cached it. 14 facts are 87 tokens,
-    two whole blocks.
+    """Return a prompt that no other case has, so neither side has cached it.
+
+    14 facts are 87 tokens, two whole blocks.
+
     """
     return make_prompt(random.Random(f"differential {name}"), facts)
 

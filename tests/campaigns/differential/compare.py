@@ -23,7 +23,7 @@ def differences(single: Answer, service: Answer) -> list[str]:
 
 
 def event_groups(single: Reply, service: Reply) -> list[tuple[int, int]]:
-    """Divide two streams into the smallest groups of neighbouring events that say the same.
+    """Divide two streams into the smallest groups of neighbouring events with equal content.
 
     Return the numbers of events of both sides by group. vLLM joins outputs that its frontend has
     not read, so timing decides which tokens share an event: (1, 1) are equal events, (2, 1) two

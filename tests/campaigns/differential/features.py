@@ -281,7 +281,7 @@ FEATURES: tuple[Feature, ...] = (
             ignore_eos=ABSENT,
         ),
     ),
-    # What the client wants to know of the prompt, and of the price.
+    # Fields that change the rendered prompt or the answer's metadata.
     Feature("prompt text", None, {"return_prompt_text": True}),
     Feature("no generation prompt", None, {"add_generation_prompt": False}),
     Feature("instructions", responses={"instructions": "be brief"}),

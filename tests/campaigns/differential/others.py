@@ -57,9 +57,7 @@ FRAMEWORK = "vLLM leaves it to its web framework, which answers in a form of its
 
 
 def cache_cases() -> Iterator[Case]:
-    """The same prompt again, the next turn of a chat, a salt: `cached_tokens` of each, which
-    starts from nothing.
-    """
+    """Yield repeated, continued and salted prompts, to compare `cached_tokens`."""
     usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     for path, build in BUILDERS.items():
         for facts in (5, 14, 60):
@@ -129,9 +127,7 @@ def token_cases() -> Iterator[Case]:
 
 
 def named_cases() -> Iterator[Case]:
-    """A request that the client names bears that name, and its answer too; headers that vLLM
-    reads.
-    """
+    """Yield requests with a client's id, which their answers repeat, and with headers for vLLM."""
     for path, build in BUILDERS.items():
         for stream in (False, True):
             name = f"{path} named in the header{', streamed' if stream else ''}"
@@ -157,7 +153,7 @@ def route_cases() -> Iterator[Case]:
     yield Case("version", (Request("/version", method="GET"),))
     for method in ("GET", "PUT", "DELETE"):
         yield Case(f"{method} {COMPLETIONS}", (Request(COMPLETIONS, method=method),), only_status=FRAMEWORK)
-    for path in ("/v1/nothing", "/v1/completions/"):  # "/" is the status page here, and nothing there
+    for path in ("/v1/nothing", "/v1/completions/"):  # "/": no such path in vLLM
         yield Case(f"POST {path}", (request(path, {}),), only_status=FRAMEWORK)
     yield Case("tokenizer_info", (Request("/tokenizer_info", method="GET"),))
     for path in OF_OTHER_MODELS:

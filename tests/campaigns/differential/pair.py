@@ -76,7 +76,7 @@ class PairOfServers:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Return when both answer."""
+        """Wait until both sides answer."""
         adapter = lora_adapter(self.folder / "adapter", DEMO_MODEL_DIR)
         try:
             lora_modules = [{"name": ADAPTER, "path": str(adapter)}]

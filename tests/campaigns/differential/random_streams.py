@@ -172,7 +172,7 @@ def _length(rng: Random, features: list[str]) -> int:
 
 
 def _stop(rng: Random, prompt: RecallPrompt, path: str) -> Fields:
-    """Return stop strings that the model's likely answer meets at, across or after the seam, or
+    """Return stop strings that the model's likely answer completes at, across or after the seam, or
     begins at the seam and does not complete.
     """
     first, rest = _likely(prompt, path)

@@ -371,7 +371,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=600.0, help="start no further round after this time")
     parser.add_argument("--folder", type=Path, help="keep a JSON line for each round and the logs here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this process
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-seam-"))
     folder.mkdir(parents=True, exist_ok=True)
     pair = make_pair(folder)

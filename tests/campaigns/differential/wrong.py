@@ -149,7 +149,7 @@ AT: dict[str, dict[str, Any]] = {
 OF_THE_ROUTER: tuple[tuple[str, Any], ...] = (("n", 100_000), ("structured_outputs", "x"), ("structured_outputs", []))
 """Wrong values that the router refuses itself, and vLLM too."""
 
-BREAKS = "vLLM's Responses API lets the engine's refusal through within a stream, and the connection breaks"
+BREAKS = "vLLM's Responses API breaks the connection at an engine's refusal in a stream"
 BROKEN_OFF = ((RESPONSES, "structured_outputs", {"regex": "["}),)
 """Values to which the single server does not answer if the request is streamed."""
 
@@ -178,9 +178,7 @@ PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def wrong_cases() -> Iterator[Case]:
-    """Each wrong value in a request that is right otherwise; each field's first also in a
-    stream.
-    """
+    """Yield each wrong value in an otherwise valid request; a field's first also streamed."""
     for path, build in BUILDERS.items():
         tables = (EVERYWHERE, {} if path == RESPONSES else GENERATING, AT[path])
         for table in tables:

@@ -150,7 +150,7 @@ class Campaign:
                     await lane.start("prefill", "decode")
         except RuntimeError as error:
             # The other lanes continue.
-            print(f"{lane.folder.name} gives up: {error}", flush=True)
+            print(f"{lane.folder.name} ends: {error}", flush=True)
             self.found += 1
         finally:
             lane.destroy()

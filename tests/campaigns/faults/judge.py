@@ -28,7 +28,7 @@ class Outcome(StrEnum):
 
 
 def judge(trial: Trial) -> Outcome:
-    """The outcome of one request."""
+    """Return the outcome of one request."""
     expected = trial.question.expected
     if not expected.startswith(trial.text) or (trial.complete and trial.finish == "length" and trial.text != expected):
         return Outcome.WRONG

@@ -94,7 +94,7 @@ class Lane:
     # ---- servers --------------------------------------------------------------------------------
 
     async def start(self, *names: str) -> None:
-        """(Re)place servers and wait until they answer; afterwards they have not met."""
+        """Start or replace servers, and wait until they answer. They are not connected yet."""
         for name in names:
             await asyncio.to_thread(self.servers[name].destroy)
             self.servers[name].start()
@@ -184,7 +184,7 @@ class Lane:
             "requests": [_record(trial, outcome, started) for trial, outcome in self._judged(trials)],
         }
         if self.link is not None:
-            # The next fault needs a working link in any case.
+            # The next fault needs a working link.
             self.link.mend()
         if bad:
             record["logs"] = [line for log, size in logs.items() for line in _troubles(log, size)]
@@ -374,7 +374,7 @@ class Lane:
         return [(trial, judge(trial)) for trial in trials]
 
     async def _aftermath(self, fault: Fault | FaultPair, trials: list[Trial]) -> Case:
-        """Pools, then life, then a probe through both engines."""
+        """Check the pools, then the processes, then a probe through both engines."""
         outcomes = Counter(outcome for _, outcome in self._judged(trials))
         last = max((trial.timestamps["ended"] for trial in trials), default=time.monotonic())
         victims = {step.target for step, _ in fault.steps}

@@ -44,7 +44,7 @@ class FaultPair:
 
     @property
     def steps(self) -> tuple[tuple[Fault, float], ...]:
-        """Each fault, and the seconds since the one before."""
+        """Return each fault with the seconds since the previous one."""
         return ((self.first, 0.0), (self.second, self.delay_s))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROUTER_PREFILL_S = 12.0
-"""Time after which the driver, as router, gives up a prefill leg."""
+"""Time after which the driver, as router, cancels a prefill leg."""
 
 COMPUTING_S = 15.0
 """Time for a prompt among others, on a machine that several pairs of engines share."""
@@ -142,7 +142,7 @@ def connector(text: str) -> Connector:
     try:
         transfer = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"CONNECTOR is no JSON: {error}") from None
+        raise ValueError(f"CONNECTOR is neither a preset nor JSON: {error}") from None
     if not isinstance(transfer.get("kv_connector"), str):
         raise ValueError("CONNECTOR: the KVTransferConfig must name a kv_connector")
     transfer.pop("kv_role", None)

@@ -99,7 +99,7 @@ async def send(
         return trial
 
     def direct(question: Question, reference: Trial) -> None:
-        """Send a request to decode alone, with prefill's answer to another."""
+        """Send a request to decode alone, with prefill's answer to another request."""
         trial = Trial(question, request_id=reference.request_id)
         trials.append(start(trial, _decode_only(router, trial, reference.params)))
 

@@ -1,4 +1,4 @@
-"""A page from what campaigns have measured: ``python -m tests.campaigns.faults.report
+"""Write a page of campaign results: ``python -m tests.campaigns.faults.report
 RESULTS.json PAGE.md``.
 """
 
@@ -148,9 +148,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> str:
-    """All of it; ``reading`` is what a person has made of it, and comes after the first two
-    tables.
-    """
+    """Return the page. ``reading``, a person's interpretation, follows the first two tables."""
     cases = Cases(case for case in results.values() if "not_applicable" not in case)
     away = len(results) - len(cases)
     names = sorted({case["connector"] for case in cases}, key=_rank)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 PHASES = ("handshake", "queued", "chunks", "between", "offering", "transfer", "decoding")
 """Phases of a request, as far as they can be timed from outside.
 
-handshake  the decode leg of a pair that has never met; then offering, for the first time
+handshake  the decode leg of a pair that is not connected; then offering, for the first time
 queued     the prefill leg waits behind others
 chunks     prefill computes a long prompt
 between    prefill has answered, the decode leg has not been sent

@@ -1,6 +1,6 @@
 """One request through a prefill and a decode server, as a router sends it, and its client's record.
 
-Faults are timed by the record and answers judged by it; it needs nothing of the connector.
+The campaign times faults and judges answers by this record, which does not depend on the connector.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Meanwhile = Callable[[Trial], Any]
 
 @dataclass
 class Router:
-    """``bound_s`` is how long a decode leg may take."""
+    """``bound_s`` is the longest time that a decode leg may take."""
 
     client: httpx.AsyncClient
     prefill_url: str

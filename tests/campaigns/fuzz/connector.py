@@ -257,7 +257,7 @@ class Campaign:
         finally:
             server.close()
 
-    # ---- what must go on ------------------------------------------------------------------------
+    # ---- legitimate requests --------------------------------------------------------------------
 
     def transfer(self) -> None:
         """A request's KV is transferred correctly, and the side channel still answers peers with

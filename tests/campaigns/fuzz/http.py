@@ -102,7 +102,7 @@ async def _send(client: httpx.AsyncClient, url: str, case: Case, report: Report,
             report.findings.append(f"no answer within {bound_s:g} s to {shown}")
         return
     except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeEncodeError):
-        return  # the client would not send that
+        return  # httpx refuses to send the request
     except httpx.TransportError as error:
         # Serve's proxy ends connections whose requests it cannot read.
         if case.name != "headers":
@@ -120,7 +120,7 @@ async def _send(client: httpx.AsyncClient, url: str, case: Case, report: Report,
 
 
 async def _send_raw(url: str, raw: bytes) -> None:
-    """Send it, read for a moment, and disconnect; any answer is right."""
+    """Send the case, read for a moment, and disconnect; any answer is right."""
     target = urlsplit(url)
     reader, writer = await asyncio.open_connection(target.hostname, target.port)
     with contextlib.suppress(OSError, TimeoutError):
@@ -158,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=4000)
-    parser.add_argument("--seconds", type=float, default=170, help="send no more cases after that")
+    parser.add_argument("--seconds", type=float, default=170, help="send no more cases after this time")
     options = parser.parse_args()
     # The service runs in its own session: a stopped campaign must not leave it behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -30,7 +30,7 @@ def check(condition: bool, problem: str) -> None:
 
 
 def compare(pair: Pair, expected: np.ndarray) -> None:
-    """Their pages hold exactly ``expected``."""
+    """Check that the other process's pages hold exactly ``expected``."""
     found = np.frombuffer(pair.call("read"), np.uint8)
     wrong = np.flatnonzero(found != expected)
     check(not len(wrong), f"{len(wrong)} bytes of {SIZE} are wrong, the first at {wrong[:1].tolist()}")

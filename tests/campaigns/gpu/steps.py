@@ -87,7 +87,7 @@ def layers_come_out_in_order(device: torch.device) -> str:
                 if isinstance(entry, LayersComputed):
                     for layer in range(entry.stop):
                         values = cache.filled_with(layer)
-                        check(values == {layer + 1}, f"layer {layer} has come out, and its bytes are {values}")
+                        check(values == {layer + 1}, f"layer {layer} was returned, but its bytes are {values}")
                     early += cache.filled_with(LAYERS - 1) == {0}
             return bool(found) and isinstance(found[-1], Ended)
 

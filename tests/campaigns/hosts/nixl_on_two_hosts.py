@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[tuple[Switch, Agent, Agent]]:
-    """Two agents that have met, each on a host; the switch in between."""
+    """Two connected agents, each on a host; the switch in between."""
     with hosts(["left", "right"], RATE) as switch:
         left, right = (Agent(switch.hosts[name], tmp_path) for name in ("left", "right"))
         for agent in (left, right):

@@ -167,9 +167,7 @@ class Asked:
 
 
 async def alone(http: httpx.AsyncClient, body: dict[str, object]) -> str:
-    """Return decode's answer when it computes the prompt itself, as for logprobs: the model is
-    not always right.
-    """
+    """Return the answer of decode alone: the model does not always recall the fact."""
     reply = await http.post("/v1/completions", json={**body, "stream": False, "prompt_logprobs": 0})
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-tandem-route"] == "local"

@@ -103,7 +103,7 @@ class TwoHosts:
 @contextlib.contextmanager
 def two_hosts(config: Path, rate: str, **ray: str) -> Iterator[TwoHosts]:
     """Start the service; remove all of it afterwards."""
-    # Ray's sockets lie below it, and the path of a socket is short.
+    # Ray's sockets lie below this folder, and the path of a socket has at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="hosts"))
     try:
         with hosts([FRONT, BACK], rate) as switch:

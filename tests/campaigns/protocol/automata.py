@@ -202,7 +202,7 @@ class ExplorableProducer(Producer):
         return frozenset(peer.rank for peer in self._consumers)
 
     def settled(self) -> tuple[frozenset[int], frozenset[int], bool]:
-        """(consumer ranks whose deliveries are closed, ids of writes whose delivery is given up,
+        """(consumer ranks whose deliveries are closed, ids of writes whose delivery is abandoned,
         nothing is open)
         """
         given_up = frozenset(

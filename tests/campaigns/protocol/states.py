@@ -48,8 +48,8 @@ class A(NamedTuple):
 class B(NamedTuple):
     """A consumer rank.
 
-    ``told``: producer ranks whose deaths it knows. ``queue``: whether it has asked for the start of
-    its prompt, and was told. ``may`` write: bits of the ranks with an Offer and without a later
+    ``told``: producer ranks whose deaths it knows. ``queue``: whether it has sent AwaitStart, and
+    has received Starting. ``may`` write: bits of the ranks with an Offer and without a later
     answer. ``memory[p]``: what producer rank p has written so far; ``verifying``: what is being
     compared. ``kept``: the request has failed, and its blocks are in quarantine.
     """
@@ -67,15 +67,15 @@ class B(NamedTuple):
 
     @property
     def listens(self) -> bool:
-        """Return whether it is alive and its blocks may still be written to, now or later."""
+        """Return whether the engine is alive and its blocks may still receive writes."""
         return self.machine != DEAD and (self.phase <= STARTED or self.kept)
 
 
 class InFlight(NamedTuple):
     """A write.
 
-    ``torn`` once its source has changed. One that ``hangs`` ends when only clocks are due. One that
-    has ``failed`` was reported as failed to its producer, and may reach the consumer while the
+    ``torn`` once its source has changed. A write that ``hangs`` ends when only clocks are due. A
+    ``failed`` write was reported as failed to its producer, and may reach the consumer while the
     producer lives.
     """
 

@@ -63,7 +63,7 @@ from tests.campaigns.protocol.transfers import NEVER
 class World(States):
     """Possible events in the states of one scenario, and forbidden ones."""
 
-    # ---- what can happen ------------------------------------------------------------------------
+    # ---- possible events ------------------------------------------------------------------------
 
     def orderly(self, d: Draft) -> Iterator[Step]:
         """Yield the events that happen eventually without a further fault, the most urgent
@@ -309,7 +309,7 @@ class World(States):
         self.producer(d, write.rank, "write_refused", (self.posted.values[write.posted].wid, ""))
 
     def write_vanishes(self, d: Draft, write: InFlight) -> None:
-        """Its consumer is dead."""
+        """Drop a write whose consumer is dead."""
         d.writes.remove(write)
         if not write.failed:
             self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
@@ -379,7 +379,7 @@ class World(States):
     def post(self, d: Draft, p: int, posted: Posted) -> None:
         b = d.b[posted.consumer]
         if b.machine != DEAD and b.phase != STARTED and not b.kept:
-            raise Broken(f"prefill {p} writes into blocks that decode {posted.consumer} has given up")
+            raise Broken(f"prefill {p} writes into blocks that decode {posted.consumer} has freed")
         if d.budget.freed:
             raise Broken(f"prefill {p} reads blocks that have been freed")
         d.writes.add(InFlight(p, self.posted(posted)))
@@ -526,7 +526,7 @@ class World(States):
     # ---- the end --------------------------------------------------------------------------------
 
     def check_end(self, d: Draft) -> None:
-        """Nothing more will happen: every wait has ended, and every block is free."""
+        """Check a state without further events: every wait has ended, and every block is free."""
         if d.net or d.writes:
             raise Broken(f"at the end {len(d.net)} messages and {len(d.writes)} writes are in flight")
         whole = all(a.machine != DEAD for a in d.a)

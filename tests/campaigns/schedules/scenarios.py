@@ -294,7 +294,7 @@ def add_consumption(
                 partial(world.on_consumer, rank, lambda m: m.abort(name, world.now)),
             )
 
-    # The router may have learnt of the prefill engine some time ago.
+    # The router may have known the prefill engine for some time.
     world.at(when - rng.choice([0.0, 0.0, 2.0]), lambda: known.append(world.prefill.address))
     world.at(when, start)
     if abort:
@@ -304,10 +304,9 @@ def add_consumption(
 def add_death(world: World, rng: random.Random, side: str) -> float:
     """One rank dies, the others a little later; usually the engine starts again.
 
-    Return the end of all this.
+    Return the time at which these events end.
 
-    The survivors' side is told once the whole engine is gone: a consumer always, a producer
-    perhaps.
+    The loss of the whole engine is always reported to a consumer, and sometimes to a producer.
     """
     dies, first = rng.uniform(0, 8), rng.random()
     gone = dies + rng.uniform(0.01, 1.0)

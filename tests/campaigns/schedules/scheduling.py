@@ -103,7 +103,7 @@ class Engine:
         )
         self.images = images
         if images:
-            # What vLLM makes for a model that reads images.
+            # As vLLM sets them for a model that reads images.
             self.scheduler.encoder_cache_manager = EncoderCacheManager(ENCODER_TOKENS)
             self.scheduler.max_num_encoder_input_tokens = ENCODER_TOKENS
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)

@@ -286,7 +286,7 @@ class World:
         owner = self.consumptions.get(consumer.owner.get(dst, ""))
         if owner is None or owner.transfer_id != write.transfer_id:
             raise Violation(
-                f"{producer.peer} wrote {write.transfer_id} into block {dst} of {consumer.peer}, which had given it up"
+                f"{producer.peer} wrote {write.transfer_id} into block {dst} of {consumer.peer}, which had freed it"
             )
         consumer.memory[dst, producer.peer.rank, layer] = producer.memory.get((src, layer), STRANGER)
         if self.stormy and self.integrity and self.rng.random() < self.weather.damages:
@@ -307,7 +307,7 @@ class World:
     def queue(self, queued: Queued) -> None:
         """A decode request arrives; it allocates its blocks when its prompt is about to start.
 
-        One rank asks.
+        The first rank sends the AwaitStart.
         """
         self.counts["queued"] += 1
         self.queued[queued.request_id] = queued

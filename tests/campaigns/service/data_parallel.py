@@ -110,7 +110,7 @@ async def ask_all(url: str, questions: Questions, count: int, seed: int, kill: p
 
 def samples(url: str, name: str) -> dict[tuple[str, str], float]:
     """Return the samples of an engine metric by role and data-parallel rank, each summed."""
-    time.sleep(OPEN_AGE_S)  # no answer that was made before
+    time.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     found: dict[tuple[str, str], float] = {}
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
         if re.match(rf"{name}\{{", line) and (rank := re.search(r'engine="(\d+)"', line)):
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=2, help="data-parallel size of decode")
     parser.add_argument("--folder", type=Path, help="keep the service's log here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this process
     sizes = {role: size for role, size in (("prefill", options.prefill), ("decode", options.decode)) if size > 1}
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-dp-"))
     folder.mkdir(parents=True, exist_ok=True)

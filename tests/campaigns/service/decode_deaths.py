@@ -194,7 +194,7 @@ def _serving(engines: Sequence[DecodeEngine], busy_s: Sequence[float]) -> Decode
 
 
 def count_resumed(http: httpx.Client) -> float:
-    time.sleep(OPEN_AGE_S)  # no cached response
+    time.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
     lines = http.get("/metrics").text.splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1])
@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--last", type=int, default=40)
     parser.add_argument("--folder", type=Path, help="keep a JSON line for each death, the log and the trace here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this process
     victims: Iterator[Victim] = cycle(("core", "core", "actor"))
     deaths = []
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-deaths-"))

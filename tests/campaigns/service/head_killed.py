@@ -272,7 +272,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODES)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes must not outlive this process
     folder = Path(tempfile.mkdtemp(prefix="th", dir="/tmp"))  # Ray's sockets need a short path
     problems = []
     for mode in MODES if options.only is None else (options.only,):

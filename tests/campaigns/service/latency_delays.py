@@ -153,7 +153,7 @@ def medians(samples: list[dict[str, float]]) -> dict[str, float]:
 
 
 async def under_load(service: ServiceProcess, then: Callable[[], None]) -> None:
-    """Keep both engines busy with requests of all kinds, and call `then` in a thread during it."""
+    """Keep both engines busy with requests of all kinds, and call `then` in a thread meanwhile."""
     done = asyncio.Event()
 
     async def client(number: int) -> None:

@@ -73,7 +73,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     refused: int = 0
-    """Answers 404 while the adapter was being loaded or unloaded."""
+    """Number of 404 answers while the adapter was being loaded or unloaded."""
     routes: Counter[str] = field(default_factory=Counter)
     models: Counter[str] = field(default_factory=Counter)
 
@@ -443,7 +443,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--cycles", type=int, default=12)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this process
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tandem-models-") as name:
         folder = Path(name)

@@ -80,7 +80,7 @@ class Clients:
         self._tasks = [asyncio.create_task(self._ask_forever()) for _ in range(CLIENTS)]
 
     async def stop(self) -> None:
-        """Each client ends with its current answer."""
+        """Stop each client after its current answer."""
         tasks, self._tasks = self._tasks, []
         await asyncio.gather(*tasks)
 
@@ -104,7 +104,7 @@ class Clients:
                 facts, chat = rng.choice((4, 20, 60, 120)), number % 2 == 1
                 prompt = make_prompt(rng, facts, distance_facts=facts - 1)
                 route, text = await _answer(http, prompt, chat, stream=False, prompt_logprobs=0)
-                assert route == "local", "the prompt's logprobs are where it was computed"
+                assert route == "local", "a request for the prompt's logprobs must take the local route"
                 if exact(prompt, text):
                     self._questions.append((prompt, chat))
         return QUESTIONS - len(self._questions)
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=2, help="how often every replica is replaced")
     parser.add_argument("--folder", type=Path, help="keep the report and the service's log here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this process
     folder = options.folder or Path(tempfile.mkdtemp(prefix="tandem-restart-"))
     folder.mkdir(parents=True, exist_ok=True)
     # Ray's hook for errors must not outlive its cluster: it would wait for it.

@@ -83,10 +83,7 @@ class Shell:
         return told
 
     def starts_in_order(self) -> bool:
-        """Return whether both roles serve.
-
-        A router that is ready before it can serve would get requests.
-        """
+        """Return whether both roles serve: a router that is ready earlier would get requests."""
         is_ready = httpx.get(f"{self.url}/tandem/service").status_code == 200
         health = httpx.get(f"{self.url}/health")
         assert health.status_code == 200 or not is_ready
@@ -154,7 +151,7 @@ def shell() -> Iterator[Shell]:
 
 
 def test_a_service_under_rays_own_commands(shell: Shell) -> None:
-    """Started, checked, changed without a restart, and shut down."""
+    """A service is started, checked, changed without a restart, and shut down."""
     log = shell.folder / "run.log"
     running = shell.background("run.log", "serve", "run", str(shell.config))
     try:

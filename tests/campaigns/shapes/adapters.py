@@ -55,8 +55,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """``moved`` of ``movable`` requests got their KV from prefill; ``recomputed`` of
-    ``strangers`` were refused it.
+    """``moved`` of ``movable`` requests received KV; ``recomputed`` of ``strangers`` did not.
 
     ``alike``: prompts whose adapters give the base model's answer, which could hide a mistake.
     """

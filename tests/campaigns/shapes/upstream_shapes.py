@@ -108,9 +108,7 @@ def _problem(reference: Answer, answer: Answer, tolerance: float) -> tuple[str, 
 
 
 async def _one(connector: str, name: str, tp: tuple[int, int], folder: Path, report: dict[str, Any]) -> None:
-    """Put one pair through ``TODO`` and fill ``report``; an early end sets ``verdict`` and
-    ``reason``.
-    """
+    """Send ``TODO`` through one pair and fill ``report``; an early end sets the verdict."""
     family = CASES[name]
     tolerance = BFLOAT16_TOLERANCE if family.engine.get("dtype") == "bfloat16" else family.tolerance
     trace = folder / "trace.jsonl"
@@ -243,8 +241,10 @@ def merged(log: Path) -> list[tuple[str, tuple[int, int], dict[str, Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connectors", default="NixlConnector,tandem")
-    parser.add_argument("--cases", default="", help="only families whose name, with ':P:D' after it, matches this")
-    parser.add_argument("--again", action="store_true", help="measure what has been measured, too")
+    parser.add_argument(
+        "--cases", default="", help="a regular expression: only cases whose FAMILY:P:D (P and D: TP sizes) matches it"
+    )
+    parser.add_argument("--again", action="store_true", help="also repeat cases that have results")
     parser.add_argument("--merge", type=Path, help="a log of make families, for Tandem's side of its pairs")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "upstream-shapes")
     arguments = parser.parse_args()

@@ -223,7 +223,7 @@ def _rewrite(world: World, change: Callable[[bytearray], bytearray]) -> None:
 
 
 def _swap(world: World, change: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> None:
-    """Change two objects of one tier that take as many blocks."""
+    """Change two objects of one tier that use the same number of blocks."""
     root = world.random.choice((world.disk, world.memory))
     with held(root):
         files = world.object_files(root)

@@ -101,7 +101,7 @@ CASES = {
 
 
 def prompts(count: int, chunk_tokens: int) -> list[list[int]]:
-    """Return random prompts of one to six chunks and a rest, some with common prefixes."""
+    """Return random prompts of one to six chunks and a partial one, some with common prefixes."""
     dice = random.Random(11)
     found: list[list[int]] = []
     for number in range(count):
@@ -112,7 +112,7 @@ def prompts(count: int, chunk_tokens: int) -> list[list[int]]:
 
 
 def with_other_chunks(prompt: Sequence[int], chunk_tokens: int) -> list[int]:
-    """Return a prompt with other tokens in all whole chunks, and the same rest."""
+    """Return a prompt with other tokens in all whole chunks, and the same partial chunk."""
     dice = random.Random(12)
     tokens = (len(prompt) - 1) // chunk_tokens * chunk_tokens
     return [dice.randrange(4, VOCABULARY) for _ in range(tokens)] + list(prompt[tokens:])

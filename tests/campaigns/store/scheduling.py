@@ -122,7 +122,7 @@ class Engine:
             hash_block_size=hash_block_size,
             log_stats=True,
         )
-        # What vLLM makes for a model that reads images.
+        # As vLLM sets them for a model that reads images.
         self.scheduler.encoder_cache_manager = EncoderCacheManager(2 * IMAGE_TOKENS)
         self.scheduler.max_num_encoder_input_tokens = 2 * IMAGE_TOKENS
         hashing = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -324,8 +324,8 @@ class Engine:
         until = time.monotonic() + 20.0
         while not self.store.idle() and time.monotonic() < until:
             time.sleep(0.001)
-        assert self.store.staging.used_bytes == 0, "staging memory is lost"
-        assert self.connector.scheduler.remembered == 0, "the connector remembers requests"
+        assert self.store.staging.used_bytes == 0, "staging memory is leaked"
+        assert self.connector.scheduler.remembered == 0, "the connector keeps state of ended requests"
 
 
 def view(rank: Rank, group: int) -> npt.NDArray[np.uint64]:
@@ -369,7 +369,7 @@ def main() -> None:
         totals = run(Path(folder) / "store", options.seed, -(-options.steps // len(KINDS)), KINDS)
     for what, count in sorted(totals.items()):
         print(f"{count:>12,} {what}")
-    print("every token that attention looked at was the right one, and nothing is left")
+    print("every token that attention read was right, and nothing is left")
 
 
 if __name__ == "__main__":

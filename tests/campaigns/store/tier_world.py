@@ -220,7 +220,7 @@ class TierWorld(World):
         engine.close()
 
     def ask(self, number: int) -> None:
-        """One request: load what is stored, check every byte, and store the rest."""
+        """Run one request: load what is stored, check every byte, and store the rest."""
         engine = self.engines[number]
         if self.random.random() < 0.7:
             engine.forget()

@@ -211,7 +211,7 @@ class World:
     # ---- requests -------------------------------------------------------------------------------
 
     def ask(self, number: int) -> None:
-        """One request: load from the store, check every byte, and store the rest."""
+        """Run one request: load from the store, check every byte, and store the rest."""
         engine = self.engines[number]
         mine = self.prompts[28:] if number == 2 else self.prompts[:28]
         prompt = self.random.choice(mine)

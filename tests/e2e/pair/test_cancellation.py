@@ -27,7 +27,7 @@ STATES = ("asked", "receive", "offer", "chunk", "write", "written", "received")
 """Last trace event before the cancellation.
 
 asked     none yet: the requests are on their way
-receive   decode has its blocks: CONNECTING, or OFFERED if the engines have met
+receive   decode has its blocks: CONNECTING, or OFFERED if the engines are connected
 offer     prefill has decode's offer: EARLY or LIVE, the delivery OPEN
 chunk     between two chunks of the prompt
 write     a write is in flight
@@ -56,8 +56,8 @@ async def traced(engines: Engines, start: int, name: str, unless: asyncio.Future
 def test_cancelled_in_each_state(engines: Engines, leg: str, n: int) -> None:
     """The other leg's answers are right, and both pools return to their baseline.
 
-    With n of 2, vLLM copies the parameters to two requests on either side; the id is valid for one
-    of each.
+    With n of 2, vLLM copies the parameters to two requests on each engine. The
+    transfer id is valid for one request per engine.
     """
     pair = engines.one_to_two
     prompt = random_prompt(PROMPT_TOKENS, seed=50)

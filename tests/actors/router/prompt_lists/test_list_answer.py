@@ -64,7 +64,7 @@ def few_at_once(handle: Handle, most: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 async def test_prompts_are_spread_over_pairs(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own prefill and decode leg; the answer has one server's form."""
+    """Each prompt has its own prefill and decode leg; the answer has the form of one server's."""
     router, p, d = fleet([well, well], [completes(), completes()])
     few_at_once(d, at_once, monkeypatch)
     async with http(router) as client:
@@ -110,7 +110,7 @@ async def test_streams_are_merged(at_once: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("first_token", "header"), [("prefill", "decode"), ("decode", None)])
 async def test_who_sampled_the_first_token(first_token: str, header: str | None) -> None:
-    """The header is that of the first prompt, as for a request with one."""
+    """The answer has the header of the first prompt's answer."""
     router, p, d = fleet([well], [completes()])
     router.limits = router.limits.model_copy(update={"first_token": first_token})
     async with http(router) as client:
@@ -131,7 +131,7 @@ async def test_a_refused_prompt_is_the_answer(stream: bool) -> None:
 
 
 async def test_a_prompt_refused_after_the_stream_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One error event and the end mark."""
+    """The stream ends with one error event and the end mark."""
     router, p, d = fleet([well], [completes(refuses="dddd")])
     few_at_once(d, 1, monkeypatch)
     async with http(router) as client:

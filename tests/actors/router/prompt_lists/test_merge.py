@@ -48,7 +48,7 @@ def read(events: bytes) -> list[Any]:
 
 
 def test_a_stream():
-    """Events as they come, each with its prompt's index; one usage and one end."""
+    """The merged stream has all events with their prompt's index, one usage and one end."""
     merged = MergedStream(2, 1, "cmpl-r")
     head = {"id": "cmpl-r", "created": 3}
     assert merged.feed(1, b": ping\n\n") == b": ping\n\n"
@@ -86,7 +86,7 @@ def test_a_stream_without_usage():
 
 
 def test_an_error_ends_the_stream():
-    """Whatever else comes is dropped."""
+    """The merger drops all events after the error."""
     merged = MergedStream(2, 1, "cmpl-r")
     error = {"error": {"message": "no", "code": 400}}
     assert read(merged.feed(1, error_event(json.dumps(error).encode()))) == [error, "data: [DONE]"]

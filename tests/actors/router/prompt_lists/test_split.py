@@ -75,7 +75,7 @@ def test_the_clients_encoding_is_kept():
 
 
 def test_a_lone_surrogate():
-    """msgspec does not read it; the plain encoding has it, too."""
+    """msgspec cannot read a lone surrogate; the split requests still contain it."""
     first, _ = split(request(b'{"prompt": ["\\ud800", "b"]}'))
     assert json.loads(first.raw) == {"prompt": ["\ud800"]}
 
@@ -89,6 +89,6 @@ def test_the_id_of_the_answer():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stream_has_its_time_from_its_own_beginning(stream):
-    """Others wait for the whole answer, whose timeout begins with the list's arrival."""
+    """A stream's timeout begins with the stream; that of a whole answer with the list's arrival."""
     asked = request({"prompt": ["a", "b"], "stream": stream})
     assert (begun(asked).arrived_at > asked.arrived_at) == stream

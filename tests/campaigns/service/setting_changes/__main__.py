@@ -205,9 +205,11 @@ def play(folder: Path, only: list[str]) -> list[Row]:
 def main() -> int:
     """Return 0 if every change was as promised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], metavar="PREFIX", help="settings whose names begin so")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="PREFIX", help="prefixes of the names of the settings to change"
+    )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes must not outlive this process
     folder = Path(tempfile.mkdtemp(prefix="ts", dir="/tmp"))  # Ray's sockets need a short path
     began = time.monotonic()
     rows = play(folder, options.only)
