@@ -238,7 +238,7 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
                     os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
                     os.close(opened)
 
-            runs = {"store": loaded, "plain": read}
+            runs: dict[str, Callable[[], None]] = {"store": loaded, "plain": read}
             if label == "memory":
                 runs = {"store": loaded, "plain": copied, "unverified": read}
             clock = time.thread_time if label == "memory" else time.monotonic
