@@ -59,7 +59,7 @@ class HangingFiles(Files):
             self._healthy.wait()
         return super().head(path)
 
-    def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
+    def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
         self._reads += 1
         if self._call == "read" and self._reads > self._reads_first:
             self._healthy.wait()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
 from connectors.store.tiers import folder
 from connectors.store.tiers.eviction import EvictionOrder
-from connectors.store.tiers.files import Files
+from connectors.store.tiers.files import PIECE_BYTES, Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import HEADER_BYTES, ObjectName
 
@@ -137,6 +137,30 @@ def test_a_damaged_object_is_never_read(tier: FolderTier, damage: str) -> None:
     assert write(tier, 1)
     assert holds(tier, 1)
     assert holds(tier, 2)
+
+
+@pytest.mark.parametrize("at", [0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 9, "swap", "cut"])
+def test_damage_in_any_piece_is_found(tmp_path: Path, at: int | str) -> None:
+    """The digest is computed piece by piece while the object is read."""
+    tier, size = FolderTier(tmp_path / "store", 10 << 20, durable=False), 2 * PIECE_BYTES + 10
+    write(tier, 1, size=size)
+    assert holds(tier, 1, size)
+    path = file_of(tier, 1)
+    data = bytearray(path.read_bytes())
+    match at:
+        case "swap":
+            first, second = (
+                slice(HEADER_BYTES + n * PIECE_BYTES, HEADER_BYTES + (n + 1) * PIECE_BYTES) for n in (0, 1)
+            )
+            data[first], data[second] = data[second], data[first]
+        case "cut":
+            del data[HEADER_BYTES + PIECE_BYTES :]
+        case int():
+            data[HEADER_BYTES + at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptObjectError):
+        tier.read(name(1), memoryview(bytearray(size)))
+    assert not path.exists()
 
 
 def test_headers_are_checked_at_lookup(tier: FolderTier) -> None:

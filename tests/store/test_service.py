@@ -223,13 +223,13 @@ class SlowFiles(FaultyFiles):
         self._looks += threading.get_ident() != self._reader
         return self.now
 
-    def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
+    def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
         self._reader = threading.get_ident()
         for _ in range(4):
             self.now += 0.2
             looks = self._looks
             until(lambda: self._looks > looks)  # noqa: B023 - ends before the next piece
-            piece_read()
+            piece_read(payload[:0])
         return super().read(path, payload, piece_read)
 
 
@@ -557,6 +557,6 @@ def test_a_cut_of_the_fault_campaign(tmp_path: Path) -> None:
 def test_the_campaign_finds_a_store_that_does_not_check_its_payloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda header, payload: None)
+    monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda *_: None)
     outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
     assert outcome.wrong

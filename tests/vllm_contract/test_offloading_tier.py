@@ -247,5 +247,5 @@ def test_a_cut_of_the_fault_campaign(tmp_path: Path) -> None:
 def test_the_campaign_finds_a_tier_that_does_not_check_its_payloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda header, payload: None)
+    monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda *_: None)
     assert tier_campaign.run(tmp_path, seed=2, faults=30).wrong

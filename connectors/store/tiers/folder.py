@@ -33,6 +33,7 @@ from connectors.store.tiers.files import Files, is_abandoned
 from connectors.store.tiers.objects import (
     ObjectHeader,
     ObjectName,
+    PayloadDigest,
     check_name,
     check_payload,
     encode_header,
@@ -168,12 +169,18 @@ class FolderTier:
         whose payload has another size than ``payload``, and raises CorruptObjectError. After an
         error, the content of ``payload`` is undefined.
         """
-        path = self._path(name)
+        path, digest = self._path(name), PayloadDigest()
+
+        def add(piece: memoryview) -> None:
+            # Now, not after the last piece: these bytes are still in the CPU's cache.
+            digest.update(piece)
+            piece_read()
+
         try:
-            head, size, read = self.files.read(path, payload, piece_read)
+            head, size, read = self.files.read(path, payload, add)
             header = parse_header(head, size)
             check_name(header, name)
-            check_payload(header, payload[:read])
+            check_payload(header, read, digest.digest())
             if payload.nbytes != header.payload_bytes:
                 raise CorruptObjectError(
                     f"the file's payload has {header.payload_bytes} bytes, expected {payload.nbytes} bytes"

@@ -26,6 +26,9 @@ _DIGEST_BYTES = 16
 _VERSION = slice(8, 10)
 HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 
+PayloadDigest = xxhash.xxh3_128
+"""Incremental digest of a payload."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
@@ -65,7 +68,7 @@ def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
         name.key,
         payload.nbytes,
         min(max(cost_ns, 0), 2**63),
-        xxhash.xxh3_128_digest(payload),
+        PayloadDigest(payload).digest(),
     )
     return fields + xxhash.xxh3_128_digest(fields)
 
@@ -101,11 +104,11 @@ def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
         raise CorruptObjectError("the file contains another object: it was moved or copied here")
 
 
-def check_payload(header: ObjectHeader, payload: memoryview) -> None:
-    """Raise CorruptObjectError unless this is the payload that was stored."""
-    if payload.nbytes != header.payload_bytes:
+def check_payload(header: ObjectHeader, payload_bytes: int, digest: bytes) -> None:
+    """Raise CorruptObjectError unless this is the size and the digest of the stored payload."""
+    if payload_bytes != header.payload_bytes:
         raise CorruptObjectError(
-            f"the file's header states {header.payload_bytes} bytes of payload, but {payload.nbytes} were read"
+            f"the file's header states {header.payload_bytes} bytes of payload, but {payload_bytes} were read"
         )
-    if xxhash.xxh3_128_digest(payload) != header.payload_digest:
+    if digest != header.payload_digest:
         raise CorruptObjectError("the file's payload has changed since it was written")

@@ -56,7 +56,7 @@ class FaultyFiles(Files):
         self._pass("head")
         return super().head(path)
 
-    def read(self, path: Path, payload: memoryview, piece_read: Callable[[], None]) -> tuple[bytes, int, int]:
+    def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
         self._pass("read")
         return super().read(path, payload, piece_read)
 
