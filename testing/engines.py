@@ -6,10 +6,9 @@ An engine costs tens of seconds and 1.5 GB, so tests share engines through sessi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,17 +192,3 @@ async def describe(engine: AsyncLLM, rank: int | None = None) -> dict[str, Any]:
     answer = await generate(engine, [1, 2, 3], 1, params, logprobs=None, rank=rank)
     assert answer.transfer is not None
     return answer.transfer
-
-
-@contextlib.asynccontextmanager
-async def engine_pair(model: str, prefill_tp: int, decode_tp: int, **overrides: Any) -> AsyncIterator[Pair]:
-    """Yield a running prefill and decode engine; stop both at the end."""
-    prefill = start_engine(model, prefill_tp, "kv_producer", **overrides)
-    try:
-        decode = start_engine(model, decode_tp, "kv_consumer", **overrides)
-        try:
-            yield Pair(prefill, decode, await describe(prefill))
-        finally:
-            decode.shutdown()
-    finally:
-        prefill.shutdown()

@@ -36,14 +36,6 @@ class Arm:
         """Return the processor time of its processes, engines included, so far."""
         return sum(used.user + used.system for used in (process.cpu_times() for process in self._family()))
 
-    def rss_bytes(self) -> dict[str, int]:
-        """Return the resident memory by process title."""
-        found: dict[str, int] = {}
-        for process in self._family():
-            title = " ".join(process.cmdline()[:1]) or process.name()
-            found[title] = found.get(title, 0) + process.memory_info().rss
-        return found
-
     def _family(self) -> list[psutil.Process]:
         return [each for process in self.processes for each in (process, *process.children(recursive=True))]
 

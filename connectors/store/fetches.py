@@ -157,7 +157,6 @@ class Fetches:
         machine = Fetch(self._plan.full_attention if full_attention_only else self._plan, start_token, limit_token)
         fetch = _Fetch(machine, dict(names), now, now)
         self._fetches[request_id] = fetch
-        self.counts["queries"] += 1
         candidates = [ref for ref in machine.candidates if ref in names]
         fetch.unanswered = {ref: set() for ref in candidates}
         for number, tier in enumerate(self._tiers):

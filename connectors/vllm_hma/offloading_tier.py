@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import threading
 import time
@@ -66,8 +65,6 @@ from connectors.vllm_hma.model.identity import is_commit, named_weights
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
-
-logger = logging.getLogger(__name__)
 
 _READ_THREADS = 4
 _WRITE_THREADS = 2

@@ -97,11 +97,6 @@ def hangs(call: Call, _: int) -> AsyncGenerator[Any, None]:
     return serve()
 
 
-def in_turn(*behaviours: Any) -> Any:
-    """Return a behaviour whose n-th call uses the n-th of these."""
-    return lambda call, turn: behaviours[turn - 1](call, turn)
-
-
 def fed(serve: Any, prefill: Handle) -> Any:
     """Return a decode engine that waits for its KV if the call names a producer."""
 

@@ -50,7 +50,7 @@ both = pytest.mark.parametrize("ask", [ask_from_router, ask_from_engine])
 def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
     """Event loop in its own thread, like Serve's in an actor."""
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
         yield loop

@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ class Step:
 
     ``{folder}`` in a variable is the folder of this commit's report. ``size`` are variables that
     make the step shorter; ``--whole`` leaves them out. ``computes``: the step starts no engines, so
-    it runs beside the steps that do.
+    it runs beside the steps that do. ``needs``: ``root``, or a program that must be on the path.
     """
 
     name: str
@@ -49,8 +50,13 @@ class Step:
     variables: tuple[str, ...] = ()
     size: tuple[str, ...] = ()
     lines: int = 6
-    needs_root: bool = False
+    needs: str = ""
     computes: bool = False
+
+    @property
+    def can_run(self) -> bool:
+        """Return whether this machine has what the step needs."""
+        return os.geteuid() == 0 if self.needs == "root" else not self.needs or shutil.which(self.needs) is not None
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,10 @@ STEPS = (
     Step("store-restart", "store-restart", ("PROMPTS=100",), ("PROMPTS=12",), lines=10),
     Step("serve-commands", "serve-commands", lines=2),
     Step("rolling-restart", "rolling-restart", size=("TIMES=1",), lines=4),
-    Step("head-killed", "head-killed", lines=4),
+    Step("head-killed", "head-killed", lines=4, needs="redis-server"),
     Step("setting-changes", "setting-changes", size=("ONLY=decode",), lines=4),
     Step("overlay-serves", "overlay-serves", lines=4),
-    Step("two-hosts", "two-hosts-test", lines=12, needs_root=True),
+    Step("two-hosts", "two-hosts-test", lines=12, needs="root"),
     Step("faults-1-1", "faults", ("TP=1:1", "LANES=2", "OUT={folder}/faults-1-1"), ("FAULTS=50",), lines=2),
     # One lane: two pairs have six workers that spin, and a busy machine misses deadlines.
     Step("faults-1-2", "faults", ("TP=1:2", "OUT={folder}/faults-1-2"), ("FAULTS=50",), lines=2),
@@ -100,7 +106,7 @@ STEPS = (
         ("LANES=2", "PAIRS_OUT={folder}/fault-pairs"),
         ("FAULTS=20",),
         lines=2,
-        needs_root=True,
+        needs="root",
     ),
     Step("stopped-rank", "stopped-rank", ("COUNT=50",), ("COUNT=10",), lines=2),
     Step("streams", "streams", size=("KILLS=5",), lines=3),
@@ -127,9 +133,10 @@ def main(argv: list[str] | None = None) -> int:
     todo = [step for step in STEPS if step.name in options.only]
     if not options.again:
         todo = [step for step in todo if not _has_passed(_load(folder, step), _command(step, folder, options.whole))]
-    if os.geteuid() != 0:
-        print("".join(f"{step.name}: skipped, needs root\n" for step in todo if step.needs_root), end="", flush=True)
-        todo = [step for step in todo if not step.needs_root]
+    for step in todo:
+        if not step.can_run:
+            print(f"{step.name}: skipped, needs {step.needs}", flush=True)
+    todo = [step for step in todo if step.can_run]
     campaigns = Campaigns(folder, commit, options.whole)
     suite = [step for step in todo if step.target == "test"]  # the suite has a time budget, so it runs alone
     engines = [step for step in todo if not step.computes and step not in suite]
@@ -238,7 +245,7 @@ def _write_report(folder: Path, commit: str) -> Path:
     for step in STEPS:
         outcome = outcomes[step.name]
         if outcome is None:
-            lines.append(f"| {step.name} | | | | not run |")
+            lines.append(f"| {step.name} | | | | not run{'' if step.can_run else f', needs {step.needs}'} |")
             continue
         result = "passed" if outcome.status == 0 else f"FAILED ({outcome.status})"
         lines.append(f"| {step.name} | `{outcome.command}` | {outcome.date} | {outcome.seconds:.0f} | {result} |")

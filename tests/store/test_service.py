@@ -99,7 +99,7 @@ def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
     store.fetches.end("request")
     until(store.idle)
     assert store.staging.used_bytes == 0
-    assert store.counts == {"queries": 1, "hits": 1, "hit_tokens": 384, "missed_tokens": 500 - 384}
+    assert store.counts == {"hits": 1, "hit_tokens": 384, "missed_tokens": 500 - 384}
     totals = store.totals()
     assert totals["store_tokens"] == {"hit": 384, "miss": 116}
     size = sum(SIZES[ref.group] for ref in NEEDED_384)

@@ -218,7 +218,7 @@ def test_a_connection_made_anew_while_a_write_is_prepared(
         with suppress(TransportError):  # the write may be in flight by then
             ours.transport.reconnect(theirs.name)
 
-    other = threading.Thread(target=reconnect)
+    other = threading.Thread(target=reconnect, daemon=True)
 
     def slow(*arguments: Any) -> Any:
         prepared = prepare(*arguments)
@@ -230,7 +230,8 @@ def test_a_connection_made_anew_while_a_write_is_prepared(
     handle = ours.transport.write(theirs.name, runs((ours.address, theirs.address, 512)), HOST, HOST)
     monkeypatch.undo()
     until(lambda: ours.transport.poll(handle), [theirs])
-    other.join()
+    other.join(30)
+    assert not other.is_alive()
     assert np.array_equal(theirs.buffer[:512], ours.buffer[:512])
 
 

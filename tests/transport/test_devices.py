@@ -33,11 +33,14 @@ def listening(*devices: str) -> set[str]:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        while process.stdout.readline() not in ("up\n", ""):
-            pass
-        sockets = psutil.Process(process.pid).net_connections("inet")
-        process.stdin.close()
-        assert process.wait(30) == 0
+        try:
+            while process.stdout.readline() not in ("up\n", ""):
+                pass
+            sockets = psutil.Process(process.pid).net_connections("inet")
+            process.stdin.close()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 

@@ -8,11 +8,14 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
+
+from testing.reports import report_of
 
 MEGABYTES = 64
 TIMEOUT_S = 60.0
@@ -85,32 +88,41 @@ def sender(pipe: Connection) -> None:
     transport.close()
 
 
+class Child:
+    """Process that runs ``work`` with one end of a pipe; ``pipe`` is the other end."""
+
+    def __init__(self, work: Callable[[Connection], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), name=work.__name__)
+        self.process.start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join(TIMEOUT_S)
+
+    def report(self) -> Any:
+        return report_of(self.process, self.pipe)
+
+    def status(self) -> int | None:
+        """Wait for the end of the process. Return its status; None if it does not end."""
+        self.process.join(TIMEOUT_S)
+        return self.process.exitcode
+
+
 def test_poll_waits_for_the_last_byte() -> None:
     """When ``poll`` reports the end, all bytes are in the other process before a later message."""
-    context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe() for _ in range(2)]
-    workers = [
-        context.Process(target=work, args=(theirs,)) for work, (_, theirs) in zip((receiver, sender), ends, strict=True)
-    ]
-    for worker in workers:
-        worker.start()
-    to_receiver, to_sender = (ours for ours, _ in ends)
-    try:
-        assert to_receiver.poll(TIMEOUT_S)
-        to_sender.send(to_receiver.recv())
-        assert to_sender.poll(TIMEOUT_S)
-        polls, sent = to_sender.recv()
-        assert to_receiver.poll(TIMEOUT_S)
-        assert to_receiver.recv() == sent
+    with Child(receiver) as receiving, Child(sender) as sending:
+        sending.pipe.send(receiving.report())
+        polls, sent = sending.report()
+        assert receiving.report() == sent
         assert polls > 0, "the write was done when it was posted: the test proves nothing"
-        to_receiver.send(None)
-        to_sender.send(None)
-        for worker in workers:
-            worker.join(TIMEOUT_S)
-        assert [worker.exitcode for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
+        receiving.pipe.send(None)
+        sending.pipe.send(None)
+        assert [receiving.status(), sending.status()] == [0, 0]
 
 
 def reached(pipe: Connection) -> None:
@@ -157,29 +169,13 @@ def cut_off(pipe: Connection) -> None:
 
 def test_a_peer_out_of_reach_is_not_forgotten() -> None:
     """A failed reconnect can succeed later: a restored link finds all peers unchanged."""
-    context = multiprocessing.get_context("spawn")
-    to_reached, to_cut_off = context.Pipe(), context.Pipe()
-    workers = [
-        context.Process(target=reached, args=(to_reached[1],)),
-        context.Process(target=cut_off, args=(to_cut_off[1],)),
-    ]
-    for worker in workers:
-        worker.start()
-    try:
-        assert to_reached[0].poll(TIMEOUT_S)
-        to_cut_off[0].send(to_reached[0].recv())
-        assert to_reached[0].poll(TIMEOUT_S)
-        assert to_reached[0].recv() == [("ours/0", b"first contact")]
-        to_cut_off[0].send(None)
-        assert to_reached[0].poll(TIMEOUT_S)
-        assert to_reached[0].recv() == [("ours/0", b"here again")]
-        to_cut_off[0].send(None)
-        for worker in workers:
-            worker.join(TIMEOUT_S)
-        assert [worker.exitcode for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
+    with Child(reached) as reaching, Child(cut_off) as cutting:
+        cutting.pipe.send(reaching.report())
+        assert reaching.report() == [("ours/0", b"first contact")]
+        cutting.pipe.send(None)
+        assert reaching.report() == [("ours/0", b"here again")]
+        cutting.pipe.send(None)
+        assert [reaching.status(), cutting.status()] == [0, 0]
 
 
 def stopped_receiver(pipe: Connection) -> None:
@@ -204,33 +200,29 @@ def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
     from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
 
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=stopped_receiver, args=(theirs,))
     memory_kind = MemoryKind("DRAM", 0)
     memory = np.ones(MEGABYTES << 20, np.uint8)
-    process.start()
-    transport = NixlTransport("sender/0", devices=("lo",))
-    try:
-        transport.register([Region(memory.ctypes.data, memory.nbytes, memory_kind)])
-        metadata, address = ours.recv()
-        peer = transport.add_peer(metadata)
-        transport.notify(peer, b"first contact")
-        give_up_at = time.monotonic() + TIMEOUT_S
-        while not ours.poll(POLL_S):
-            transport.notifications()
-            assert time.monotonic() < give_up_at
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
-        runs = Runs(*(np.array([value], np.int64) for value in (memory.ctypes.data, address, memory.nbytes)))
-        handle = transport.write(peer, runs, memory_kind, memory_kind)
-        assert not transport.poll(handle)
-        process.kill()
-        with pytest.raises(FailedWriteError, match="receiver/0"):
-            until_done(transport, handle)
-        with pytest.raises(FailedWriteError, match="receiver/0"):  # the connection is known to be broken
-            transport.write(peer, runs, memory_kind, memory_kind)
-    finally:
-        process.kill()
-        process.join(TIMEOUT_S)
-        transport.close()
+    with Child(stopped_receiver) as child:
+        transport = NixlTransport("sender/0", devices=("lo",))
+        try:
+            transport.register([Region(memory.ctypes.data, memory.nbytes, memory_kind)])
+            metadata, address = child.report()
+            peer = transport.add_peer(metadata)
+            transport.notify(peer, b"first contact")
+            give_up_at = time.monotonic() + TIMEOUT_S
+            while not child.pipe.poll(POLL_S):
+                transport.notifications()
+                assert time.monotonic() < give_up_at
+            assert child.report() == "connected"
+            assert child.process.pid is not None
+            os.kill(child.process.pid, signal.SIGSTOP)
+            runs = Runs(*(np.array([value], np.int64) for value in (memory.ctypes.data, address, memory.nbytes)))
+            handle = transport.write(peer, runs, memory_kind, memory_kind)
+            assert not transport.poll(handle)
+            child.process.kill()
+            with pytest.raises(FailedWriteError, match="receiver/0"):
+                until_done(transport, handle)
+            with pytest.raises(FailedWriteError, match="receiver/0"):  # the connection is known to be broken
+                transport.write(peer, runs, memory_kind, memory_kind)
+        finally:
+            transport.close()

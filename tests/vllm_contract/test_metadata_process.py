@@ -65,12 +65,12 @@ def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
     def ask() -> None:
         found.append(fetch_metadata("127.0.0.1", server.port, "p", 30.0, identity).incarnation)
 
-    threads = [threading.Thread(target=ask) for _ in range(DECODE_WORKERS)]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(DECODE_WORKERS)]
     try:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
     finally:
         server.close()
     assert found == ["p"] * DECODE_WORKERS
@@ -95,7 +95,9 @@ def test_it_ends_with_its_engine() -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     ) as owner:
         assert owner.stdout is not None
-        port = int(owner.stdout.readline())
-        assert listens(port)
-        owner.send_signal(signal.SIGKILL)
+        try:
+            port = int(owner.stdout.readline())
+            assert listens(port)
+        finally:
+            owner.kill()
     until(lambda: not listens(port))

@@ -45,9 +45,11 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, method: str) 
         text=True,
     ) as parent:
         assert parent.stdout is not None
-        assert parent.stdout.readline() == "waiting\n"
-        family = psutil.Process(parent.pid).children(recursive=True)
-        parent.kill()
+        try:
+            assert parent.stdout.readline() == "waiting\n"
+            family = psutil.Process(parent.pid).children(recursive=True)
+        finally:
+            parent.kill()
         _, left = psutil.wait_procs(family, timeout=30)
         for process in left:
             process.kill()

@@ -66,7 +66,7 @@ def test_the_fence_does_not_hold_the_lock(worker: Callable[..., Worker], monkeyp
 
     def during() -> None:
         if len(clock.rests) == 1:
-            threading.Thread(target=ask).start()
+            threading.Thread(target=ask, daemon=True).start()
             assert answered.wait(30), "the lock is held while the fence pauses"
             let_go(producer)
 

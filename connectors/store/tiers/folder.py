@@ -57,7 +57,6 @@ class TierCounts:
     """Counts of this process's events in one tier."""
 
     hits: int = 0
-    misses: int = 0
     corrupt: int = 0
     stored: int = 0
     stored_bytes: int = 0
@@ -152,7 +151,6 @@ class FolderTier:
         else:
             self.counts.hits += 1
             return header
-        self.counts.misses += 1
         return None
 
     def find_all(self, names: Sequence[ObjectName]) -> list[bool]:

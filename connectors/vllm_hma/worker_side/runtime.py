@@ -15,14 +15,12 @@ idles.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,9 +63,11 @@ from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
 from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.last_chunks import LastChunks
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
+from connectors.vllm_hma.worker_side.verifier import Verifier
 from connectors.vllm_hma.worker_side.writes import Writes
 
 logger = logging.getLogger(__name__)
@@ -84,26 +84,6 @@ _ENGINE_LOST = "a supervisor reports that the prefill engine has ended"
 _TRANSFER_FAILED = (
     "Tandem: the KV transfer of request %s failed: %s. Unless the request was aborted, this engine computes its prompt"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Exposure:
-    """Writes in progress at the end of a step with last chunks of prompts.
-
-    The time until they have ended, plus ``engine_s``, is the cost of the step's mode for the
-    ``Governor``.
-
-    ``since``      time at which this worker handled the end of the step, in ``time.monotonic()``
-                   seconds
-    ``by_layers``  whether the last chunks were sent layer by layer
-    ``engine_s``   engine time spent on handing over layers, in seconds
-    ``writes``     ids of all writes in progress at ``since``
-    """
-
-    since: float
-    by_layers: bool
-    engine_s: float
-    writes: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +131,7 @@ class WorkerRuntime:
         # AUTO has not been validated on accelerators: there it means CHUNK, and LAYER must be
         # configured.
         unmeasured = config.streaming is Streaming.AUTO and agent_metadata.layout.memory_kind.memory != "DRAM"
-        self._governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
-        self._by_layers = False
-        self._engine_s = 0.0
-        self._posted_before = 0
-        self._exposed: Exposure | None = None
+        governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
         self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
         self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()
@@ -176,12 +152,13 @@ class WorkerRuntime:
             self._tally,
             self._trace,
         )
+        self._last_chunks = LastChunks(governor, self._writes)
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
         self._due: list[Due] = []
         self._quarantine = QuarantineReport()
         self._warned_at: dict[str, float] = {}
-        self._set_device = set_device = partial(set_thread_device, fence.device)
+        set_device = partial(set_thread_device, fence.device)
         self._handshaker = Handshaker(
             agent_metadata,
             transport,
@@ -196,11 +173,7 @@ class WorkerRuntime:
             set_device,
         )
         self._probe = WorkerProbe(config.limits.cancel_s, config.keys.identity, self._worker_lost, set_device)
-        # A separate thread: comparing digests is slow and must delay neither steps nor answers. It
-        # starts now, because a later submission that cannot start the thread would never run. The
-        # pool has no initializer: if one failed, the pool would run nothing more.
-        self._verifier = ThreadPoolExecutor(1, "tandem-verify")
-        self._verifier.submit(set_device)
+        self._verifier = Verifier(set_device, self._verified)
         self._progress_thread = ProgressThread(self._progress, _IDLE_S, set_device)
         self._progress_thread.start()
 
@@ -244,9 +217,7 @@ class WorkerRuntime:
         with self._lock:
             self._perform(self._producer.orders_applied(time.monotonic()))
             last = [chunk for chunk in orders.chunks if chunk.last]
-            self._by_layers = bool(last) and self._governor.by_layers()
-            self._engine_s, self._posted_before = 0.0, self._writes.posted
-            if self._by_layers:
+            if self._last_chunks.begin_step(bool(last)):
                 self._steps.begin(last)
 
     def _fence_preempted(self, request_ids: list[str]) -> None:
@@ -299,11 +270,11 @@ class WorkerRuntime:
         No effect in a step that is not sent layer by layer. vLLM calls this during the forward
         pass, so it takes no lock.
         """
-        if self._by_layers:
+        if self._last_chunks.by_layers:
             started_at = time.monotonic()
             if self._steps.layer(layer):
                 self._progress_thread.wake()
-            self._engine_s += time.monotonic() - started_at
+            self._last_chunks.engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders) -> None:
         """Queue the step's chunks for sending, and apply the orders that ``before_forward`` left.
@@ -399,7 +370,7 @@ class WorkerRuntime:
         self._progress_thread.close()
         self._handshaker.close()
         self._probe.close()
-        self._verifier.shutdown(cancel_futures=True)
+        self._verifier.close()
         with self._lock:
             self._transport.close()
             self._trace.close()
@@ -430,7 +401,7 @@ class WorkerRuntime:
             self._read_messages,
             self._take_computed,
             self._poll_writes,
-            self._measure,
+            self._last_chunks.measure,
             self._tick_producer,
             self._tick_consumer,
             self._watch_workers,
@@ -484,20 +455,11 @@ class WorkerRuntime:
                     self._trace.event("chunk", request=chunk.request_id, tokens=chunk.computed_tokens)
                     new_ids = [()] * len(chunk.new_ids) if chunk.request_id in begun else chunk.new_ids
                     self._perform(self._producer.progress(chunk.request_id, new_ids, chunk.computed_tokens, now))
-                # Only a step that posted writes measures a mode's cost.
-                sent = self._writes.posted > self._posted_before and any(chunk.last for chunk in chunks)
-                if sent and self._exposed is None:
-                    self._exposed = Exposure(now, bool(begun), self._engine_s, self._writes.in_flight())
+                if any(chunk.last for chunk in chunks):
+                    self._last_chunks.end_step(bool(begun), now)
             case Zeroed(receives):
                 for receive in receives:
                     self._receive(receive, now)
-
-    def _measure(self, now: float) -> None:
-        """Report the cost of an ``Exposure`` to the governor, once its writes have ended."""
-        exposed = self._exposed
-        if exposed is not None and not exposed.writes & self._writes.in_flight():
-            self._exposed = None
-            self._governor.cost(exposed.by_layers, now - exposed.since, exposed.engine_s)
 
     def frame_received(self, sender: str, frame: bytes, now: float) -> None:
         """Handle a frame from the transport's agent ``sender``.
@@ -574,9 +536,7 @@ class WorkerRuntime:
                     logger.warning(_TRANSFER_FAILED, request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
-                # submit() raises RuntimeError while this worker is closing.
-                with contextlib.suppress(RuntimeError):
-                    self._verifier.submit(self._verify, verify)
+                self._verifier.submit(verify)
             case Received(request_id, failure, quarantine):
                 self._received[request_id] = failure
                 if quarantine is not None:
@@ -639,15 +599,7 @@ class WorkerRuntime:
         with self._lock:
             self._perform(self._consumer.connect_failed(incarnation, reason, time.monotonic()))
 
-    def _verify(self, verify: Verify) -> None:
-        """Verify a digest and always report the result: the blocks stay allocated until then."""
-        started_at = time.monotonic()
-        try:
-            self._set_device()
-            problem = verify.problem()
-        except Exception as error:
-            logger.exception("Tandem: cannot verify the KV of transfer %s, so the transfer fails", verify.transfer_id)
-            problem = f"computing the digest failed: {error!r}"
+    def _verified(self, verify: Verify, problem: str | None, started_at: float) -> None:
         with self._lock:
             now = time.monotonic()
             self._trace.event("verified", transfer=verify.transfer_id, seconds=now - started_at, problem=problem)

@@ -17,7 +17,7 @@ from actors.autoscaling.policy import POLICY, ROLE_POLICY
 from actors.autoscaling.replica_counts import DecodeLoad, PrefillLoad
 from configs.settings.base import SettingsError
 
-PREFILL, DECODE, ROUTER = (DeploymentID(name=name, app_name="tandem") for name in ("Prefill", "Decode", "Router"))
+PREFILL, DECODE = (DeploymentID(name=name, app_name="tandem") for name in ("Prefill", "Decode"))
 AT_ONCE = {"upscale_delay_s": 0, "downscale_delay_s": 0, "min_replicas": 1, "max_replicas": 8}
 TARGETS = {"prefill_busy": 0.5, "catch_up_s": 10, "kv_use": 0.5, "tpot_s": 0.05, "slack": 0.2}
 

@@ -54,7 +54,7 @@ class Collector:
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever)
+    thread = threading.Thread(target=collector.server.serve_forever, daemon=True)
     thread.start()
     yield collector
     collector.server.shutdown()

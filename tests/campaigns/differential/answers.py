@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DRAWN = "drawn by each server"
-
-
 RANDOM = re.compile(r"(?<![0-9a-f])([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{16,32})$")
 
 

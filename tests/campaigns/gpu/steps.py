@@ -158,7 +158,7 @@ def _in_another_thread(work: Callable[[], None]) -> None:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join()
     if raised:

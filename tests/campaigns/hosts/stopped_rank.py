@@ -44,6 +44,7 @@ from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Chunk, Expect, Orders, Receive
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from testing.reports import report_of
 
 HEAD_BYTES = 32 * 2**20
 """Bytes of one block on one prefill rank: more than a socket accepts at once, so a stopped rank
@@ -149,12 +150,15 @@ def engine_core(incarnation: str, main: Connection) -> None:
         ours, theirs = CONTEXT.Pipe()
         reader, writer = CONTEXT.Pipe(duplex=False)
         process = CONTEXT.Process(
-            target=_without, args=(prefill_rank, [ours, writer], incarnation, rank, theirs, reader)
+            # Daemonic: a core that fails ends without waiting for its ranks.
+            target=_without,
+            args=(prefill_rank, [ours, writer], incarnation, rank, theirs, reader),
+            daemon=True,
         )
         process.start()
         reader.close()
         ranks.append((process, ours, writer))
-    rank_metadata = [connection.recv() for _, connection, _ in ranks]
+    rank_metadata = [report_of(process, connection) for process, connection, _ in ranks]
     server = MetadataServer("127.0.0.1", 0, rank_metadata)
     main.send((server.port, [process.pid for process, _, _ in ranks]))
     main.recv()
@@ -207,12 +211,12 @@ def play(number: int, last_signal: signal.Signals = signal.SIGCONT) -> Outcome:
     processes: list[BaseProcess] = [core]
     pids: list[int] = []
     try:
-        port, pids = core_end.recv()
+        port, pids = report_of(core, core_end)
         decode_end, decode_child = CONTEXT.Pipe()
         decode = CONTEXT.Process(target=decode_rank, args=(EngineAddress(incarnation, "127.0.0.1", port), decode_child))
         decode.start()
         processes.append(decode)
-        assert decode_end.recv() == "asked"
+        assert report_of(decode, decode_end) == "asked"
         core_end.send("compute")
         stopped = psutil.Process(pids[1])
         _until(lambda: stopped.status() == psutil.STATUS_STOPPED, 60.0)
@@ -226,10 +230,10 @@ def play(number: int, last_signal: signal.Signals = signal.SIGCONT) -> Outcome:
             raise NoFreeBlocksError(
                 "the decode rank's blocks are still in quarantine 30 s after the prefill rank's end"
             )
-        freed_at, delivered = decode_end.recv()
+        freed_at, delivered = report_of(decode, decode_end)
         time.sleep(1.0)
         decode_end.send("end")
-        return Outcome(delivered, freed_while_stopped, freed_at - continued_at, decode_end.recv())
+        return Outcome(delivered, freed_while_stopped, freed_at - continued_at, report_of(decode, decode_end))
     finally:
         for pid in pids:
             _kill(pid)

@@ -272,6 +272,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODES)
     options = parser.parse_args()
+    if options.only != "no redis" and not shutil.which("redis-server"):
+        print("redis-server is not on the path; Debian: apt-get install redis-server", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the nodes must not outlive this process
     folder = Path(tempfile.mkdtemp(prefix="th", dir="/tmp"))  # Ray's sockets need a short path
     problems = []
