@@ -294,6 +294,10 @@ store-conversations: $(STAMP) ## Conversations over pairs of engines that are ki
 store-restart: $(STAMP) ## Kill pairs of engines; others with other TP and block sizes load what they stored (15 minutes): ONLY="gemma3 llama" PROMPTS=100
 	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY)) $(if $(PROMPTS),--prompts $(PROMPTS))
 
+.PHONY: store-kills
+store-kills: $(STAMP) ## Kill a pair of engines under load ten times, also during writes; the next pair uses its store (20 minutes): ONLY="llama" RESTARTS=3
+	$(BIN)/python -m tests.campaigns.store.kills $(if $(ONLY),--only $(ONLY)) $(if $(RESTARTS),--restarts $(RESTARTS))
+
 .PHONY: fault-pairs
 fault-pairs: $(STAMP) ## Two faults at a time, a link that is cut among them (root, about 3 hours): SEED=1 FAULTS=200 TP=2:1
 	@mkdir -p $(dir $(PAIRS_OUT))
