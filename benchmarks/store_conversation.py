@@ -30,6 +30,7 @@ from vllm.config import KVTransferConfig
 
 from benchmarks.handover import leg
 from benchmarks.report import ratios, summary
+from testing import fork_server
 from testing.engines import describe, start_engine
 from testing.models import VOCABULARY
 from testing.processes import Arm, children, free_cores
@@ -179,4 +180,5 @@ async def _measure(model: str, path: Path, count: int) -> dict[str, Any]:
 
 def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
     """Hold ``count`` conversations in each arm, with evicted and with kept prefix caches."""
+    fork_server.prepare()
     return asyncio.run(_measure(model, folder / "conversation", count))
