@@ -293,6 +293,10 @@ store-conversations: $(STAMP) ## Hold conversations over pairs of engines that a
 store-restart: $(STAMP) ## Kill pairs of engines; others with other TP and block sizes load the stored KV (15 minutes): ONLY="gemma3 llama" PROMPTS=100
 	$(BIN)/python -m tests.campaigns.store.restart $(if $(ONLY),--only $(ONLY)) $(if $(PROMPTS),--prompts $(PROMPTS))
 
+.PHONY: store-kills
+store-kills: $(STAMP) ## Kill a pair of engines under load ten times, also during writes; the next pair uses its store (20 minutes): ONLY="llama" RESTARTS=3
+	$(BIN)/python -m tests.campaigns.store.kills $(if $(ONLY),--only $(ONLY)) $(if $(RESTARTS),--restarts $(RESTARTS))
+
 .PHONY: fault-pairs
 fault-pairs: $(STAMP) ## Inject two faults at a time, on a link that can be cut (root, about 3 hours): SEED=1 FAULTS=200 TP=2:1
 	@mkdir -p $(dir $(PAIRS_OUT))

@@ -10,8 +10,14 @@
                because its reads never wait, beside memcpy and a read of the same files without a
                digest. The disk tier is measured beside a plain sequential read; its files are
                dropped from the page cache before each read
+    index      objects a second of a start that reads the eviction order of 20,000 and 50,000
+               small objects
+    conversation  TTFT of a conversation's eighth turn through a prefill and a decode engine,
+               beside the same pair without a store (``store_conversation.py``)
 
-Engines have no prefix cache. Each is a process of its own, and only one works at a time.
+Engines of the first two measurements have no prefix cache. Each engine is a process of its own, and
+only one, or one pair, works at a time. With ``--only``, the results of other measurements stay in
+the file as they are.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +48,7 @@ from connectors.store.tiers.objects import ObjectName
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS, ANSWER_TOKENS, CHUNK = 2000, 48, 256
 OBJECT_BYTES, OBJECTS = 8 << 20, 32
+INDEXED, INDEXED_BYTES = (20_000, 50_000), 4096
 PAUSE_S = 0.4
 """Pause between two requests, in which the engine stores the KV of the first."""
 
@@ -232,10 +240,7 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
 
             def forget(files: list[Path] = files, label: str = label) -> None:
                 for file in files if label == "disk" else []:
-                    opened = os.open(file, os.O_RDONLY)
-                    os.fsync(opened)
-                    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
-                    os.close(opened)
+                    _drop_from_page_cache(file)
 
             runs: dict[str, Callable[[], None]] = {"store": loaded, "plain": read}
             if label == "memory":
@@ -256,6 +261,66 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
+def index(folder: Path, rounds: int) -> dict[str, Any]:
+    """Read the eviction order of stored objects, as each process does at its start.
+
+    ``uncached``  the objects' data is dropped from the page cache before each start; directories
+                  and inodes are not
+    ``cached``    the next start
+
+    ``queued`` is the part of the time for which the thread was ready and waited for a core.
+    """
+    payload = memoryview(bytes(INDEXED_BYTES))
+    tier = FolderTier(folder / "index", 4 << 30, durable=False)
+    tier.open()
+    found: dict[str, Any] = {}
+    stored = 0
+    for count in INDEXED:
+        for number in range(stored, count):
+            tier.write(ObjectName(bytes(16), number.to_bytes(32, "big"), 0), payload, 1, time.monotonic() + 60)
+        stored = count
+        starts: dict[str, list[tuple[float, float]]] = {"uncached": [], "cached": []}
+        for _ in range(rounds):
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(_drop_from_page_cache, (folder / "index" / "objects").glob("*/*")))
+            for times in starts.values():
+                times.append(_start(folder / "index", count))
+        found[str(count)] = {
+            label: {
+                "seconds": report.summary([seconds for seconds, _ in times]),
+                "queued": report.summary([queued for _, queued in times]),
+                "seconds_per_10_000_without_queued": report.summary(
+                    [(seconds - queued) * 10_000 / count for seconds, queued in times]
+                ),
+            }
+            for label, times in starts.items()
+        }
+    tier.close()
+    return found
+
+
+def _start(path: Path, objects: int) -> tuple[float, float]:
+    """Return the time in which a new tier reads the eviction order, and its wait for a core."""
+    tier = FolderTier(path, 4 << 30)
+    began, queued = time.monotonic(), _queued_s()
+    assert tier.open() == objects
+    times = time.monotonic() - began, _queued_s() - queued
+    tier.close()
+    return times
+
+
+def _queued_s() -> float:
+    """Return the time for which this thread has waited for a core, in seconds."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def _drop_from_page_cache(file: Path) -> None:
+    opened = os.open(file, os.O_RDONLY)
+    os.fsync(opened)
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(opened)
+
+
 def _timed(run: Callable[[], None], clock: Callable[[], float]) -> float:
     began = clock()
     run()
@@ -263,10 +328,11 @@ def _timed(run: Callable[[], None], clock: Callable[[], float]) -> float:
 
 
 def main() -> None:
-    """Run the three measurements and write ``benchmarks/results/store.json``."""
+    """Run the measurements and write ``benchmarks/results/store.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=12, help="pairs of requests, and of reads")
-    parser.add_argument("--only", nargs="*", default=["restart", "storing", "bandwidth"])
+    every = ["restart", "storing", "bandwidth", "index", "conversation"]
+    parser.add_argument("--count", type=int, default=12, help="pairs of requests, of reads, of conversations; starts")
+    parser.add_argument("--only", nargs="*", choices=every, default=every)
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"), help="folder on the tmpfs to measure")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -278,7 +344,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        if {"restart", "storing"} & set(options.only):
+        if {"restart", "storing", "conversation"} & set(options.only):
             from testing.models import benchmark_gemma3
 
             model = benchmark_gemma3(folder / "model").path
@@ -288,8 +354,14 @@ def main() -> None:
             found["storing"] = storing(model, folder, options.count)
         if "bandwidth" in options.only:
             found["bandwidth"] = bandwidth(folder, options.memory_folder, options.count)
+        if "index" in options.only:
+            found["index"] = index(folder, options.count)
+        if "conversation" in options.only:
+            from benchmarks.store_conversation import conversation
+
+            found["conversation"] = conversation(model, folder, options.count)
     print(json.dumps(found, indent=2))
-    report.write("store", found)
+    report.write("store", report.read("store") | found)
 
 
 if __name__ == "__main__":

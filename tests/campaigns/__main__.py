@@ -91,6 +91,7 @@ STEPS = (
     Step("clients", "clients", lines=20),
     Step("multi-connector", "multi-connector", lines=3),
     Step("store-restart", "store-restart", ("PROMPTS=100",), ("PROMPTS=12",), lines=10),
+    Step("store-kills", "store-kills", size=("ONLY=llama", "RESTARTS=3"), lines=8),
     Step("serve-commands", "serve-commands", lines=2),
     Step("rolling-restart", "rolling-restart", size=("TIMES=1",), lines=4),
     Step("head-killed", "head-killed", lines=4, needs="redis-server"),

@@ -670,3 +670,33 @@ def test_the_index_of_a_thousand_objects_is_read_quickly(tmp_path: Path) -> None
     again = FolderTier(tmp_path / "store", 2000 * BLOCK, durable=False)
     assert again.open() == 1000
     assert again.used_bytes(soon()) == 1000 * BLOCK
+
+
+class Recorded(Files):
+    """Records the calls that read headers, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def read_ahead(self, path: Path) -> None:
+        self.calls.append(("read_ahead", path.name))
+        super().read_ahead(path)
+
+    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+        self.calls.append(("head", path.name))
+        return super().head(path)
+
+
+def test_a_start_requests_many_headers_before_it_waits_for_one(tmp_path: Path) -> None:
+    """A disk that reads one header at a time takes several times as long."""
+    tier = FolderTier(tmp_path / "store", 300 * BLOCK, durable=False)
+    for number in range(300):
+        write(tier, number)
+    files = Recorded()
+    assert FolderTier(tier.path, tier.budget_bytes, files=files).open() == 300
+    assert [call for call, _ in files.calls] == 256 * ["read_ahead"] + 256 * ["head"] + 44 * ["read_ahead"] + 44 * [
+        "head"
+    ]
+    asked, read = ([key for call, key in files.calls if call == which] for which in ("read_ahead", "head"))
+    assert asked == read
+    assert len(set(read)) == 300

@@ -33,6 +33,11 @@ class Files:
         with _opened(path) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
 
+    def read_ahead(self, path: Path) -> None:
+        """Start to read a header into the page cache. Ignores errors, which ``head`` raises."""
+        with contextlib.suppress(OSError, CorruptObjectError), _opened(path) as (fd, _):
+            os.posix_fadvise(fd, 0, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+
     def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
         """Read a file's payload into ``payload``, up to the end of either.
 

@@ -46,6 +46,7 @@ from connectors.store.tiers.usage_file import UsageFile, allocated
 # use for other processes.
 _TOUCH_S = 60.0
 _RESCAN_S = 10.0
+_READ_AHEAD = 256
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_S = 60.0
 _GIVE_UP_S = 1.0
@@ -425,7 +426,7 @@ class FolderTier:
                 # A foreign file. It uses bytes of the budget; the store leaves it alone.
                 used += _bytes_now(folder)
                 continue
-            for entry in _entries(self._objects / folder.name):
+            for entry in self._read_ahead(self._objects / folder.name):
                 path = self._objects / folder.name / entry.name
                 try:
                     state, cost = self._inspect(path, folder.name)
@@ -450,6 +451,16 @@ class FolderTier:
             self._order.add_used(periods)
         self._scanned_at = time.monotonic()
         return used
+
+    def _read_ahead(self, folder: Path) -> Iterator[os.DirEntry[str]]:
+        """Yield a folder's entries; request the headers of many before the first is inspected.
+
+        A disk reads them in parallel then.
+        """
+        for batch in _batches(folder):
+            for entry in batch:
+                self.files.read_ahead(folder / entry.name)
+            yield from batch
 
     def _inspect(self, path: Path, space: str) -> tuple[os.stat_result, float]:
         """Return the stat result and recompute cost, in nanoseconds, of an object of any model.
@@ -479,10 +490,20 @@ class FolderTier:
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Yield a folder's entries; their ``stat`` uses the folder's descriptor, not its path."""
+    for batch in _batches(folder):
+        yield from batch
+
+
+def _batches(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
+    """Yield a folder's entries in lists of at most _READ_AHEAD.
+
+    The descriptor that their ``stat`` uses is open until the next list is requested.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with os.scandir(fd) as entries:
-            yield from entries
+            while batch := list(itertools.islice(entries, _READ_AHEAD)):
+                yield batch
     finally:
         os.close(fd)
 

@@ -3,20 +3,24 @@
     python -m tests.campaigns.store.engines '{"model": ..., "connector": "pair", ...}'
 
 runs the engines of a ``Setup``. The process reads prompts as lines of JSON from standard input, and
-answers each on standard output.
-``Engines`` starts the process, and ends it and all its children with ``kill -9``.
+answers each on standard output as soon as it can, whatever their order. ``Engines`` starts the
+process, and ends it and all its children with ``kill -9``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -43,6 +47,7 @@ class Setup:
                       states exist only where a step ends
     ``path``          folder of the store; empty without a connector
     ``engine``        engine arguments of the model's family
+    ``disk_gib``      budget of the store's disk tier
     """
 
     model: str
@@ -52,6 +57,7 @@ class Setup:
     chunk_tokens: int
     path: str = ""
     engine: dict[str, Any] = field(default_factory=dict)
+    disk_gib: float = 2.0
 
 
 class Reply(TypedDict):
@@ -85,9 +91,13 @@ async def serve(setup: Setup) -> None:
     print("ready " + json.dumps(sizes), flush=True)
     lines = asyncio.StreamReader(limit=2**20)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    while line := await lines.readline():
-        prompt, max_tokens = json.loads(line)
-        print("reply " + json.dumps(await _answer(pair, prompt, max_tokens)), flush=True)
+
+    async def reply(number: int, prompt: list[int], max_tokens: int) -> None:
+        print("reply " + json.dumps([number, await _answer(pair, prompt, max_tokens)]), flush=True)
+
+    async with asyncio.TaskGroup() as tasks:
+        while line := await lines.readline():
+            tasks.create_task(reply(*json.loads(line)))
 
 
 async def _start(setup: Setup) -> Pair:
@@ -95,14 +105,14 @@ async def _start(setup: Setup) -> Pair:
         "block_size": setup.block_size,
         "max_num_batched_tokens": setup.chunk_tokens,
         "max_num_seqs": 4,
-        "max_model_len": 2048,
+        "max_model_len": 4096,
         # Room for 16,384 tokens, instead of 1 GiB a rank.
         "num_gpu_blocks_override": 16_384 // setup.block_size,
     }
     arguments |= setup.engine
     store = {
         "path": setup.path,
-        "disk_gib": 2.0,
+        "disk_gib": setup.disk_gib,
         "chunk_tokens": setup.chunk_tokens,
         "staging_mib": 64,
         "lookup_s": 2.0,
@@ -156,8 +166,13 @@ def _decode_sources() -> dict[str, int]:
 # ---- the campaign's process --------------------------------------------------------------------
 
 
+class EnginesEndedError(RuntimeError):
+    """The engines have ended before they answered. The message has errors of their log."""
+
+
 class Engines:
     """A process with the engines of a ``Setup``; it is killed at the end of a ``with`` block.
+    Thread-safe.
 
     ``block_sizes``  those of prefill and decode. vLLM enlarges the block size of a model with
                      states, and fixes that of some attention backends
@@ -165,6 +180,10 @@ class Engines:
 
     def __init__(self, setup: Setup, log: Path) -> None:
         self._log = log
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Reply]] = {}
+        self._ended = self._killed = False
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.campaigns.store.engines", json.dumps(asdict(setup))],
@@ -175,11 +194,13 @@ class Engines:
                 text=True,
                 start_new_session=True,
             )
+        self._reader = threading.Thread(target=self._read_replies, daemon=True)
         try:
-            self.block_sizes: list[int] = json.loads(self._line("ready "))
+            self.block_sizes: list[int] = self._read_block_sizes()
         except BaseException:
             self.kill()
             raise
+        self._reader.start()
 
     def __enter__(self) -> Engines:
         return self
@@ -188,24 +209,50 @@ class Engines:
         self.kill()
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
+        """Return the answer to a prompt. Raises EnginesEndedError if the engines end before."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([list(prompt), max_tokens]) + "\n")
-        self._process.stdin.flush()
-        reply: Reply = json.loads(self._line("reply "))
-        return reply
+        found: Future[Reply] = Future()
+        with self._lock:
+            if self._ended:
+                raise self._error()
+            number = next(self._numbers)
+            self._waiting[number] = found
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps([number, list(prompt), max_tokens]) + "\n")
+                self._process.stdin.flush()
+        return found.result()
 
     def kill(self) -> None:
-        """Kill all engines and their workers at once (``kill -9``)."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """Kill all engines and their workers at once (``kill -9``). A second call has no effect."""
+        if not self._killed:
+            self._killed = True
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
-    def _line(self, kind: str) -> str:
+    def _read_block_sizes(self) -> list[int]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(kind):
-                return line.removeprefix(kind)
+            if line.startswith("ready "):
+                sizes: list[int] = json.loads(line.removeprefix("ready "))
+                return sizes
+        raise self._error()
+
+    def _read_replies(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("reply "):
+                number, reply = json.loads(line.removeprefix("reply "))
+                with self._lock:
+                    found = self._waiting.pop(number)
+                found.set_result(reply)
+        with self._lock:
+            self._ended = True
+            for found in self._waiting.values():
+                found.set_exception(self._error())
+
+    def _error(self) -> EnginesEndedError:
         causes = [line for line in self._log.read_text().splitlines() if "Error" in line]
-        raise RuntimeError("the engines ended: " + "\n".join(causes[:8]))
+        return EnginesEndedError("the engines ended: " + "\n".join(causes[:8]))
 
 
 def main() -> None:

@@ -152,6 +152,17 @@ def held(root: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def bytes_on_disk(root: Path) -> int:
+    """Return the bytes of all files of a tier at one moment."""
+    size = 0
+    with held(root):
+        for path in root.glob("*/**/*"):
+            # A reader may remove a corrupt object without the lock.
+            with contextlib.suppress(FileNotFoundError):
+                size += path.stat().st_blocks * 512 if path.is_file() else 0
+    return size
+
+
 class World:
     """Engines 0 and 1 share both paths; engine 2 has other weights."""
 
@@ -267,12 +278,7 @@ class World:
     def check_budget(self) -> None:
         """Compare the bytes of all files at one moment with the budget."""
         for root, budget in ((self.disk, DISK_BUDGET), (self.memory, MEMORY_BUDGET)):
-            size = 0
-            with held(root):
-                for path in root.glob("*/**/*"):
-                    # A reader may remove a corrupt object without the lock.
-                    with contextlib.suppress(FileNotFoundError):
-                        size += path.stat().st_blocks * 512 if path.is_file() else 0
+            size = bytes_on_disk(root)
             if size > budget:
                 self.outcome.over_budget.append(f"{root.name}: {size} of {budget} bytes")
 

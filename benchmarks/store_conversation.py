@@ -1,0 +1,184 @@
+"""TTFT of a conversation's eighth turn with a store, beside the same pair of engines without one.
+
+    python -m benchmarks.store --only conversation
+
+Two arms, each a prefill and a decode engine with TandemConnector and vLLM's prefix cache; one has a
+store as well. Both hold the same conversations: each turn sends all text so far and 150 new tokens,
+and has an answer of 200 tokens. All conversations take turns one to seven at the same time. Their
+eighth turns are measured one by one and alternate between the arms (A B B A), with the other arm's
+processes stopped. Each series has conversations of its own:
+
+    evicted  the prefix caches of both engines are emptied before each eighth turn, as if other
+             conversations had evicted this one, or the engines had been restarted
+    kept     the prefix caches keep all conversations. Prefill's cache has all of them but the
+             answers, which decode has computed
+
+TTFT is the time from sending both legs to decode's first token, without router and HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.config import KVTransferConfig
+
+from benchmarks.handover import leg
+from benchmarks.report import ratios, summary
+from testing import fork_server
+from testing.engines import describe, start_engine
+from testing.models import VOCABULARY
+from testing.processes import Arm, children, free_cores
+
+TURNS, NEW_TOKENS, ANSWER_TOKENS = 8, 150, 200
+LAST_ANSWER_TOKENS = 8
+CHUNK, BLOCK = 256, 32
+CONVERSATION_BLOCKS = 6 * TURNS * (NEW_TOKENS + ANSWER_TOKENS) // BLOCK
+"""Blocks of one conversation in a prefix cache that evicts none: six KV cache groups."""
+SETTLES_S = 3.0
+"""Time in which the engines store the KV of the first seven turns."""
+PAUSE_S = 0.4
+TURN_S = 300.0
+RESET_S = 10.0
+
+
+@dataclass
+class Conversation:
+    """One conversation in one arm, and measurements of its last turn.
+
+    ``cached``  prompt tokens that prefill did not compute
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    cached: int = 0
+
+
+@dataclass
+class Side:
+    """An arm and its conversations of one series."""
+
+    arm: Arm
+    address: dict[str, Any]
+    conversations: list[Conversation] = field(default_factory=list)
+
+    async def take_turn(self, each: Conversation, new: list[int], answer_tokens: int) -> None:
+        """Send a turn of one conversation. The arm must be awake."""
+        prompt = each.tokens + new
+        transfer_id = uuid.uuid4().hex
+        produce = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        began = time.monotonic()
+        prefill, decode = await asyncio.wait_for(
+            asyncio.gather(
+                leg(self.arm.prefill, prompt, 1, produce),
+                leg(self.arm.decode, prompt, answer_tokens, self.address | {"transfer_id": transfer_id}),
+            ),
+            TURN_S,
+        )
+        each.tokens = prompt + list(decode.output.outputs[0].token_ids)
+        each.ttft_s, each.cached = decode.first_token_at - began, prefill.output.num_cached_tokens or 0
+
+    async def take_turns(self, news: list[list[list[int]]]) -> None:
+        """Take all turns but the last one of new conversations, all conversations at once.
+
+        ``news``  new tokens, by turn and conversation
+        """
+        self.conversations = [Conversation() for _ in news[0]]
+        with self.arm.awake():
+            for turn in news[:-1]:
+                pairs = zip(self.conversations, turn, strict=True)
+                await asyncio.gather(*(self.take_turn(each, new, ANSWER_TOKENS) for each, new in pairs))
+            await asyncio.sleep(SETTLES_S)
+
+    async def take_last_turn(self, number: int, new: list[int], evicted: bool) -> None:
+        """Measure the last turn of one conversation."""
+        with self.arm.awake():
+            if evicted:
+                await self._empty_caches()
+            await self.take_turn(self.conversations[number], new, LAST_ANSWER_TOKENS)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _empty_caches(self) -> None:
+        """Empty both prefix caches, as soon as the last request's blocks are free."""
+        latest = time.monotonic() + RESET_S
+        for engine in (self.arm.prefill, self.arm.decode):
+            while not await engine.reset_prefix_cache():
+                assert time.monotonic() < latest, "a request holds blocks"
+                await asyncio.sleep(0.05)
+
+
+async def series(sides: dict[str, Side], count: int, evicted: bool, dice: random.Random) -> dict[str, Any]:
+    """Hold ``count`` conversations in both arms and compare their last turns."""
+    news = [[[dice.randrange(4, VOCABULARY) for _ in range(NEW_TOKENS)] for _ in range(count)] for _ in range(TURNS)]
+    for side in sides.values():
+        await side.take_turns(news)
+    for number, new in enumerate(news[-1]):
+        for name in sorted(sides, reverse=bool(number % 2)):
+            await sides[name].take_last_turn(number, new, evicted)
+    store, none = (sides[name].conversations for name in ("store", "none"))
+    times = {name: [each.ttft_s for each in side.conversations] for name, side in sides.items()}
+    cached = {name: [each.cached for each in side.conversations] for name, side in sides.items()}
+    return {
+        "equal_conversations": sum(one.tokens == other.tokens for one, other in zip(store, none, strict=True)),
+        "prompt_tokens": len(store[0].tokens) - LAST_ANSWER_TOKENS,
+        "cached_tokens": cached,
+        **{f"{name}_s": summary(values) for name, values in times.items()},
+        "ratio": ratios(times["store"], times["none"]),
+    }
+
+
+def start_arm(name: str, model: str, store: dict[str, Any], count: int) -> Arm:
+    """Start a pair with caches for ``count`` conversations; with a store if ``store`` has its
+    settings.
+    """
+    before = children()
+    engines = [
+        start_engine(
+            model,
+            1,
+            None,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="TandemConnector",
+                kv_connector_module_path="connectors.vllm_hma.connector",
+                kv_role=role,
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"store": store} if store else {},
+            ),
+            block_size=BLOCK,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=count,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=count * CONVERSATION_BLOCKS,
+        )
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    pids = sorted(children() - before)
+    free_cores(pids)
+    return Arm(pids, name, *engines)
+
+
+async def _measure(model: str, path: Path, count: int) -> dict[str, Any]:
+    dice = random.Random(5)
+    store = {"path": str(path), "disk_gib": 4.0, "chunk_tokens": CHUNK}
+    arms: list[Arm] = []
+    try:
+        for name, settings in (("store", store), ("none", {})):
+            arms.append(start_arm(name, model, settings, count))
+        sides = {arm.name: Side(arm, await describe(arm.prefill)) for arm in arms}
+        for arm in arms:
+            arm.sleep()
+        return {label: await series(sides, count, label == "evicted", dice) for label in ("evicted", "kept")}
+    finally:
+        for arm in arms:
+            arm.shutdown()
+
+
+def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
+    """Hold ``count`` conversations in each arm, with evicted and with kept prefix caches."""
+    fork_server.prepare()
+    return asyncio.run(_measure(model, folder / "conversation", count))
