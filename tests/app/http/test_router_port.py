@@ -23,7 +23,7 @@ from app.main import DeployedModel, HttpRouter
 from configs.settings.router import RouterSettings
 from testing.ports import free_port
 from tests.actors.behaviours import JSON, LIMITS
-from tests.app.http.test_http_server import HOST, WAIT_S
+from tests.app.http.servers import HOST, WAIT_S
 
 PREFILL, DECODE = "prefill of the router's port", "decode of the router's port"
 """Deployment ids of the engines in the registry of this process."""

@@ -20,7 +20,7 @@ from configs.settings.parsing import parse_settings
 from connectors.errors import ConfigurationError
 from testing.certificates import Authority, MonthsAgo
 from testing.ports import free_port
-from tests.app.http.test_http_server import HOST, Behind
+from tests.app.http.servers import HOST, Behind
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from connectors.errors import CorruptObjectError
-from connectors.store.tiers.objects import HEADER_BYTES, check_payload, parse_header
+from connectors.store.tiers.objects import HEADER_BYTES, PayloadDigest, check_payload, parse_header
 from testing.engines import Answer
 from testing.identity import difference
 from testing.models import VOCABULARY
@@ -124,7 +124,8 @@ def damaged(path: Path) -> list[str]:
     for file in (path / "objects").glob("*/*"):
         data = file.read_bytes()
         try:
-            check_payload(parse_header(data[:HEADER_BYTES], len(data)), memoryview(data)[HEADER_BYTES:])
+            digest = PayloadDigest(memoryview(data)[HEADER_BYTES:]).digest()
+            check_payload(parse_header(data[:HEADER_BYTES], len(data)), len(data) - HEADER_BYTES, digest)
         except CorruptObjectError as error:
             found.append(f"{file.name}: {error}")
     return found

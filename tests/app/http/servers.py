@@ -1,0 +1,126 @@
+"""The router's HTTP server before a small application, and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from app.http.http_server import HttpServer
+
+HOST = "127.0.0.1"
+LEAVE_S = 0.5
+WAIT_S = 60
+"""Limit of a wait for an event that is certain: far above a pause of the machine."""
+
+LARGE_BYTES = 2**25
+"""Size of an answer that the buffers of a connection cannot hold."""
+
+HEAD = b"GET / HTTP/1.1\r\nHost: tandem\r\n"
+
+
+def http(port: int) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=WAIT_S)
+
+
+class Behind:
+    """An application that answers with its name, and to `/slow` on demand."""
+
+    def __init__(self, name: str) -> None:
+        self.go_on = asyncio.Event()
+        self.left = asyncio.Event()
+
+        async def named(_: Request) -> Response:
+            return PlainTextResponse(name)
+
+        async def slow(_: Request) -> Response:
+            async def pieces() -> AsyncGenerator[str, None]:
+                yield name
+                try:
+                    await self.go_on.wait()
+                except asyncio.CancelledError:
+                    self.left.set()
+                    raise
+                yield " has ended"
+
+            return StreamingResponse(pieces())
+
+        async def length(request: Request) -> Response:
+            return PlainTextResponse(str(len(await request.body())))
+
+        async def refuse(_: Request) -> Response:
+            return PlainTextResponse("no", 403)
+
+        async def large(_: Request) -> Response:
+            async def pieces() -> AsyncGenerator[bytes, None]:
+                try:
+                    for _ in range(LARGE_BYTES // 2**16):
+                        yield bytes(2**16)
+                finally:
+                    self.left.set()
+
+            return StreamingResponse(pieces())
+
+        self.app = Starlette(
+            routes=[
+                Route("/", named),
+                Route("/slow", slow),
+                Route("/length", length, methods=["POST"]),
+                Route("/refuse", refuse, methods=["POST"]),
+                Route("/large", large),
+            ]
+        )
+
+
+@asynccontextmanager
+async def opened(
+    behind: Behind, port: int, service: str = "ours", unread_s: float = WAIT_S
+) -> AsyncGenerator[HttpServer, None]:
+    server = HttpServer(behind.app, HOST, port, LEAVE_S, service, unread_s=unread_s)
+    await server.open()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def answers(port: int, count: int) -> set[str]:
+    """Send this number of requests, each on its own connection."""
+    found = set()
+    for _ in range(count):
+        async with http(port) as client:
+            found.add((await client.get("/")).text)
+    return found
+
+
+async def said_until_closed(port: int, pieces: Iterable[bytes], pause_s: float = 0.0) -> tuple[bytes, float]:
+    """Return the answer to `pieces` until the connection closes, and the time until then."""
+    began_at = time.monotonic()
+    reader, writer = await asyncio.open_connection(HOST, port)
+
+    async def send() -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+
+    sending = asyncio.create_task(send())
+    said = b""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while more := await reader.read(65536):
+                said += more
+    except ConnectionError:
+        pass  # the server closed it during a send
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.close()
+    return said, time.monotonic() - began_at

@@ -1,0 +1,231 @@
+"""Size and arrival time of request headers and bodies, and pipelined requests: real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import psutil
+import pytest
+
+from actors.rpc import address
+from actors.upstream import uvicorn_protocol
+from app.http import http_server
+from testing.ports import free_port
+from tests.app.http.servers import HEAD, HOST, LARGE_BYTES, WAIT_S, Behind, answers, opened, said_until_closed
+
+HEAD_S = 0.4
+"""Header timeout of tests with the fixture `short_head`."""
+
+SOON_S = 30.0
+"""Time far below the timeout of an idle connection, and far above a pause of the machine."""
+
+
+@pytest.fixture
+def short_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_protocol, "HEAD_S", HEAD_S)
+
+
+def endless(first: bytes, piece: bytes, count: int = 10_000) -> Iterable[bytes]:
+    yield first
+    for _ in range(count):
+        yield piece
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [
+        (HEAD, b"x: " + b"a" * 60_000 + b"\r\n"),
+        (HEAD + b"x: ", b"a" * 60_000),
+        (b"GET /", b"a" * 60_000),
+        (b"", b"\r\n" * 30_000),
+        (HEAD, b"a: b\r\n" * 10_000),
+        (b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"x: " + b"a" * 60_000 + b"\r\n"),
+        (b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a" * 60_000),
+    ],
+    ids=["lines", "one line", "path", "empty lines", "short lines", "trailers", "chunk extension"],
+)
+async def test_what_has_no_end_is_not_kept(first: bytes, piece: bytes) -> None:
+    """600 MB before a request or after its body are refused, and the router keeps none of them."""
+    port, process = free_port(), psutil.Process()
+    async with opened(Behind("one"), port):
+        before = process.memory_info().rss
+        said, _ = await said_until_closed(port, endless(first, piece))
+        assert said == b"" or said.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+        assert process.memory_info().rss - before < 30e6
+        assert await answers(port, 1) == {"one"}
+
+
+@pytest.mark.parametrize(("length", "status"), [(60_000, 200), (70_000, 431), (250_000, 431)])
+async def test_a_large_head(length: int, status: int) -> None:
+    """The request header arrives complete, in one piece."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        head = HEAD + b"Connection: close\r\nx: " + b"a" * length + b"\r\n\r\n"
+        said, _ = await said_until_closed(port, [head])
+        assert said.startswith(b"HTTP/1.1 %d " % status)
+        assert said.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.usefixtures("short_head")
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ([b"GET / HT"], b"HTTP/1.1 408 "),
+        ([HEAD], b"HTTP/1.1 408 "),
+        ([HEAD, *[b"x: y\r\n"] * 50], b"HTTP/1.1 408 "),
+        ([], b""),
+        ([b"\r\n"] * 50, b""),
+    ],
+    ids=["half a line", "half a head", "a line now and then", "nothing", "empty lines now and then"],
+)
+async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> None:
+    """The server waits this long, whatever small pieces arrive meanwhile."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        left = iter(pieces)
+        said, took_s = await said_until_closed(port, left, HEAD_S / 5)
+        assert said.startswith(says)
+        assert bool(said) == bool(says)
+        assert took_s >= HEAD_S
+        if len(pieces) > 1:
+            assert next(left, None) is not None, "the header timeout expires long before the last piece"
+
+
+@pytest.mark.usefixtures("short_head")
+@pytest.mark.parametrize("drip", [b"\r\n", HEAD], ids=["an empty line", "half a head"])
+async def test_a_head_that_does_not_come_after_an_answer(drip: bytes) -> None:
+    """Bytes that stop uvicorn's keep-alive timer start the header timer."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        said, took_s = await said_until_closed(port, [HEAD + b"\r\n", drip], HEAD_S / 2)
+        assert said.startswith(b"HTTP/1.1 200 ")
+        assert said.count(b"HTTP/1.1 408 ") == (drip == HEAD)
+        assert took_s < SOON_S
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_a_body_that_does_not_come_after_its_answer() -> None:
+    """The server does not parse the rest of the body as another request."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        head = b"POST /refuse HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
+        said, took_s = await said_until_closed(port, [head, *[b"a"] * 100], HEAD_S / 4)
+        assert said.startswith(b"HTTP/1.1 403 ")
+        assert said.count(b"HTTP/1.1") == 1
+        assert took_s < SOON_S
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_between_requests_the_other_timer_counts() -> None:
+    """An idle connection is kept for longer than the header timeout."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        requests = [HEAD + b"\r\n", HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"]
+        said, took_s = await said_until_closed(port, requests, 2 * HEAD_S)
+        assert said.count(b"HTTP/1.1 200 ") == 3
+        assert took_s >= 4 * HEAD_S
+
+
+@pytest.mark.parametrize("unread_s", [WAIT_S, 0.1], ids=["it may", "for too long"])
+async def test_a_client_that_reads_nothing_for_a_while(unread_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is the server's own, not that of connections to engines."""
+    monkeypatch.setattr(address, "KEEPALIVE", address.KEEPALIVE | {"TCP_USER_TIMEOUT": 100})
+    behind = Behind("a")
+    async with opened(behind, port := free_port(), unread_s=unread_s):
+        reader, writer = await asyncio.open_connection(HOST, port, limit=2**16)
+        writer.write(HEAD.replace(b"/ ", b"/large ") + b"Connection: close\r\n\r\n")
+        if unread_s < WAIT_S:
+            await asyncio.wait_for(behind.left.wait(), WAIT_S)
+        else:
+            await asyncio.sleep(2)
+            assert len(await asyncio.wait_for(reader.read(-1), WAIT_S)) > LARGE_BYTES
+        writer.close()
+
+
+async def test_an_idle_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", HEAD_S)
+    port = free_port()
+    async with opened(Behind("one"), port):
+        said, took_s = await said_until_closed(port, [HEAD + b"\r\n"])
+        assert said.count(b"HTTP/1.1 200 ") == 1
+        assert took_s >= HEAD_S
+
+
+async def test_headers_in_single_bytes() -> None:
+    """Headers that arrive byte by byte within the header timeout are accepted."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        slow = HEAD + b"Connection: close\r\n\r\n"
+        said, _ = await said_until_closed(port, [slow[i : i + 1] for i in range(len(slow))], 0.002)
+        assert said.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_a_body_takes_longer_than_the_header_timeout() -> None:
+    """A large body that arrives slowly, and one in many chunks."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        close = b"Connection: close\r\n\r\n"
+        head = b"POST /length HTTP/1.1\r\nContent-Length: 8000000\r\n" + close
+        said, took_s = await said_until_closed(port, [head, *[b"a" * 1_000_000] * 8], HEAD_S / 4)
+        assert said.endswith(b"8000000")
+        assert took_s > HEAD_S
+        head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + close
+        said, _ = await said_until_closed(port, [head + b"1\r\na\r\n" * 100_000 + b"0\r\nX: y\r\n\r\n"])
+        assert said.endswith(b"100000")
+
+
+@pytest.mark.usefixtures("short_head")
+async def test_requests_that_come_together() -> None:
+    """The first of pipelined requests is answered, and the connection closes: clients repeat the
+    others. Together they may be larger than the limit of one header.
+    """
+    port = free_port()
+    async with opened(Behind("one"), port):
+        many = (HEAD + b"x: " + b"a" * 5000 + b"\r\n\r\n") * 40
+        said, _ = await said_until_closed(port, [many + HEAD + b"\r\n"])
+        assert (said.count(b"HTTP/1.1 "), said.count(b"connection: close")) == (1, 1)
+        assert said.startswith(b"HTTP/1.1 200 ")
+        assert said.endswith(b"one")
+
+
+@pytest.mark.usefixtures("short_head")
+@pytest.mark.parametrize("rest", [b"", b"x: " + b"a" * 70_000, b"bad\r\n\r\n"], ids=["late", "large", "malformed"])
+async def test_headers_during_an_answer(rest: bytes) -> None:
+    """The timeout of the next headers starts after the answer, which bad headers do not corrupt."""
+    port, behind = free_port(), Behind("a stream")
+    async with opened(behind, port):
+        stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"
+        asking = asyncio.create_task(said_until_closed(port, [stream, HEAD + rest], HEAD_S / 2))
+        # A refused request ends the connection at once, a complete one with its answer.
+        await asyncio.wait({asking}, timeout=20 if rest else 3 * HEAD_S)
+        assert asking.done() == bool(rest)
+        behind.go_on.set()
+        said, _ = await asking
+        assert said.startswith(b"HTTP/1.1 200 ")
+        assert b"a stream" in said
+        assert (b" has ended" in said, b"HTTP/1.1 408 " in said) == (not rest, not rest)
+        assert b"HTTP/1.1 4" not in said.replace(b"HTTP/1.1 408", b"")
+
+
+async def test_a_body_that_cannot_be_read() -> None:
+    """The client receives an answer."""
+    port = free_port()
+    async with opened(Behind("one"), port):
+        head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        said, _ = await said_until_closed(port, [head + b"not a length\r\n"])
+        assert said.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("rest", [b"no HTTP at all\r\n\r\n", HEAD + b"x: " + b"a" * 70_000 + b"\r\n\r\n"])
+async def test_what_follows_a_pipelined_request_does_not_end_the_answer(rest: bytes) -> None:
+    port, behind = free_port(), Behind("a stream")
+    async with opened(behind, port):
+        stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"
+        asking = asyncio.create_task(said_until_closed(port, [stream + HEAD + b"\r\n" + rest, rest]))
+        await asyncio.sleep(HEAD_S)
+        behind.go_on.set()
+        said, _ = await asking
+        assert b" has ended" in said
+        assert said.count(b"HTTP/1.1 ") == 1

@@ -1,0 +1,53 @@
+"""Numbered objects of one file system block each, in a tier on real files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.objects import HEADER_BYTES, ObjectName
+
+SPACE, OTHER_SPACE = b"a" * 16, b"b" * 16
+PAYLOAD = 4096 - HEADER_BYTES
+"""One block of the file system per object."""
+
+BLOCK = 4096
+
+
+def name(number: int, space: bytes = SPACE) -> ObjectName:
+    return ObjectName(space, number.to_bytes(32, "big"))
+
+
+def payload(number: int, size: int = PAYLOAD) -> memoryview:
+    return memoryview(np.random.default_rng(number).bytes(size))
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+def write(tier: FolderTier, number: int, cost: int = 1000, size: int = PAYLOAD) -> bool:
+    return tier.write(name(number), payload(number, size), cost, soon())
+
+
+def holds(tier: FolderTier, number: int, size: int = PAYLOAD) -> bool:
+    """Return whether an object is found, and read with the right bytes."""
+    if tier.find(name(number)) is None:
+        return False
+    into = memoryview(bytearray(size))
+    tier.read(name(number), into)
+    assert into == payload(number, size)
+    return True
+
+
+def file_of(tier: FolderTier, number: int, space: bytes = SPACE) -> Path:
+    return tier.path / "objects" / space.hex() / name(number).key.hex()
+
+
+def disk_bytes(tier: FolderTier) -> int:
+    """Return the bytes that ``du`` counts below the folders of files."""
+    files = [path for part in ("objects", "parts") for path in (tier.path / part).rglob("*") if path.is_file()]
+    return sum(path.stat().st_blocks * 512 for path in files)
