@@ -203,8 +203,10 @@ def llama4(folder: Path, kv_heads: int = 4, seed: int = 0) -> str:
     return _save(Llama4ForCausalLM, config, folder, seed)
 
 
-def deepseek_v2(folder: Path, seed: int = 0) -> str:
-    """Create a model with multi-head latent attention; return its path.
+def deepseek_v2(folder: Path, seed: int = 0, experts: int = 2) -> str:
+    """Create a model with multi-head latent attention; return its path. All layers are dense.
+
+    With ``experts`` 0, vLLM does not count it among the models with experts.
 
     Its latent head has 576 values, the size for which the CPU kernel is compiled.
     """
@@ -229,7 +231,7 @@ def deepseek_v2(folder: Path, seed: int = 0) -> str:
         qk_rope_head_dim=64,
         v_head_dim=32,
         first_k_dense_replace=3,
-        n_routed_experts=2,
+        n_routed_experts=experts,
         num_experts_per_tok=1,
         moe_intermediate_size=64,
     )

@@ -15,8 +15,9 @@ import itertools
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference, prompts
-from testing.models import gemma3, llama
+from testing.models import deepseek_v2, falcon_h1, gemma3, llama
+from tests.campaigns.shapes.families import FAMILIES
 
 LONGEST = 700
 CONCURRENCY = 4
@@ -50,7 +52,20 @@ class Shape:
         return list(range(self.dp)) if self.dp > 1 else [None]
 
 
-MODELS: dict[str, Callable[[Path], str]] = {"llama": llama, "gemma3": gemma3}
+@dataclass(frozen=True)
+class Model:
+    """How a model is created, and the engine arguments that it needs."""
+
+    build: Callable[[Path], str]
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+MODELS = {
+    "llama": Model(llama),
+    "gemma3": Model(gemma3),
+    "falcon_h1": Model(falcon_h1),
+    "deepseek_v2": Model(partial(deepseek_v2, experts=0), FAMILIES["deepseek_v2"].engine),
+}
 
 
 @dataclass(frozen=True)
@@ -73,27 +88,29 @@ class Result:
         return not self.wrong and self.moved == self.movable and self.clean
 
 
-def start(path: str, role: str | None, shape: Shape, **overrides: Any) -> AsyncLLM:
-    """Start an engine of ``shape``."""
+def start(model: Model, path: str, role: str | None, shape: Shape, **overrides: Any) -> AsyncLLM:
+    """Start an engine of ``shape``; ``path`` is the model's."""
     parallel = {"data_parallel_size": shape.dp} if shape.dp > 1 else {}
-    return start_engine(path, shape.tp, role, **(parallel | overrides))
+    return start_engine(path, shape.tp, role, **(dict(model.engine) | parallel | overrides))
 
 
-async def references(path: str, todo: Sequence[list[int]], tp: int) -> list[Answer]:
+async def references(model: Model, path: str, todo: Sequence[list[int]], tp: int) -> list[Answer]:
     """Return the answers of one stock engine."""
-    engine = start(path, None, Shape(1, tp))
+    engine = start(model, path, None, Shape(1, tp))
     try:
         return [await generate(engine, prompt, MAX_TOKENS) for prompt in todo]
     finally:
         engine.shutdown()
 
 
-async def run(path: str, shapes: tuple[Shape, Shape], cases: Sequence[tuple[list[int], Answer]], trace: Path) -> Result:
+async def run(
+    model: Model, path: str, shapes: tuple[Shape, Shape], cases: Sequence[tuple[list[int], Answer]], trace: Path
+) -> Result:
     """Start a pair and send each prompt through one pair of ranks, ``CONCURRENCY`` at a time."""
     started: list[AsyncLLM] = []
     try:
         for role, shape in zip(("kv_producer", "kv_consumer"), shapes, strict=True):
-            started.append(start(path, role, shape, transfer={"trace_path": str(trace)}))
+            started.append(start(model, path, role, shape, transfer={"trace_path": str(trace)}))
         prefill, decode = started
         addresses = [await describe(prefill, rank) for rank in shapes[0].ranks]
         assert len({one["remote_engine_id"] for one in addresses}) == len(addresses), addresses
@@ -150,12 +167,13 @@ async def _campaign(names: Sequence[str], pairs: Sequence[tuple[Shape, Shape]], 
     failed = 0
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            path = MODELS[name](Path(folder) / name)
+            model = MODELS[name]
+            path = model.build(Path(folder) / name)
             todo = prompts(count, LONGEST, seed=7)
-            by_tp = {tp: await references(path, todo, tp) for tp in sorted({decode.tp for _, decode in pairs})}
+            by_tp = {tp: await references(model, path, todo, tp) for tp in sorted({decode.tp for _, decode in pairs})}
             for number, (prefill, decode) in enumerate(pairs):
                 cases = list(zip(todo, by_tp[decode.tp], strict=True))
-                result = await run(path, (prefill, decode), cases, Path(folder) / f"{number}.jsonl")
+                result = await run(model, path, (prefill, decode), cases, Path(folder) / f"{number}.jsonl")
                 failed += not result.good
                 print(
                     f"{name}, (DP, TP) ({prefill.dp}, {prefill.tp}) -> ({decode.dp}, {decode.tp}): "
@@ -172,7 +190,7 @@ async def _campaign(names: Sequence[str], pairs: Sequence[tuple[Shape, Shape]], 
 def main() -> None:
     fork_server.prepare()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="gemma3")
+    parser.add_argument("--models", default="gemma3,falcon_h1,deepseek_v2", help=", ".join(MODELS))
     parser.add_argument("--pairs", default="2x1:1x1,1x1:2x1,2x1:2x1,2x1:1x2", help="DPxTP of prefill:decode")
     parser.add_argument("--prompts", type=int, default=100)
     arguments = parser.parse_args()
