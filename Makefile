@@ -233,7 +233,7 @@ identity: $(STAMP) ## Compare tokens and logprobs with those of one engine, at f
 data-parallel: $(STAMP) ## Compare data-parallel ranks on either side with one engine, then kill 20 ranks in a service (about an hour): PROMPTS=10 KILLS=2
 	TANDEM_DATA_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_data_parallel.py
 	$(BIN)/python -m tests.campaigns.shapes.data_parallel $(if $(PROMPTS),--prompts $(PROMPTS))
-	$(BIN)/python -m tests.campaigns.service.data_parallel $(if $(KILLS),--kills $(KILLS))
+	$(BIN)/python -m tests.campaigns.service.data_parallel --scale $(if $(KILLS),--kills $(KILLS))
 
 .PHONY: placement
 placement: $(STAMP) ## Check where Serve places replicas and the ranks of Ray's executor, on a cluster of four nodes (2 minutes)

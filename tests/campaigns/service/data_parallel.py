@@ -5,7 +5,8 @@
 ``make data-parallel`` runs it. Every answer is compared with one engine's, which runs before. All
 ranks must serve a fair share of the requests. Each kill ends the engine core of one rank while
 requests run: vLLM then ends the other ranks of the replica, and Serve starts it again. No answer
-may be wrong, and afterwards the block pools must be empty.
+may be wrong, and afterwards the block pools must be empty. ``--scale`` lets Serve add and remove a
+prefill replica under requests: none may fail.
 """
 
 from __future__ import annotations
@@ -38,6 +39,15 @@ FEWEST_SHARE = 0.6
 """Fewest requests of a rank, as a fraction of an equal share."""
 BACK_TIMEOUT_S = 300.0
 EMPTY_TIMEOUT_S = 30.0
+SCALED = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 2,
+    "look_back_period_s": 2.0,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 10.0,
+}
+"""Autoscaling of prefill: eight requests at once need a second replica, one at a time does not."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,15 @@ class Asked:
 
 
 @contextmanager
-def service(folder: Path, prefill: int, decode: int) -> Iterator[tuple[ServiceProcess, str]]:
-    """Serve the demo model with these data-parallel sizes; yield the service and its URL."""
+def service(folder: Path, prefill: int, decode: int, scaled: bool = False) -> Iterator[tuple[ServiceProcess, str]]:
+    """Serve the demo model with these data-parallel sizes; yield the service and its URL.
+
+    ``scaled``  whether Serve scales prefill (``SCALED``)
+    """
     config = write_config(
         "local.yaml",
         folder,
-        prefill={"data_parallel_size": prefill},
+        prefill={"data_parallel_size": prefill} | ({"replicas": SCALED} if scaled else {}),
         decode={"data_parallel_size": decode},
         # After the loss of a replica, requests wait for the next one instead of failing.
         router={"replica_timeout_s": BACK_TIMEOUT_S, "first_token_timeout_s": BACK_TIMEOUT_S},
@@ -106,6 +119,48 @@ async def ask_all(url: str, questions: Questions, count: int, seed: int, kill: p
 
         await asyncio.gather(*map(one, asked))
     return Asked(outcomes.count(True), outcomes.count(False), outcomes.count(None))
+
+
+async def ask_until(url: str, questions: Questions, at_once: int, replicas: int, seed: int) -> tuple[Asked, float]:
+    """Send ``at_once`` requests at a time until prefill has this number of replicas, then 24 more.
+
+    Return the outcomes and the time until then, in seconds.
+    """
+    rng = random.Random(seed)
+    outcomes: list[bool | None] = []
+    began, reached_s, left = time.monotonic(), 0.0, 3 * CONCURRENCY
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=2 * BACK_TIMEOUT_S, limits=limits) as http:
+
+        async def client() -> None:
+            nonlocal left
+            while left > 0 and time.monotonic() - began < BACK_TIMEOUT_S:
+                outcomes.append(await ask(http, questions.some(rng, 1)[0]))
+                left -= reached_s > 0
+
+        async def watch() -> None:
+            nonlocal reached_s
+            while not reached_s and time.monotonic() - began < BACK_TIMEOUT_S:
+                await asyncio.sleep(0.5)
+                if (await http.get("/health")).json()["replicas"]["prefill"] == replicas:
+                    reached_s = time.monotonic() - began
+
+        await asyncio.gather(watch(), *(client() for _ in range(at_once)))
+    return Asked(outcomes.count(True), outcomes.count(False), outcomes.count(None)), reached_s
+
+
+def scale(folder: Path, questions: Questions, prefill: int) -> list[str]:
+    """Scale prefill, with ``prefill`` ranks per replica, under requests; return problems."""
+    problems = []
+    with service(folder, prefill, 1, scaled=True) as (_, url):
+        for at_once, replicas in ((CONCURRENCY, 2), (1, 1), (CONCURRENCY, 2), (1, 1)):
+            asked, after_s = asyncio.run(ask_until(url, questions, at_once, replicas, seed=replicas))
+            print(f"{at_once} at once: {replicas} prefill replicas after {after_s:.0f} s, {asked}", flush=True)
+            problems += [f"{replicas} replicas: not within {BACK_TIMEOUT_S:g} s"] * (not after_s)
+            problems += [f"{replicas} replicas: {asked}"] * (asked.wrong + asked.refused > 0)
+        if left := leaks(url):
+            problems.append(f"after scaling, not at baseline: {left}")
+    return problems
 
 
 def samples(url: str, name: str) -> dict[tuple[str, str], float]:
@@ -176,6 +231,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--prefill", type=int, default=2, help="data-parallel size of prefill")
     parser.add_argument("--decode", type=int, default=2, help="data-parallel size of decode")
+    parser.add_argument("--scale", action="store_true", help="then scale prefill up and down under requests")
     parser.add_argument("--folder", type=Path, help="keep the service's log here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this process
@@ -205,6 +261,8 @@ def main() -> int:
         wait_for_ranks(running, sizes)
         if left := leaks(url):
             problems.append(f"not at baseline: {left}")
+    if options.scale:
+        problems += scale(folder, questions, options.prefill)
     print("\n".join(problems) or "no wrong answer, no leak", flush=True)
     return 1 if problems else 0
 
