@@ -69,7 +69,7 @@ def use_fork_server() -> None:
         return
     (original,) = originals
     if getattr(original, "__module__", None) == __name__:
-        return  # an earlier engine of this process has replaced it
+        return  # an earlier engine of this process has replaced `get_mp_context`
 
     def context() -> BaseContext:
         return _context(original)

@@ -44,7 +44,7 @@ _TROUBLE = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|F
 
 @dataclass
 class Lane:
-    """A prefill and a decode server that faults are injected into, and requests through both.
+    """Pair of servers into which a campaign injects faults, and the requests through both.
 
     ``addresses``  answers of prefill's data-parallel ranks to ``describe``, for connectors that
                    accept both legs at once
