@@ -2,22 +2,21 @@
 
     python -m benchmarks.store
 
-    restart    TTFT of prompts that an engine stored before ``kill -9``, beside new prompts; in
-               turn, each prompt once
-    storing    an engine that stores and never hits, beside one without a connector: TTFT and tokens
-               per second, in turn
-    bandwidth  objects read and verified, one thread. The memory tier is measured in CPU time,
-               because its reads never wait, beside memcpy and a read of the same files without a
-               digest. The disk tier is measured beside a plain sequential read; its files are
-               dropped from the page cache before each read
-    index      objects a second of a start that reads the eviction order of 20,000 and 50,000
-               small objects
+    restart    TTFT of prompts that an engine stored before ``kill -9``, compared with new prompts.
+               Stored and new prompts alternate; each is sent once
+    storing    TTFT and seconds per answer of an engine that stores and never loads, compared with
+               an engine without a connector. Requests alternate between the engines
+    bandwidth  one thread reads and verifies objects. The memory tier is measured in CPU time,
+               because its reads never wait. It is compared with memcpy, and with reads of the same
+               files without a digest. The disk tier is compared with a plain sequential read; its
+               files are dropped from the page cache before each read
+    index      time in which a start reads the eviction order of 20,000 and of 50,000 small objects
     conversation  TTFT of a conversation's eighth turn through a prefill and a decode engine,
-               beside the same pair without a store (``store_conversation.py``)
+               compared with the same pair without a store (``store_conversation.py``)
 
-Engines of the first two measurements have no prefix cache. Each engine is a process of its own, and
-only one, or one pair, works at a time. With ``--only``, the results of other measurements stay in
-the file as they are.
+Engines of the first two measurements have no prefix cache. Each of them is a separate process. Only
+one engine, or one pair, works at a time. With ``--only``, the file keeps the earlier results of the
+other measurements.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ def restart(model: str, folder: Path, count: int) -> dict[str, Any]:
 
 
 def storing(model: str, folder: Path, count: int) -> dict[str, Any]:
-    """Send new prompts to an engine that stores and to one without a store, in turn."""
+    """Measure new prompts sent alternately to an engine with a store and to one without."""
     asked = prompts(4, 2 * count + 4)
     with_store = Engine(model, folder / "storing", folder / "storing.log")
     try:
@@ -204,7 +203,7 @@ def _seconds(answer: dict[str, float]) -> float:
 
 
 def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
-    """Read objects of each tier beside the same bytes moved without a store.
+    """Measure reads of each tier's objects, and of the same bytes without a store.
 
     ``memory_folder``  folder on the tmpfs to measure
     """
@@ -262,13 +261,14 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def index(folder: Path, rounds: int) -> dict[str, Any]:
-    """Read the eviction order of stored objects, as each process does at its start.
+    """Measure the time in which a starting process reads the eviction order of stored objects.
+
+    Each label of the result has times in seconds, and ``queued``: the part of them for which the
+    thread was ready and waited for a core.
 
     ``uncached``  the objects' data is dropped from the page cache before each start; directories
                   and inodes are not
-    ``cached``    the next start
-
-    ``queued`` is the part of the time for which the thread was ready and waited for a core.
+    ``cached``    another start follows directly
     """
     payload = memoryview(bytes(INDEXED_BYTES))
     tier = FolderTier(folder / "index", 4 << 30, durable=False)
@@ -300,7 +300,9 @@ def index(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _start(path: Path, objects: int) -> tuple[float, float]:
-    """Return the time in which a new tier reads the eviction order, and its wait for a core."""
+    """Return the time in which a new tier reads the eviction order, and the part of it in which
+    the thread waited for a core, both in seconds.
+    """
     tier = FolderTier(path, 4 << 30)
     began, queued = time.monotonic(), _queued_s()
     assert tier.open() == objects
@@ -331,7 +333,7 @@ def main() -> None:
     """Run the measurements and write ``benchmarks/results/store.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = ["restart", "storing", "bandwidth", "index", "conversation"]
-    parser.add_argument("--count", type=int, default=12, help="pairs of requests, of reads, of conversations; starts")
+    parser.add_argument("--count", type=int, default=12, help="pairs of requests, reads, starts or conversations")
     parser.add_argument("--only", nargs="*", choices=every, default=every)
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"), help="folder on the tmpfs to measure")

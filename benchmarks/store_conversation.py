@@ -1,17 +1,17 @@
-"""TTFT of a conversation's eighth turn with a store, beside the same pair of engines without one.
+"""Compare the TTFT of a conversation's eighth turn with a KV store and without one.
 
     python -m benchmarks.store --only conversation
 
-Two arms, each a prefill and a decode engine with TandemConnector and vLLM's prefix cache; one has a
-store as well. Both hold the same conversations: each turn sends all text so far and 150 new tokens,
-and has an answer of 200 tokens. All conversations take turns one to seven at the same time. Their
-eighth turns are measured one by one and alternate between the arms (A B B A), with the other arm's
-processes stopped. Each series has conversations of its own:
+There are two arms. Each has a prefill and a decode engine with TandemConnector and vLLM's prefix
+cache; one arm also has a store. Both hold the same conversations: each turn sends all text so far
+and 150 new tokens, and receives 200 tokens. Turns one to seven of all conversations run
+concurrently. The eighth turns are measured one at a time and alternate between the arms (A B B A),
+while the other arm's processes are stopped. Each series has its own conversations:
 
     evicted  the prefix caches of both engines are emptied before each eighth turn, as if other
              conversations had evicted this one, or the engines had been restarted
-    kept     the prefix caches keep all conversations. Prefill's cache has all of them but the
-             answers, which decode has computed
+    kept     the prefix caches keep all conversations. Prefill's cache lacks the last answer, which
+             decode has computed
 
 TTFT is the time from sending both legs to decode's first token, without router and HTTP.
 """
@@ -39,7 +39,7 @@ TURNS, NEW_TOKENS, ANSWER_TOKENS = 8, 150, 200
 LAST_ANSWER_TOKENS = 8
 CHUNK, BLOCK = 256, 32
 CONVERSATION_BLOCKS = 6 * TURNS * (NEW_TOKENS + ANSWER_TOKENS) // BLOCK
-"""Blocks of one conversation in a prefix cache that evicts none: six KV cache groups."""
+"""Blocks that a conversation needs in a prefix cache without eviction: six KV cache groups."""
 SETTLES_S = 3.0
 """Time in which the engines store the KV of the first seven turns."""
 PAUSE_S = 0.4
@@ -84,7 +84,7 @@ class Side:
         each.ttft_s, each.cached = decode.first_token_at - began, prefill.output.num_cached_tokens or 0
 
     async def take_turns(self, news: list[list[list[int]]]) -> None:
-        """Take all turns but the last one of new conversations, all conversations at once.
+        """Start new conversations and take all their turns except the last, concurrently.
 
         ``news``  new tokens, by turn and conversation
         """
@@ -108,12 +108,12 @@ class Side:
         latest = time.monotonic() + RESET_S
         for engine in (self.arm.prefill, self.arm.decode):
             while not await engine.reset_prefix_cache():
-                assert time.monotonic() < latest, "a request holds blocks"
+                assert time.monotonic() < latest, "a request still holds blocks"
                 await asyncio.sleep(0.05)
 
 
 async def series(sides: dict[str, Side], count: int, evicted: bool, dice: random.Random) -> dict[str, Any]:
-    """Hold ``count`` conversations in both arms and compare their last turns."""
+    """Hold ``count`` conversations in both arms; return a comparison of their last turns."""
     news = [[[dice.randrange(4, VOCABULARY) for _ in range(NEW_TOKENS)] for _ in range(count)] for _ in range(TURNS)]
     for side in sides.values():
         await side.take_turns(news)
@@ -133,8 +133,9 @@ async def series(sides: dict[str, Side], count: int, evicted: bool, dice: random
 
 
 def start_arm(name: str, model: str, store: dict[str, Any], count: int) -> Arm:
-    """Start a pair with caches for ``count`` conversations; with a store if ``store`` has its
-    settings.
+    """Start a pair with prefix caches for ``count`` conversations.
+
+    ``store``  settings of its store; empty: the pair has none
     """
     before = children()
     engines = [
@@ -179,6 +180,6 @@ async def _measure(model: str, path: Path, count: int) -> dict[str, Any]:
 
 
 def conversation(model: str, folder: Path, count: int) -> dict[str, Any]:
-    """Hold ``count`` conversations in each arm, with evicted and with kept prefix caches."""
+    """Measure ``count`` conversations in each arm, with evicted and with kept prefix caches."""
     fork_server.prepare()
     return asyncio.run(_measure(model, folder / "conversation", count))

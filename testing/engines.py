@@ -25,8 +25,8 @@ from testing.sequential_proxy import PRODUCE
 SHUTDOWN_S = 60.0
 """Time in seconds for an engine's processes to end.
 
-On two busy cores they need more than vLLM's 5 s; it kills them then, and fails if they end at the
-same moment (`actors/upstream/vllm_processes/kill_process_tree.py`).
+On two busy cores they need more than vLLM's 5 s. vLLM kills them after that time, and fails if one
+of them ends just before (`actors/upstream/vllm_processes/kill_process_tree.py`).
 """
 
 
@@ -46,7 +46,7 @@ class Engine(AsyncLLM):
     """Engine that gives its processes SHUTDOWN_S to end."""
 
     def shutdown(self, timeout: float | None = SHUTDOWN_S) -> None:
-        """End the engine's processes; kill those that run after `timeout` seconds."""
+        """End the engine's processes; kill those that still run after `timeout` seconds."""
         super().shutdown(timeout)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 def report_of(process: BaseProcess, pipe: Connection, within_s: float = 200.0) -> Any:
     """Return the next object that the process sends.
 
-    Raises RuntimeError if the process ends first, or sends nothing within this time.
+    Raises RuntimeError if the process ends first, or sends nothing for ``within_s`` seconds.
     """
     ready = wait([pipe, process.sentinel], within_s)
     if not ready:

@@ -1,4 +1,4 @@
-"""Numbered objects of one file system block each, in a tier on real files."""
+"""Numbered objects in a tier on real files; each uses one block of the file system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from connectors.store.tiers.objects import HEADER_BYTES, ObjectName
 
 SPACE, OTHER_SPACE = b"a" * 16, b"b" * 16
 PAYLOAD = 4096 - HEADER_BYTES
-"""One block of the file system per object."""
+"""Payload bytes of an object whose file fills one block of the file system."""
 
 BLOCK = 4096
 
@@ -34,7 +34,7 @@ def write(tier: FolderTier, number: int, cost: int = 1000, size: int = PAYLOAD) 
 
 
 def holds(tier: FolderTier, number: int, size: int = PAYLOAD) -> bool:
-    """Return whether an object is found, and read with the right bytes."""
+    """Return whether the tier has an object; check the bytes that it reads."""
     if tier.find(name(number)) is None:
         return False
     into = memoryview(bytearray(size))
@@ -48,6 +48,6 @@ def file_of(tier: FolderTier, number: int, space: bytes = SPACE) -> Path:
 
 
 def disk_bytes(tier: FolderTier) -> int:
-    """Return the bytes that ``du`` counts below the folders of files."""
+    """Return the bytes on disk of all files of a tier, as ``du`` counts them."""
     files = [path for part in ("objects", "parts") for path in (tier.path / part).rglob("*") if path.is_file()]
     return sum(path.stat().st_blocks * 512 for path in files)

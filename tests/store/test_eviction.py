@@ -19,7 +19,7 @@ def test_costly_objects_stay_longer(tmp_path: Path) -> None:
     tier = FolderTier(tmp_path / "store", 4 * BLOCK, durable=False)
     for number, cost in ((1, 500), (2, 1000), (3, 500), (4, 1000)):
         write(tier, number, cost)
-    assert holds(tier, 1), "used after 3 was"
+    assert holds(tier, 1), "this use of 1 comes after that of 3"
     write(tier, 5, 1000)
     write(tier, 6, 1000)
     assert [number for number in range(1, 7) if holds(tier, number)] == [2, 4, 5, 6]
@@ -62,8 +62,8 @@ def test_an_unused_prompt_goes_first_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_objects_that_another_engine_uses_stay(tmp_path: Path) -> None:
-    """The first engine reads two of the objects. The second one's eviction order has its own uses
-    only, so it reads the files' times.
+    """The first engine reads two of the objects. The eviction order of the second engine has only
+    its own uses, so the second engine reads the files' times.
     """
     one, other = (FolderTier(tmp_path, 6 * BLOCK, durable=False) for _ in range(2))
     for number in range(6):
@@ -95,7 +95,7 @@ def test_unused_objects_go_in_the_end_however_costly() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["add", "use", "discard", "pop"])), max_size=80))
 def test_eviction_with_equal_costs_is_lru(operations: list[tuple[int, str]]) -> None:
-    """The eviction order equals a list in order of use."""
+    """The eviction order equals a list that is sorted by the last use."""
     order: EvictionOrder[int] = EvictionOrder()
     model: list[int] = []
     for key, operation in operations:

@@ -339,13 +339,13 @@ def test_a_count_of_files_that_vanish_meanwhile_is_not_believed(tier: FolderTier
 
 
 def test_foreign_files_among_the_models_take_only_their_bytes(tier: FolderTier) -> None:
-    """A file, or a link that leads nowhere, where the store has one folder for each model."""
+    """The folder that contains one folder per model also contains a file and a dangling link."""
     write(tier, 1)
     (tier.path / "objects/README").write_bytes(bytes(BLOCK))
     (tier.path / "objects/link").symlink_to("nowhere")
     again = FolderTier(tier.path, tier.budget_bytes, durable=False)
     assert again.open() == 1
-    assert again.used_bytes(soon()) == 3 * BLOCK  # of the link, a block
+    assert again.used_bytes(soon()) == 3 * BLOCK  # the link counts as one block
     assert write(again, 2)
     assert holds(again, 1)
     assert (tier.path / "objects/README").exists()
@@ -526,7 +526,7 @@ def test_the_index_of_a_thousand_objects_is_read_quickly(tmp_path: Path) -> None
 
 
 class Recorded(Files):
-    """Records the calls that read headers, in order."""
+    """Files that record the calls which read headers, in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -541,7 +541,7 @@ class Recorded(Files):
 
 
 def test_a_start_requests_many_headers_before_it_waits_for_one(tmp_path: Path) -> None:
-    """A disk that reads one header at a time takes several times as long."""
+    """The disk reads requested headers in parallel, several times as fast as one by one."""
     tier = FolderTier(tmp_path / "store", 300 * BLOCK, durable=False)
     for number in range(300):
         write(tier, number)

@@ -1,4 +1,4 @@
-"""The store and states in vLLM's prefix cache: refused by name."""
+"""The store refuses models with states in vLLM's prefix cache, and names the layer."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ workers.
 
 Engines with a GPU do not use the fork server, because CUDA does not survive a fork. Engines that
 compile, or whose workers are bound to cores, do not use it either: vLLM passes both settings in
-environment variables that libraries read when they are loaded. Nor do engines with `executor: ray`,
-whose workers are Ray actors.
+environment variables that libraries read when they are loaded. Engines with `executor: ray` do not
+use it because their workers are Ray actors.
 """
 
 import importlib
@@ -69,7 +69,7 @@ def use_fork_server() -> None:
         return
     (original,) = originals
     if getattr(original, "__module__", None) == __name__:
-        return  # replaced by an earlier engine of this process
+        return  # an earlier engine of this process has replaced `get_mp_context`
 
     def context() -> BaseContext:
         return _context(original)
@@ -83,7 +83,7 @@ def stay_with_this_server() -> None:
 
     Python would start another server (`ForkServer.ensure_running` in
     Lib/multiprocessing/forkserver.py), although forked processes have the address of this one. If
-    Python has no such method, a second server starts, which costs only time.
+    Python has no `ensure_running`, a second server starts, which costs only time.
     """
     server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python for this module only)
     if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):

@@ -1,9 +1,9 @@
-"""Kill the processes of an engine although some of them end meanwhile.
+"""Kill the processes of an engine even if some of them end meanwhile.
 
-If one process of an engine ends, a thread of vLLM ends the others and then marks the engine as
-dead; it kills those that run after 5 s. `kill_process_tree` raises NoSuchProcess for a process that
-ends at that moment, often on a busy machine. The thread ends with the error, and the engine never
-counts as dead. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/utils/system_utils.py
+If one process of an engine ends, a thread of vLLM terminates the others, kills those that still run
+after 5 s, and then marks the engine as dead. vLLM's `kill_process_tree` raises NoSuchProcess if a
+process ends just before it is killed, often on a busy machine. The error ends the thread, so vLLM
+never marks the engine as dead. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/utils/system_utils.py
 """
 
 from contextlib import suppress

@@ -34,7 +34,7 @@ class Files:
             return os.pread(fd, HEADER_BYTES, 0), state
 
     def read_ahead(self, path: Path) -> None:
-        """Start to read a header into the page cache. Ignores errors, which ``head`` raises."""
+        """Start to read a header into the page cache. Ignores errors; ``head`` raises them."""
         with contextlib.suppress(OSError, CorruptObjectError), _opened(path) as (fd, _):
             os.posix_fadvise(fd, 0, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
 

@@ -453,9 +453,9 @@ class FolderTier:
         return used
 
     def _read_ahead(self, folder: Path) -> Iterator[os.DirEntry[str]]:
-        """Yield a folder's entries; request the headers of many before the first is inspected.
+        """Yield a folder's entries; request many headers before the first one is inspected.
 
-        A disk reads them in parallel then.
+        A disk can then read them in parallel.
         """
         for batch in _batches(folder):
             for entry in batch:

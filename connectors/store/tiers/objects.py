@@ -105,7 +105,7 @@ def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
 
 
 def check_payload(header: ObjectHeader, payload_bytes: int, digest: bytes) -> None:
-    """Raise CorruptObjectError unless this is the size and the digest of the stored payload."""
+    """Raise CorruptObjectError unless size and digest of a payload equal those in its header."""
     if payload_bytes != header.payload_bytes:
         raise CorruptObjectError(
             f"the file's header states {header.payload_bytes} bytes of payload, but {payload_bytes} were read"

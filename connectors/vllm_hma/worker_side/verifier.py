@@ -29,7 +29,7 @@ class Verifier:
     def __init__(self, set_device: Callable[[], None], verified: Callable[[Verify, str | None, float], None]) -> None:
         self._set_device = set_device
         self._verified = verified
-        # The pool has no initializer: if one failed, the pool would run nothing more.
+        # The pool has no initializer: a failed initializer would make the pool refuse all work.
         self._pool = ThreadPoolExecutor(1, "tandem-verify")
         # Start the thread now: a later submission that cannot start it would never run.
         self._pool.submit(set_device)

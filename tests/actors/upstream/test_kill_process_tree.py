@@ -1,4 +1,4 @@
-"""Ending an engine's processes succeeds although some of them end meanwhile."""
+"""An engine's processes can be killed even if some of them end meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ time.sleep(300)
 
 @pytest.fixture(autouse=True)
 def workaround(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo the workaround after each test."""
+    """Apply the workaround during each test."""
     monkeypatch.setattr(utils, "kill_process_tree", utils.kill_process_tree)
     ignore_ended_processes()
 

@@ -1,4 +1,4 @@
-"""The router's HTTP server before a small application, and its clients."""
+"""Run the router's HTTP server with a small application, and send requests to it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from app.http.http_server import HttpServer
 HOST = "127.0.0.1"
 LEAVE_S = 0.5
 WAIT_S = 60
-"""Limit of a wait for an event that is certain: far above a pause of the machine."""
+"""Time limit in seconds for events that must happen, far above any pause of the machine."""
 
 LARGE_BYTES = 2**25
-"""Size of an answer that the buffers of a connection cannot hold."""
+"""Size of an answer that does not fit into the buffers of a connection."""
 
 HEAD = b"GET / HTTP/1.1\r\nHost: tandem\r\n"
 
@@ -31,7 +31,7 @@ def http(port: int) -> httpx.AsyncClient:
 
 
 class Behind:
-    """An application that answers with its name, and to `/slow` on demand."""
+    """An application that answers with its name. `/slow` ends its answer when `go_on` is set."""
 
     def __init__(self, name: str) -> None:
         self.go_on = asyncio.Event()
@@ -92,7 +92,7 @@ async def opened(
 
 
 async def answers(port: int, count: int) -> set[str]:
-    """Send this number of requests, each on its own connection."""
+    """Send `count` requests, each on its own connection; return the distinct answers."""
     found = set()
     for _ in range(count):
         async with http(port) as client:
@@ -101,7 +101,7 @@ async def answers(port: int, count: int) -> set[str]:
 
 
 async def said_until_closed(port: int, pieces: Iterable[bytes], pause_s: float = 0.0) -> tuple[bytes, float]:
-    """Return the answer to `pieces` until the connection closes, and the time until then."""
+    """Send `pieces`; return the bytes received until the connection closes, and that time in s."""
     began_at = time.monotonic()
     reader, writer = await asyncio.open_connection(HOST, port)
 
@@ -118,7 +118,7 @@ async def said_until_closed(port: int, pieces: Iterable[bytes], pause_s: float =
             while more := await reader.read(65536):
                 said += more
     except ConnectionError:
-        pass  # the server closed it during a send
+        pass  # the server closed the connection during a send
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)

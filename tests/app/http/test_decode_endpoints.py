@@ -112,7 +112,7 @@ async def test_a_form_sets_no_transfer(form: str, http: httpx.AsyncClient, decod
 
 @pytest.mark.parametrize("charset", ["punycode", "undefined"])
 async def test_a_form_that_its_charset_cannot_decode(charset: str, http: httpx.AsyncClient, decode: Handle) -> None:
-    """The engine, which has the same parser, answers with an error."""
+    """The router sends the form to an engine, which has the same parser and returns an error."""
     content = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n..\r\n--b--\r\n'
     kind = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
     async with http:

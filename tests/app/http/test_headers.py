@@ -1,4 +1,4 @@
-"""Size and arrival time of request headers and bodies, and pipelined requests: real sockets."""
+"""Size and arrival time of request headers and bodies, and pipelined requests, on real sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_S = 0.4
 """Header timeout of tests with the fixture `short_head`."""
 
 SOON_S = 30.0
-"""Time far below the timeout of an idle connection, and far above a pause of the machine."""
+"""Time in seconds, far below the timeout of idle connections, far above a machine's pause."""
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ async def test_a_large_head(length: int, status: int) -> None:
         ([], b""),
         ([b"\r\n"] * 50, b""),
     ],
-    ids=["half a line", "half a head", "a line now and then", "nothing", "empty lines now and then"],
+    ids=["half a line", "half a head", "a line at intervals", "nothing", "empty lines at intervals"],
 )
 async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> None:
-    """The server waits this long, whatever small pieces arrive meanwhile."""
+    """The server waits for the header timeout, even if small pieces keep arriving."""
     port = free_port()
     async with opened(Behind("one"), port):
         left = iter(pieces)
@@ -127,9 +127,9 @@ async def test_between_requests_the_other_timer_counts() -> None:
         assert took_s >= 4 * HEAD_S
 
 
-@pytest.mark.parametrize("unread_s", [WAIT_S, 0.1], ids=["it may", "for too long"])
+@pytest.mark.parametrize("unread_s", [WAIT_S, 0.1], ids=["within the limit", "beyond the limit"])
 async def test_a_client_that_reads_nothing_for_a_while(unread_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is the server's own, not that of connections to engines."""
+    """The server has a limit of its own, other than that of connections to engines."""
     monkeypatch.setattr(address, "KEEPALIVE", address.KEEPALIVE | {"TCP_USER_TIMEOUT": 100})
     behind = Behind("a")
     async with opened(behind, port := free_port(), unread_s=unread_s):
@@ -178,8 +178,8 @@ async def test_a_body_takes_longer_than_the_header_timeout() -> None:
 
 @pytest.mark.usefixtures("short_head")
 async def test_requests_that_come_together() -> None:
-    """The first of pipelined requests is answered, and the connection closes: clients repeat the
-    others. Together they may be larger than the limit of one header.
+    """The server answers the first pipelined request and closes the connection, so that clients
+    repeat the others. Together the headers may be larger than the limit of one header.
     """
     port = free_port()
     async with opened(Behind("one"), port):
@@ -198,7 +198,7 @@ async def test_headers_during_an_answer(rest: bytes) -> None:
     async with opened(behind, port):
         stream = b"GET /slow HTTP/1.1\r\nHost: tandem\r\n\r\n"
         asking = asyncio.create_task(said_until_closed(port, [stream, HEAD + rest], HEAD_S / 2))
-        # A refused request ends the connection at once, a complete one with its answer.
+        # Refused headers close the connection at once; late ones do not while an answer runs.
         await asyncio.wait({asking}, timeout=20 if rest else 3 * HEAD_S)
         assert asking.done() == bool(rest)
         behind.go_on.set()
@@ -210,7 +210,7 @@ async def test_headers_during_an_answer(rest: bytes) -> None:
 
 
 async def test_a_body_that_cannot_be_read() -> None:
-    """The client receives an answer."""
+    """The client receives an error response before the connection closes."""
     port = free_port()
     async with opened(Behind("one"), port):
         head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"

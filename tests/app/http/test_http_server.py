@@ -1,4 +1,4 @@
-"""The router's own HTTP server and its port: real sockets, and a small application behind them."""
+"""The router's HTTP server and its port, on real sockets and with a small application."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ async def test_routers_that_start_together() -> None:
 
 
 async def test_an_address_of_another_machine() -> None:
-    """The server refuses the address by name."""
+    """The error names the address that cannot be used."""
     with pytest.raises(ConfigurationError, match=r"192.0.2.77:80.*cannot be used"):
         await HttpServer(Behind("one").app, "192.0.2.77", 80, LEAVE_S, "ours").open()
 

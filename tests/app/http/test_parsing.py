@@ -76,7 +76,7 @@ def client():
 
 
 def test_a_good_request_is_read(client):
-    """The request has the parsed body, and of the headers those for the engines."""
+    """The request has the parsed body and only the headers that engines receive."""
     reply = client.post("/", json={"prompt": "x"}, headers={"x-request-id": "r1", "authorization": "Bearer s"})
     assert reply.json() == {
         "body": {"prompt": "x"},

@@ -41,7 +41,7 @@ class Engines(Handle):
         self.meanwhile: Callable[[], object] = lambda: None
         """Function called when an adapter is loaded."""
         self.models_reply: tuple[int, str] | None = None
-        """Status and body of the answer to `/v1/models`; None for a list of the engine's model."""
+        """Status and body of the answer to `/v1/models`; None: it lists the engine's model."""
         self._known = True
 
     async def _serve(self, call: Call, _: int) -> AsyncGenerator[Any, None]:

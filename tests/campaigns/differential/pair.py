@@ -38,9 +38,9 @@ ENGINE: dict[str, Any] = {
     "reasoning_parser": "deepseek_v3",
 }
 SINGLE: dict[str, Any] = {"max_num_batched_tokens": ENGINE["max_num_seqs"] * ENGINE["max_model_len"]}
-"""Settings of the single server only: it computes every prompt in one step, however many wait.
+"""Settings of the single server only: each step has room for all waiting prompts.
 
-vLLM's CPU worker dies of a seeded prompt of two steps; Tandem's worker does not
+vLLM's CPU worker crashes on a seeded request whose prompt takes two steps; Tandem's does not
 (`actors/upstream/vllm_cpu_worker.py`).
 """
 
@@ -76,7 +76,7 @@ class PairOfServers:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Wait until both sides answer."""
+        """Start the service, then the single server; wait until both answer."""
         adapter = lora_adapter(self.folder / "adapter", DEMO_MODEL_DIR)
         try:
             lora_modules = [{"name": ADAPTER, "path": str(adapter)}]
@@ -101,7 +101,7 @@ class PairOfServers:
             raise
 
     def check_single(self) -> None:
-        """Raise RuntimeError with the end of its log if the single server has ended."""
+        """Raise RuntimeError, with the end of the log, if the single server has ended."""
         if self._single.poll() is not None:
             log = (self.folder / "single.log").read_text(errors="replace")
             raise RuntimeError(f"the single server has ended, so its answers are missing:\n{log[-5000:]}")

@@ -6,9 +6,9 @@
     python -m tests.campaigns.faults.campaign --pairs --seed 1 --faults 200 --tp 2:1
 
 CPU only (``make faults SEED=1 CONNECTOR=tandem FAULTS=200``, ``make fault-pairs``). Pairs need
-root: the two servers run in network namespaces, on a link that can be cut. Every fault's result is
-written at once and not repeated, so a campaign can be run in parts (``--seconds``). ``report.py``
-makes the table.
+root: the two servers run in network namespaces, on a link that can be cut. Each result is written
+at once, and a later run skips that fault, so a campaign can run in parts (``--seconds``).
+``report.py`` writes the tables.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Campaign:
                     await lane.start("prefill", "decode")
         except RuntimeError as error:
             # The other lanes continue.
-            print(f"{lane.folder.name} ends: {error}", flush=True)
+            print(f"{lane.folder.name} stops: {error}", flush=True)
             self.found += 1
         finally:
             lane.destroy()
@@ -197,7 +197,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in ("tp", "dp"):
         if not re.fullmatch(r"[1-9]:[1-9]", getattr(arguments, name)):
-            parser.error(f"--{name}: two sizes, such as 1:2")
+            parser.error(f"--{name} needs two sizes from 1 to 9, such as 1:2")
     try:
         connectors = [connector(text) for text in arguments.connector]
     except ValueError as error:

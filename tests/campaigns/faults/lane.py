@@ -44,8 +44,10 @@ _TROUBLE = re.compile(r"(Error|Exception|expired|timed out|Segmentation|assert|F
 
 @dataclass
 class Lane:
-    """``addresses`` are the answers of prefill's data-parallel ranks to ``describe``, for
-    connectors that take both legs at once.
+    """Pair of servers into which a campaign injects faults, and the requests through both.
+
+    ``addresses``  answers of prefill's data-parallel ranks to ``describe``, for connectors that
+                   accept both legs at once
     """
 
     connector: Connector
@@ -94,7 +96,7 @@ class Lane:
     # ---- servers --------------------------------------------------------------------------------
 
     async def start(self, *names: str) -> None:
-        """Start or replace servers, and wait until they answer. They are not connected yet."""
+        """Start or replace servers, and wait until they answer. The pair is not connected yet."""
         for name in names:
             await asyncio.to_thread(self.servers[name].destroy)
             self.servers[name].start()
@@ -130,8 +132,9 @@ class Lane:
         return found
 
     async def _used(self, name: str) -> int:
-        """Return the blocks in use on all ranks, after a tiny request to each: an idle engine's
-        gauge does not change.
+        """Return the number of blocks in use, summed over all ranks.
+
+        Sends a short request to each rank first, because an idle engine does not update its gauge.
         """
         server = self.servers[name]
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "temperature": 0}
@@ -142,7 +145,9 @@ class Lane:
         text = (await self.client.get(f"{server.url}/metrics", timeout=5)).text
         usage = re.findall(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", text, re.MULTILINE)
         if len(usage) != server.data_parallel_size:
-            raise RuntimeError(f"{server.url}/metrics has {len(usage)} times vllm:kv_cache_usage_perc")
+            raise RuntimeError(
+                f"{server.url}/metrics has {len(usage)} samples of vllm:kv_cache_usage_perc, not one per rank"
+            )
         return sum(round(float(part) * POOL_BLOCKS) for part in usage)
 
     def destroy(self) -> None:

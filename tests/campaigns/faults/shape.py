@@ -1,4 +1,4 @@
-"""Shape of the two servers: ranks of each side, and speculation."""
+"""Shape of a pair of servers: parallel sizes of each side, and speculative decoding."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ SPECULATION = [
     "--speculative-config",
     json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
 ]
-"""Arguments of a server that drafts tokens from the prompt, as the campaign's prompts repeat
-theirs.
-"""
+"""Server arguments for n-gram speculation: prompts of the campaign repeat tokens."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tensor-parallel and data-parallel sizes of prefill and decode; ``drafts``: both servers
-    speculate.
+    """Tensor-parallel and data-parallel sizes of prefill and decode.
+
+    ``drafts``  whether both servers use speculative decoding
     """
 
     tp: Sizes = (1, 1)
@@ -33,7 +32,7 @@ class Shape:
 
     @property
     def options(self) -> str:
-        """Return the campaign's options for this shape, after ``--tp``."""
+        """Return the campaign's command-line options for this shape, without ``--tp`` itself."""
         parts = ["{}:{}".format(*self.tp)]
         if self.dp != (1, 1):
             parts.append("--dp {}:{}".format(*self.dp))

@@ -74,7 +74,10 @@ Meanwhile = Callable[[Trial], Any]
 
 @dataclass
 class Router:
-    """``bound_s`` is the longest time that a decode leg may take."""
+    """Client that sends the legs of requests, as a router does, and records them in trials.
+
+    ``bound_s``  longest time in seconds that a decode leg may take
+    """
 
     client: httpx.AsyncClient
     prefill_url: str
@@ -110,8 +113,9 @@ class Router:
                 await self.decode(trial, params)
 
     async def at_once(self, trial: Trial, address: Mapping[str, Any], rank: int = 0) -> None:
-        """Send both legs at the same time, for connectors that support it. ``address`` is that of
-        prefill's data-parallel ``rank``.
+        """Send both legs at the same time, for connectors that support it.
+
+        ``address``  answer of prefill's data-parallel ``rank`` to ``describe``
         """
         async with _record(trial):
             leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": trial.trial_id}
@@ -125,8 +129,10 @@ class Router:
     async def prefill(
         self, trial: Trial, leg: Mapping[str, Any] = PRODUCE, sole: bool = True, rank: int | None = None
     ) -> bool:
-        """Run the prefill leg, on any data-parallel rank or on ``rank``. If it is the ``sole``
-        running one, its failure is the request's.
+        """Run the prefill leg; return whether it succeeded.
+
+        ``sole``  whether no other leg runs, so that a failure of this one is the request's failure
+        ``rank``  data-parallel rank of prefill; None: any
         """
         body = _body(trial) | {"max_tokens": 1, "stream": False, "kv_transfer_params": dict(leg)}
         trial.stamp("prefill_sent")
@@ -151,7 +157,7 @@ class Router:
         return failure is None
 
     async def decode(self, trial: Trial, params: Mapping[str, Any] | None) -> None:
-        """Run the decode leg, streamed; without ``params`` this engine computes all of it."""
+        """Run the decode leg as a stream; without ``params``, decode also computes the prompt."""
         body = _body(trial) | {"stream": True}
         if params is not None:
             body["kv_transfer_params"] = dict(params)

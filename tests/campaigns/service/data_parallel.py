@@ -1,12 +1,12 @@
-"""Send requests to a service whose engines have data-parallel ranks, and kill ranks under them.
+"""Kill ranks of a service with data-parallel engines while it serves requests.
 
     python -m tests.campaigns.service.data_parallel --help
 
-``make data-parallel`` runs it. Every answer is compared with one engine's, which runs before. All
-ranks must serve a fair share of the requests. Each kill ends the engine core of one rank while
-requests run: vLLM then ends the other ranks of the replica, and Serve starts it again. No answer
-may be wrong, and afterwards the block pools must be empty. ``--scale`` lets Serve add and remove a
-prefill replica under requests: none may fail.
+``make data-parallel`` runs it. Every answer is compared with that of a single engine, which runs
+before the service. Each rank must serve a fair share of the requests. Each kill ends the engine
+core of one rank while requests run: vLLM then ends the other ranks of the replica, and Serve starts
+the replica again. No answer may be wrong, and afterwards the block pools must be empty. With
+``--scale``, Serve also adds and removes a prefill replica under load: no request may fail.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def service(folder: Path, prefill: int, decode: int, scaled: bool = False) -> It
 
 
 async def ask(http: httpx.AsyncClient, question: Question) -> bool | None:
-    """Return whether the answer is that of one engine, or None for an error status.
+    """Return whether the answer equals the single engine's, or None for an error status.
 
     Each request has a salt of its own, so no cache has its prompt.
     """
@@ -105,7 +105,7 @@ async def ask_all(url: str, questions: Questions, count: int, seed: int, kill: p
     asked = [question for _ in range(count) for question in questions.some(rng, 1)]
     outcomes: list[bool | None] = []
     free = asyncio.Semaphore(CONCURRENCY)
-    # Without idle connections, none is closed by the server at the moment of its next request.
+    # No idle connections: the server could close one just as the next request is sent on it.
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=2 * BACK_TIMEOUT_S, limits=limits) as http:
 
@@ -122,9 +122,9 @@ async def ask_all(url: str, questions: Questions, count: int, seed: int, kill: p
 
 
 async def ask_until(url: str, questions: Questions, at_once: int, replicas: int, seed: int) -> tuple[Asked, float]:
-    """Send ``at_once`` requests at a time until prefill has this number of replicas, then 24 more.
+    """Send ``at_once`` requests at a time until prefill has ``replicas`` replicas, then 24 more.
 
-    Return the outcomes and the time until then, in seconds.
+    Return the outcomes, and the time until then in seconds; 0 if prefill did not reach it.
     """
     rng = random.Random(seed)
     outcomes: list[bool | None] = []
@@ -150,13 +150,13 @@ async def ask_until(url: str, questions: Questions, at_once: int, replicas: int,
 
 
 def scale(folder: Path, questions: Questions, prefill: int) -> list[str]:
-    """Scale prefill, with ``prefill`` ranks per replica, under requests; return problems."""
+    """Scale prefill, with ``prefill`` ranks per replica, under load; return the problems."""
     problems = []
     with service(folder, prefill, 1, scaled=True) as (_, url):
         for at_once, replicas in ((CONCURRENCY, 2), (1, 1), (CONCURRENCY, 2), (1, 1)):
             asked, after_s = asyncio.run(ask_until(url, questions, at_once, replicas, seed=replicas))
             print(f"{at_once} at once: {replicas} prefill replicas after {after_s:.0f} s, {asked}", flush=True)
-            problems += [f"{replicas} replicas: not within {BACK_TIMEOUT_S:g} s"] * (not after_s)
+            problems += [f"{replicas} replicas: not reached within {BACK_TIMEOUT_S:g} s"] * (not after_s)
             problems += [f"{replicas} replicas: {asked}"] * (asked.wrong + asked.refused > 0)
         if left := leaks(url):
             problems.append(f"after scaling, not at baseline: {left}")
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--prefill", type=int, default=2, help="data-parallel size of prefill")
     parser.add_argument("--decode", type=int, default=2, help="data-parallel size of decode")
-    parser.add_argument("--scale", action="store_true", help="then scale prefill up and down under requests")
+    parser.add_argument("--scale", action="store_true", help="at the end, scale prefill up and down under load")
     parser.add_argument("--folder", type=Path, help="keep the service's log here")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service must not outlive this process

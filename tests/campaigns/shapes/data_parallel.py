@@ -54,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Model:
-    """How a model is created, and the engine arguments that it needs."""
+    """Builder of a model, and the engine arguments that the model needs."""
 
     build: Callable[[Path], str]
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Result:
 
 
 def start(model: Model, path: str, role: str | None, shape: Shape, **overrides: Any) -> AsyncLLM:
-    """Start an engine of ``shape``; ``path`` is the model's."""
+    """Start an engine of ``shape`` with the model in folder ``path``."""
     parallel = {"data_parallel_size": shape.dp} if shape.dp > 1 else {}
     return start_engine(path, shape.tp, role, **(dict(model.engine) | parallel | overrides))
 

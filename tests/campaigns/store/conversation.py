@@ -1,11 +1,11 @@
-"""Conversations over engines that are killed.
+"""Continue conversations on new engines after ``kill -9``, with KV from the store.
 
     python -m tests.campaigns.store.conversation --only llama
 
 A prefill and a decode engine share a store's path. Each turn sends the whole conversation so far
 and new text, through both engines at once. After some turns ``kill -9`` ends both, and engines of
 another TP size and block size continue. All tokens must equal those of one engine without a
-connector, except from a near-tie on (``testing.identity``), and prefill may compute at most one
+connector; after a near-tie they may differ (``testing.identity``). Prefill may compute at most one
 chunk beyond the new text of each turn.
 """
 
@@ -83,7 +83,7 @@ class Verdict:
     """Comparison of all turns with one engine without a connector.
 
     ``findings``   wrong answers, and turns in which prefill computed too much
-    ``near_ties``  answers whose tokens differ from a near-tie on
+    ``near_ties``  number of answers whose tokens differ after a near-tie
     ``largest``    largest difference of a logprob, up to the first token that differs
     """
 
@@ -130,8 +130,8 @@ def check(name: str, make: Callable[[Path], str], turns: int, count: int) -> boo
         reusable = sum(each.reusable(turn) for each in conversations for turn in range(turns))
     print(
         f"{name}: {count} conversations of {turns} turns over {len(shapes)} starts: prefill loaded {loaded} of "
-        f"{reusable} reusable tokens, {sent} sent, {answered} answered; largest difference of a logprob "
-        f"{verdict.largest:.1e}, {verdict.near_ties} answers differ from a near-tie on; {len(verdict.findings)} "
+        f"{reusable} reusable tokens; {sent} prompt tokens, {answered} answer tokens; largest difference of a logprob "
+        f"{verdict.largest:.1e}, {verdict.near_ties} answers differ after a near-tie; {len(verdict.findings)} "
         "findings",
         flush=True,
     )

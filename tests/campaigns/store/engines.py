@@ -2,9 +2,9 @@
 
     python -m tests.campaigns.store.engines '{"model": ..., "connector": "pair", ...}'
 
-runs the engines of a ``Setup``. The process reads prompts as lines of JSON from standard input, and
-answers each on standard output as soon as it can, whatever their order. ``Engines`` starts the
-process, and ends it and all its children with ``kill -9``.
+runs the engines of a ``Setup``. The process reads prompts as lines of JSON from standard input and
+writes the answers to standard output, in order of completion. ``Engines`` starts the process, and
+ends it and all its children with ``kill -9``.
 """
 
 from __future__ import annotations
@@ -167,15 +167,15 @@ def _decode_sources() -> dict[str, int]:
 
 
 class EnginesEndedError(RuntimeError):
-    """The engines have ended before they answered. The message has errors of their log."""
+    """The engines ended before they answered. The message quotes errors from their log."""
 
 
 class Engines:
     """A process with the engines of a ``Setup``; it is killed at the end of a ``with`` block.
     Thread-safe.
 
-    ``block_sizes``  those of prefill and decode. vLLM enlarges the block size of a model with
-                     states, and fixes that of some attention backends
+    ``block_sizes``  block sizes of prefill and decode. vLLM enlarges the block size of a model
+                     with states, and fixes that of some attention backends
     """
 
     def __init__(self, setup: Setup, log: Path) -> None:
@@ -209,7 +209,7 @@ class Engines:
         self.kill()
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
-        """Return the answer to a prompt. Raises EnginesEndedError if the engines end before."""
+        """Return the answer to a prompt. Raises EnginesEndedError if the engines end first."""
         assert self._process.stdin is not None
         found: Future[Reply] = Future()
         with self._lock:

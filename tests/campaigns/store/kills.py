@@ -1,17 +1,17 @@
-"""Kill a prefill and a decode engine under load, again and again; the next pair continues.
+"""Kill pairs of engines under load, one pair after the other, with one store for all of them.
 
     python -m tests.campaigns.store.kills [--only llama gemma3] [--restarts 10]
 
 All pairs share a store's path, and each has other TP sizes and another block size than the one
-before (``CASES`` of ``restart.py``). Clients send prompts all the time. ``kill -9`` ends both
-engines at once while requests run and while an object is being written. Checked for each pair:
+before (``CASES`` of ``restart.py``). Clients send prompts continuously. ``kill -9`` ends both
+engines at once while requests run and while an object is being written. Checks of each pair:
 
 loads   prefill loads tokens of prompts that it has not seen before, so an earlier pair stored them
 wrong   tokens and logprobs of every answer match those of one engine without a connector, by the
         rules of ``make identity``
-budget  all files fit into the budget, under load and after the kill; it is too small for all
-        prompts, so pairs evict
-parts   the files that the last pair was writing are gone soon after the start
+budget  all files fit into the budget, under load and after the kill. The budget is too small for
+        all prompts, so pairs evict objects
+parts   the files that the last pair was writing are removed soon after the start
 damage  after the kill, header and digest of each object are right
 """
 
@@ -40,7 +40,7 @@ from tests.campaigns.store.world import bytes_on_disk
 
 CLIENTS = 4
 ANSWERS = 30
-"""Least number of answers of a pair before it is killed."""
+"""Minimum number of answers of a pair before it is killed."""
 ANSWER_TOKENS = 24
 HOT_PROMPTS, OTHER_PROMPTS = 20, 80
 BUDGET_BYTES = 48 << 20
@@ -55,10 +55,10 @@ WRITE_S = 60.0
 class Load:
     """Clients of one pair. Each sends one prompt at a time until the engines end.
 
-    ``picks``     indices of the prompts to send
-    ``replies``   index of the prompt, and reply, of each answered request
-    ``first``     replies to prompts that were sent to this pair for the first time
-    ``unanswered``  requests that the kill has ended
+    ``picks``       indices of the prompts to send
+    ``replies``     index of the prompt, and reply, of each answered request
+    ``first``       the replies to prompts that were sent to this pair for the first time
+    ``unanswered``  number of requests that the kill has ended
     """
 
     engines: Engines
@@ -71,7 +71,7 @@ class Load:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send_until_killed(self, killed: threading.Event) -> None:
-        """Raise EnginesEndedError if the engines end before ``killed`` is set."""
+        """Send prompts until ``killed`` is set. Raises EnginesEndedError if engines end first."""
         while not killed.is_set():
             with self._lock:
                 pick = next(self.picks)
@@ -93,12 +93,12 @@ class Load:
 
 @dataclass
 class Life:
-    """What one pair has done, from its start to its kill.
+    """Record of one pair, from its start to its kill.
 
-    ``parts``      files that it was writing when it was killed
-    ``objects``    names of the objects after the kill
-    ``most_bytes`` largest sum of all files that was seen
-    ``problems``   findings that need no comparison with another engine
+    ``parts``       files that it was writing when it was killed
+    ``objects``     names of the objects after the kill
+    ``most_bytes``  largest observed sum of all file sizes
+    ``problems``    findings that need no comparison with another engine
     """
 
     load: Load
@@ -146,14 +146,14 @@ def live(engines: Engines, prompts: Sequence[list[int]], picks: Iterator[int], p
                 _raise_failure(clients)
                 life.see_bytes(path)
                 if time.monotonic() - began > PARTS_S and (kept := left & names(path / "parts")):
-                    life.problems.append(f"{len(kept)} files of dead writers after {PARTS_S:.0f} s")
+                    life.problems.append(f"{len(kept)} files of dead writers remain after {PARTS_S:.0f} s")
                     left = set()
                 time.sleep(0.5)
             latest = time.monotonic() + WRITE_S
             while not names(path / "parts"):
                 _raise_failure(clients)
                 if time.monotonic() > latest:
-                    life.problems.append(f"no write within {WRITE_S:.0f} s")
+                    life.problems.append(f"no write began within {WRITE_S:.0f} s")
                     break
                 time.sleep(0.0002)
         finally:
@@ -185,15 +185,15 @@ def lives(case: Case, model: str, folder: Path, prompts: Sequence[list[int]], re
         print(
             f"  pair {number}, TP {' -> '.join(map(str, shape.tp_sizes))}, blocks of {engines.block_sizes}: "
             f"{len(life.load.replies)} answers, loaded {loaded(life)} of {known(found)} tokens of prompts that earlier "
-            f"pairs have answered; killed with {life.load.unanswered} requests and {len(life.parts)} writes, "
-            f"{life.most_bytes / 1e6:.1f} MB at most",
+            f"pairs have answered; killed during {life.load.unanswered} requests and {len(life.parts)} writes, "
+            f"at most {life.most_bytes / 1e6:.1f} MB on disk",
             flush=True,
         )
     return found
 
 
 def picked(count: int) -> Iterator[int]:
-    """Yield indices of prompts: half of them hot ones, the others in turn."""
+    """Yield indices of prompts without end: half are hot ones, half the others in order."""
     dice = random.Random(21)
     others = itertools.cycle(range(HOT_PROMPTS, count))
     while True:
@@ -201,12 +201,12 @@ def picked(count: int) -> Iterator[int]:
 
 
 def loaded(life: Life) -> int:
-    """Return the tokens that prefill loaded of prompts this pair had not seen before."""
+    """Return how many tokens prefill loaded of prompts that were new to the pair."""
     return sum(reply["prefill_cached"] for _, reply in life.load.first)
 
 
 def known(found: Sequence[Life]) -> int:
-    """Return the tokens that the last pair could have loaded if nothing were evicted."""
+    """Return how many tokens the last pair could have loaded if nothing had been evicted."""
     *earlier, last = found
     answered = {pick for life in earlier for pick, _ in life.load.replies}
     return sum(len(last.load.prompts[pick]) for pick, _ in last.load.first if pick in answered)
@@ -215,7 +215,10 @@ def known(found: Sequence[Life]) -> int:
 def right_answers(
     case: Case, model: str, folder: Path, prompts: Sequence[list[int]]
 ) -> tuple[list[Answer], list[Answer]]:
-    """Return one engine's answers, and its answers to some prompts with other whole chunks."""
+    """Return one engine's answers to all prompts, and its answers to the control prompts.
+
+    A control prompt has other tokens in all whole chunks, so the comparison must notice it.
+    """
     controls = [with_other_chunks(prompt, case.chunk_tokens) for prompt in prompts[:CONTROLS]]
     with Engines(case.alone(model, case.second), folder / "alone.log") as engine:
         answers = [as_answer(engine.ask(prompt, ANSWER_TOKENS)) for prompt in [*prompts, *controls]]
@@ -223,7 +226,7 @@ def right_answers(
 
 
 def check(name: str, case: Case, restarts: int) -> bool:
-    """Run one case; return whether it is right."""
+    """Run one case; return whether it has no problems."""
     dice, tolerance = random.Random(22), case.family.tolerance
     prompts = [
         [dice.randrange(4, VOCABULARY) for _ in range(dice.randrange(case.chunk_tokens + 20, 6 * case.chunk_tokens))]
@@ -253,12 +256,12 @@ def check(name: str, case: Case, restarts: int) -> bool:
     most_bytes = max(life.most_bytes for life in found)
     print(
         f"{name}: {restarts} restarts, {sum(len(life.load.replies) for life in found):,} answers, "
-        f"{len(problems)} problems, largest difference of a logprob {worst:.1e}, {near_ties} answers differ from a "
-        f"near-tie on; {sum(map(loaded, found)):,} tokens loaded of prompts new to a pair; "
+        f"{len(problems)} problems, largest difference of a logprob {worst:.1e}, {near_ties} answers differ after a "
+        f"near-tie; {sum(map(loaded, found)):,} tokens loaded of prompts new to a pair; "
         f"{sum(life.load.unanswered for life in found)} requests and {sum(len(life.parts) for life in found)} writes "
-        f"were killed, {sum(bool(life.parts) for life in found)} of {len(found)} kills during a write; at most "
+        f"killed, {sum(bool(life.parts) for life in found)} of {len(found)} kills during a write; at most "
         f"{most_bytes / 1e6:.1f} of {BUDGET_BYTES / 1e6:.1f} MB on disk, at least {evicted} objects evicted; "
-        f"control: {noticed} of {len(controls)} noticed",
+        f"control: {noticed} of {len(controls)} prompts noticed",
         flush=True,
     )
     for line in problems[:8]:
@@ -267,7 +270,7 @@ def check(name: str, case: Case, restarts: int) -> bool:
 
 
 def main() -> int:
-    """Return 0 if all cases are right."""
+    """Run the cases; return 0 if none has problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pairs = [name for name, case in CASES.items() if len(case.first.tp_sizes) == 2 and not case.needs_amx]
     parser.add_argument("--only", nargs="+", choices=pairs, default=["llama", "gemma3", "falcon_h1"], metavar="CASE")
