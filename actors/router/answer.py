@@ -217,8 +217,7 @@ class Answer:
 
     async def _next(self) -> Any:
         limits, timing = self._attempts.limits, self._attempts.timing
-        if self._has_tokens:
-            # Also without a wait: if the engine dies, `_resume` needs the time.
+        if self._has_tokens and self._attempt.decode.waits:
             timing.extend(limits.idle_timeout_s)
         return await self._attempt.decode.next(limits.silence_timeout_s, timing.ends_at)
 
@@ -226,10 +225,14 @@ class Answer:
         """Make another attempt at the request after `error`.
 
         If the client has received events, the new attempt first repeats `replay_log`; otherwise its
-        answer replaces the stream. Raises CannotResumeError if the stream cannot be continued,
-        `error` if no attempts are left, and the errors of `Dispatcher.open`.
+        answer replaces the stream. After a token, the attempt must answer within `idle_timeout_s`.
+        Raises CannotResumeError if the stream cannot be continued, `error` if no attempts are left,
+        and the errors of `Dispatcher.open`.
         """
         outcome = "failed"
+        if self._has_tokens:
+            # The client may have taken as long to read the last tokens.
+            self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
         try:
             if stream.sent == 0:
                 replay_log.clear()  # the client has received nothing: a new answer may differ

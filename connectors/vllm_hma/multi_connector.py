@@ -53,9 +53,10 @@ class TandemMultiConnector(MultiConnector):
     """MultiConnector that loads from the child with the highest score among the children that have
     answered.
 
-    Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid, and TypeError if the
-    hybrid KV cache manager is on and a child does not support it. Also raises what the constructors
-    of the children raise.
+    Raises ConfigurationError if ``connectors`` or ``load_weights`` is invalid or a TandemConnector
+    receives KV although this connector's role is kv_producer, and TypeError if the hybrid KV cache
+    manager is on and a child does not support it. Also raises what the constructors of the children
+    raise.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -63,6 +64,7 @@ class TandemMultiConnector(MultiConnector):
         assert transfer is not None
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             _check_hma(transfer)
+        _check_roles(transfer)
         self._weights = _parse_weights(transfer)
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -117,12 +119,27 @@ def _check_hma(transfer: KVTransferConfig) -> None:
     vLLM's MultiConnector checks this with an assertion that does not name the child. Raises
     ConfigurationError if ``connectors`` is invalid.
     """
-    for child in _children(transfer):
-        config = KVTransferConfig(**{"engine_id": transfer.engine_id, **child})
+    for config in _child_configs(transfer):
         if not supports_hma(KVConnectorFactory.get_connector_class(config)):
             raise TypeError(
-                f"TandemMultiConnector: {child.get('kv_connector')} does not support the hybrid KV cache manager "
+                f"TandemMultiConnector: {config.kv_connector} does not support the hybrid KV cache manager "
                 "(SupportsHMA); remove it, or set disable_hybrid_kv_cache_manager"
+            )
+
+
+def _check_roles(transfer: KVTransferConfig) -> None:
+    """Raise ConfigurationError if a TandemConnector receives KV in a connector that does not.
+
+    vLLM keeps blocks of steps in flight out of the pool only if this connector's own role receives
+    KV (``defer_block_free`` in vllm/v1/core/sched/scheduler.py).
+    """
+    if transfer.is_kv_consumer:
+        return
+    for config in _child_configs(transfer):
+        if config.is_kv_consumer and issubclass(KVConnectorFactory.get_connector_class(config), TandemConnector):
+            raise ConfigurationError(
+                f"TandemMultiConnector has kv_role {transfer.kv_role}, but its {config.kv_connector} has "
+                f"{config.kv_role}; set TandemMultiConnector's to kv_both, or the child's to kv_producer"
             )
 
 
@@ -143,6 +160,10 @@ def _parse_weights(transfer: KVTransferConfig) -> list[float]:
 
 def _is_weight(value: object) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+def _child_configs(transfer: KVTransferConfig) -> list[KVTransferConfig]:
+    return [KVTransferConfig(**{"engine_id": transfer.engine_id, **child}) for child in _children(transfer)]
 
 
 def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:

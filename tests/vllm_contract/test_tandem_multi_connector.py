@@ -108,12 +108,17 @@ def make() -> Iterator[Make]:
     made: list[MultiConnector] = []
 
     def build(
-        kind: type[MultiConnector], *children: dict[str, Any], hma: bool = True, role: Any = None, **extra: Any
+        kind: type[MultiConnector],
+        *children: dict[str, Any],
+        hma: bool = True,
+        role: Any = None,
+        kv_role: Any = "kv_both",
+        **extra: Any,
     ) -> MultiConnector:
         transfer = KVTransferConfig(
             kv_connector=kind.__name__,
             kv_connector_module_path=kind.__module__,
-            kv_role="kv_both",
+            kv_role=kv_role,
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"connectors": list(children), **extra},
         )
@@ -244,6 +249,14 @@ def test_a_child_without_hma_is_named(make: Make, tmp_path: Path) -> None:
     # Without the hybrid manager both accept it.
     for kind in (TandemMultiConnector, MultiConnector):
         assert len(make(kind, TANDEM, example(tmp_path), hma=False).sub_connectors) == 2
+
+
+def test_a_producer_has_no_receiving_child(make: Make) -> None:
+    """vLLM reads the role of the MultiConnector, not of its children (``defer_block_free``)."""
+    with pytest.raises(ConfigurationError, match=r"kv_producer.*TandemConnector has kv_both"):
+        make(TandemMultiConnector, scripted(0), TANDEM, kv_role="kv_producer")
+    make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_producer"}, kv_role="kv_producer")
+    make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_consumer"})
 
 
 def test_preemptions_reach_every_child(make: Make) -> None:

@@ -81,6 +81,29 @@ async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest
     await at_rest(p, d)
 
 
+async def test_a_slow_client_leaves_time_to_resume():
+    """The client reads the last tokens before the death more slowly than others, within its limit.
+
+    The next engine answers within its limit, too.
+    """
+
+    async def starts_late(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0.2)
+        async for item in engine(2, [1])(call, turn):
+            yield item
+
+    router, p, d = fleet([well], [engine(1, [1], dies_after=25), starts_late])
+    router.limits = LIMITS.model_copy(update=SHORT)
+    for _ in range(2):
+        body = b""
+        async with router.answer(request()) as streamed:
+            async for some in streamed.body():
+                body += some
+                await asyncio.sleep(0.2)
+        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+    await at_rest(p, d)
+
+
 @pytest.mark.parametrize(
     ("limit", "stream", "behaviour"),
     [
