@@ -11,6 +11,7 @@ import pytest
 from actors.errors import DeadlineError
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
 from actors.router import answer
+from actors.router.router import Router
 from testing.sse import said
 from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, answers, ask, engine, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
@@ -66,18 +67,23 @@ async def test_a_resumed_stream_has_no_deadline():
     await at_rest(p, d)
 
 
+async def read_slowly(router: Router, pause_s: float) -> str:
+    """Return the text of a stream whose client pauses after each read."""
+    body = b""
+    async with router.answer(request()) as streamed:
+        async for some in streamed.body():
+            body += some
+            await asyncio.sleep(pause_s)
+    return str(said(body)["text"])
+
+
 async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest.MonkeyPatch):
     """The client takes longer than every timeout for tokens that have arrived before the death."""
     monkeypatch.setattr(answer, "MOST_BYTES", 1)
     router, p, d = fleet([well], [engine(1, [1], dies_after=25), engine(2, [1])])
     router.limits = LIMITS.model_copy(update=SHORT)
     for _ in range(2):
-        body = b""
-        async with router.answer(request()) as streamed:
-            async for some in streamed.body():
-                body += some
-                await asyncio.sleep(0.1)
-        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+        assert await read_slowly(router, 0.1) == "".join(f"<{token}>" for token in range(TOKENS))
     await at_rest(p, d)
 
 
@@ -95,12 +101,7 @@ async def test_a_slow_client_leaves_time_to_resume():
     router, p, d = fleet([well], [engine(1, [1], dies_after=25), starts_late])
     router.limits = LIMITS.model_copy(update=SHORT)
     for _ in range(2):
-        body = b""
-        async with router.answer(request()) as streamed:
-            async for some in streamed.body():
-                body += some
-                await asyncio.sleep(0.2)
-        assert said(body)["text"] == "".join(f"<{token}>" for token in range(TOKENS))
+        assert await read_slowly(router, 0.2) == "".join(f"<{token}>" for token in range(TOKENS))
     await at_rest(p, d)
 
 
