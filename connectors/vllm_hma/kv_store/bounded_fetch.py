@@ -14,6 +14,7 @@ from connectors.store.fetches import Fetched
 from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.service import KVStore
+from connectors.store.settings import StoreSettings
 from connectors.store.tiers.objects import ObjectName
 
 
@@ -21,19 +22,19 @@ class BoundedFetch:
     """Fetch of one request.
 
     ``costs``            measured rates that decide whether to load, and how long to wait
-    ``lookup_s``         time after which the request does not wait for a fetch that makes no
-                         progress, in seconds
+    ``settings``         ``lookup_s``: time after which the request does not wait for a fetch that
+                         makes no progress; ``always_load``
     ``beside_transfer``  whether a transfer supplies what is not loaded: the fetch then reads only
                          full attention, and the transfer's time bounds the wait. Otherwise the time
                          of the computation bounds it
     """
 
     def __init__(
-        self, store: KVStore, costs: LoadCosts, lookup_s: float, request_id: str, beside_transfer: bool
+        self, store: KVStore, costs: LoadCosts, settings: StoreSettings, request_id: str, beside_transfer: bool
     ) -> None:
         self._store = store
         self._costs = costs
-        self._lookup_s = lookup_s
+        self._settings = settings
         self._request_id = request_id
         self.beside_transfer = beside_transfer
         # Time that the request may wait for the fetch, in seconds; known after the lookups, which
@@ -70,7 +71,7 @@ class BoundedFetch:
         now = time.monotonic()
         self._ready_at = ready_at = now if self._ready_at is None else self._ready_at
         waited_s = now - ready_at
-        if waited_s < self._patience_s and min(waited_s, fetches.idle_s(self._request_id)) < self._lookup_s:
+        if waited_s < self._patience_s and min(waited_s, fetches.idle_s(self._request_id)) < self._settings.lookup_s:
             return None
         fetches.stop(self._request_id)
         fetched = fetches.poll(self._request_id)
@@ -79,6 +80,8 @@ class BoundedFetch:
 
     def _worth_a_wait(self, tokens: int, sizes: Mapping[str, int]) -> bool:
         costs = self._costs
+        if self._settings.always_load and not self.beside_transfer:
+            return True
         otherwise_s = costs.transfer_s(sum(sizes.values())) if self.beside_transfer else costs.compute_s(tokens)
         self._patience_s = costs.patience_s(sizes, otherwise_s)
         return self._patience_s > 0 or self._queued

@@ -436,7 +436,7 @@ class StoreScheduler:
         possible = possible_objects(plan.full_attention if beside_transfer else plan, local_tokens, limit_token)
         names = self._names(known, possible)
         if names:
-            known.fetch = BoundedFetch(self.store, self.costs, self._settings.lookup_s, request_id, beside_transfer)
+            known.fetch = BoundedFetch(self.store, self.costs, self._settings, request_id, beside_transfer)
             known.fetch.begin(names, local_tokens, limit_token)
         return bool(names)
 
