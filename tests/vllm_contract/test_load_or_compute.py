@@ -60,11 +60,11 @@ def test_a_load_ends_when_the_computation_would_have_ended(host: Host, monkeypat
     real = FolderTier.read
 
     def hang(self: FolderTier, *arguments: object) -> object:
-        release.wait(60.0)
+        release.wait(10.0)
         return real(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(FolderTier, "read", hang)
-    engine = host.start(lookup_s=30.0, load_s=60.0)
+    engine = host.start(lookup_s=600.0, load_s=600.0)
     engine.take(StoreReport(timed_tokens=1000, timed_s=0.1))
     request = new_request(engine)
     assert matched(engine, request) == 0
