@@ -202,6 +202,11 @@ class KVStoreSettings(Frozen):
         description="time for which an object may wait in staging until its write to a tier begins; then the store "
         "drops it",
     )
+    always_load: bool = Field(
+        False,
+        description="whether an engine loads all stored KV of a prompt that no transfer supplies, to save computation; "
+        "false: only where the load takes less time than the computation, by measured rates",
+    )
 
     @model_validator(mode="after")
     def _paths_are_absolute(self) -> "KVStoreSettings":

@@ -1,16 +1,17 @@
 """Fetches: look up the objects that a request could load, and read them into staging memory.
 
 ``Fetches.begin`` starts to look up the objects of a request. Repeated calls of ``poll`` start the
-reads of found objects into slots, and return the result once the fetch has ended; ``stop`` ends it
-early. ``hand_over`` passes the slots to the caller; ``end`` frees them. The state machine of a
-fetch is in ``planning/fetch.py``; this module runs its lookups and reads on the tiers' threads.
+reads of found objects into slots, unless the caller declines them, and return the result once the
+fetch has ended; ``stop`` ends it early. ``hand_over`` passes the slots to the caller; ``end`` frees
+them. The state machine of a fetch is in ``planning/fetch.py``; this module runs its lookups and
+reads on the tiers' threads.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -28,6 +29,12 @@ from connectors.store.writer import ObjectWriter
 
 _LOOKUPS_PER_CALL = 64
 
+Accept = Callable[[int, Mapping[str, int]], bool]
+"""Called with the number of tokens and the payload bytes by tier label that a fetch would read.
+
+False declines the load.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
@@ -37,9 +44,12 @@ class Fetched:
     ``end_token``    number of tokens with KV after the load; ``start_token`` without a load
     ``offsets``      offset in staging of each verified object that the load needs
     ``present``      objects that lookups found in time, without those that no tier could read
+    ``declined``     whether the caller declined the load after the lookups
     ``tier``         label of the slowest tier from which an object was verified; without a verified
-                     object, label of the fastest tier
+                     object, of the slowest tier from which an object would have been read
     ``read_bytes``   payload bytes of the objects in ``offsets``
+    ``tiers_s``      duration of the slowest lookup and of the reads, in seconds, without the time
+                     in which the fetch waited for ``poll``
     ``seconds``      duration of the fetch
     ``ended_at``     end of the fetch, in ``time.monotonic()`` seconds
     """
@@ -48,8 +58,10 @@ class Fetched:
     end_token: int
     offsets: Mapping[ObjectRef, int]
     present: frozenset[ObjectRef]
+    declined: bool = False
     tier: str = ""
     read_bytes: int = 0
+    tiers_s: float = 0.0
     seconds: float = 0.0
     ended_at: float = 0.0
 
@@ -81,11 +93,18 @@ class _Fetch:
                     the time of the event. A start of reads while none is queued or running sets
                     it to the time of the event minus ``looked_s``
     ``looked_s``    duration of the slowest lookup that has ended, at most ``lookup_s``, in seconds
-    ``slowest``     number of the slowest tier from which an object was verified
+    ``accept``      decides after the lookups whether to read
+    ``asked``       whether the lookups have ended and ``accept`` was called if they found anything
+    ``declined``    whether ``accept`` has returned False
+    ``expected``    number of the slowest tier from which objects would be read after the lookups
+    ``slowest``     number of the slowest tier from which an object was verified; None before
+    ``reading_at``  start of the first read
+    ``read_to``     end of the read that verified the last object, or of a fetch that ended late
     ``ended_at``    end of the fetch
     """
 
     machine: Fetch
+    accept: Accept
     names: dict[ObjectRef, ObjectName]
     began_at: float
     read_at: float
@@ -95,7 +114,12 @@ class _Fetch:
     readings: list[_Reading] = field(default_factory=list)
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
     looked_s: float = 0.0
-    slowest: int = 0
+    asked: bool = False
+    declined: bool = False
+    expected: int = 0
+    slowest: int | None = None
+    reading_at: float = 0.0
+    read_to: float = 0.0
     over: bool = False
     ended_at: float = 0.0
 
@@ -141,6 +165,7 @@ class Fetches:
         start_token: int,
         limit_token: int,
         full_attention_only: bool = False,
+        accept: Accept = lambda tokens, sizes: True,
     ) -> None:
         """Start to look up the objects that a request could load beyond ``start_token``.
 
@@ -151,11 +176,12 @@ class Fetches:
         ``limit_token``          largest token at which the request may resume
                                  (``planning/prefix.py``)
         ``full_attention_only``  whether a transfer supplies windows and states
+        ``accept``               decides, once the lookups have found something, whether to read it
         """
         self.end(request_id)
         now = time.monotonic()
         machine = Fetch(self._plan.full_attention if full_attention_only else self._plan, start_token, limit_token)
-        fetch = _Fetch(machine, dict(names), now, now)
+        fetch = _Fetch(machine, accept, dict(names), now, now)
         self._fetches[request_id] = fetch
         candidates = [ref for ref in machine.candidates if ref in names]
         fetch.unanswered = {ref: set() for ref in candidates}
@@ -188,19 +214,29 @@ class Fetches:
         machine = fetch.machine
         offsets = {ref: fetch.offsets[ref] for ref in machine.needed}
         present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
-        tier = self._tiers[fetch.slowest].folder.label
+        tier = self._tiers[fetch.expected if fetch.slowest is None else fetch.slowest].folder.label
         read_bytes, seconds = sum(self._sizes[ref.group] for ref in offsets), fetch.ended_at - fetch.began_at
+        tiers_s = fetch.looked_s + max(0.0, fetch.read_to - fetch.reading_at)
         return Fetched(
-            machine.start_token, machine.end_token, offsets, present, tier, read_bytes, seconds, fetch.ended_at
+            machine.start_token,
+            machine.end_token,
+            offsets,
+            present,
+            fetch.declined,
+            tier,
+            read_bytes,
+            tiers_s,
+            seconds,
+            fetch.ended_at,
         )
 
     def stop(self, request_id: str) -> None:
         """End a fetch now. ``poll`` then returns the longest prefix of verified objects."""
         fetch = self._fetches[request_id]
-        self._advance(fetch, time.monotonic())
+        now = time.monotonic()
+        self._advance(fetch, now)
         if not fetch.over:
-            self.counts["late"] += 1
-            fetch.machine.give_up()
+            self._end_late(fetch, now)
             self._settle(fetch)
 
     def idle_s(self, request_id: str) -> float:
@@ -243,17 +279,37 @@ class Fetches:
         self._take_reads(fetch)
         hangs = bool(fetch.readings) and self._idle_s(fetch, now) >= self._limits.lookup_s
         if not fetch.machine.settled and (hangs or now >= fetch.began_at + self._limits.load_s):
-            self.counts["late"] += 1
-            fetch.machine.give_up()
+            self._end_late(fetch, now)
+        if not fetch.asked and not fetch.machine.looking:
+            self._ask(fetch)
         # A read that cannot start may change the needed objects.
         while reads := self._next_reads(fetch):
             if not fetch.readings:
                 # The time between two polls is the engine's step, not idle time of the tiers.
                 fetch.read_at = now - fetch.looked_s
+            fetch.reading_at = fetch.reading_at or now
             for ref in reads:
                 self._read(fetch, ref, now)
         if fetch.machine.settled:
             self._settle(fetch)
+
+    def _end_late(self, fetch: _Fetch, now: float) -> None:
+        self.counts["late"] += 1
+        fetch.read_to = now if fetch.reading_at else 0.0
+        fetch.machine.give_up()
+
+    def _ask(self, fetch: _Fetch) -> None:
+        """Let the caller decide, once, whether to read what the lookups have found."""
+        machine, fetch.asked = fetch.machine, True
+        sizes: Counter[str] = Counter()
+        for ref in machine.needed:
+            tier = min(fetch.tiers[ref])
+            sizes[self._tiers[tier].folder.label] += self._sizes[ref.group]
+            fetch.expected = max(fetch.expected, tier)
+        if sizes and not fetch.accept(machine.end_token - machine.start_token, sizes):
+            self.counts["declined"] += 1
+            fetch.declined = True
+            machine.give_up()
 
     def _next_reads(self, fetch: _Fetch) -> list[ObjectRef]:
         """Return the objects to read now, of the longest prefix that fits into staging.
@@ -318,7 +374,8 @@ class Fetches:
             if each.call.state is CallState.ENDED and fetch.machine.read(each.ref):
                 fetch.offsets[each.ref] = each.offset
                 fetch.read_at = time.monotonic()
-                fetch.slowest = max(fetch.slowest, each.tier)
+                fetch.slowest = max(fetch.slowest or 0, each.tier)
+                fetch.read_to = max(fetch.read_to, each.call.ended_at)
                 assert each.call.result is not None
                 self._writer.promote(fetch.names[each.ref], each.offset, each.call.result, each.tier)
             else:

@@ -99,7 +99,11 @@ class KVStore:
         self._slot_calls.sweep()
         counts, tiers = self.counts, {tier.label: tier.counts for tier in self.tiers}
         return {
-            "store_requests": {"hit": counts["hits"], "miss": counts["misses"]},
+            "store_requests": {
+                "hit": counts["hits"],
+                "miss": counts["misses"] - counts["declined"],
+                "declined": counts["declined"],
+            },
             "store_tokens": {"hit": counts["hit_tokens"], "miss": counts["missed_tokens"]},
             "store_problems": {
                 "late_lookup": counts["late_lookups"],

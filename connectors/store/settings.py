@@ -13,7 +13,7 @@ from connectors.errors import ConfigurationError
 
 GIB = 1 << 30
 
-_EXPECTED: dict[type, str] = {str: "a string", int: "an integer", float: "a finite number"}
+_EXPECTED: dict[type, str] = {str: "a string", int: "an integer", float: "a finite number", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class StoreSettings:
                       in seconds
     ``store_s``       time for which a write of an object to a tier may wait for a thread, a lock or
                       evictions, in seconds; then the store drops the write
+    ``always_load``   whether requests without a transfer load all stored KV, also where to compute
+                      it is faster
     """
 
     path: str = ""
@@ -45,6 +47,7 @@ class StoreSettings:
     lookup_s: float = 0.02
     load_s: float = 2.0
     store_s: float = 30.0
+    always_load: bool = False
 
     @property
     def tiers(self) -> list[tuple[str, Path, int]]:
@@ -82,7 +85,7 @@ def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
                 f"kv_connector_extra_config: store.{key} must be {_EXPECTED[wanted]}, not {value!r}"
             )
         values[key] = value
-        if wanted is not str and values[key] <= 0 and (key, value) != ("memory_gib", 0.0):
+        if wanted not in (str, bool) and values[key] <= 0 and (key, value) != ("memory_gib", 0.0):
             raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be positive, not {value!r}")
     settings = StoreSettings(**values)
     if not settings.tiers:

@@ -219,9 +219,9 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         for the KV store: for a fetch, which the first call starts, or until all ranks have
         mapped staging.
 
-        A request with a transfer may also load a stored prefix. It waits for the fetch only while
-        waiting can save time (``store/mixing.py``). Other requests load stored tokens within the
-        step.
+        A request waits for a fetch only while waiting can save time (``store/load_costs.py``). A
+        request with a transfer may also load a stored prefix. Other requests load stored tokens
+        within the step.
         """
         if self.scheduler.consumptions.awaits_prefix(request.request_id):
             return None, False

@@ -64,7 +64,8 @@ COUNTERS = {
     "store_requests": (
         "vllm:tandem_store_requests",
         "outcome",
-        "Fetches of prompts from the KV store: hit (KV beyond the engine's own cache was read and verified) or miss.",
+        "Fetches of prompts from the KV store: hit (KV beyond the engine's own cache was read and verified), declined "
+        "(the store has such KV, but a load would take longer than without it) or miss.",
     ),
     "store_tokens": (
         "vllm:tandem_store_tokens",

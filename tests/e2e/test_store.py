@@ -43,7 +43,7 @@ def pair_of(
     arguments: dict[str, Any] = {
         "block_size": block_size,
         "max_num_batched_tokens": CHUNK,
-        "transfer": {"store": settings | {"load_s": 60.0}},
+        "transfer": {"store": settings | {"load_s": 60.0, "always_load": True}},
     }
 
     async def start(tp_size: int, role: str) -> AsyncLLM:

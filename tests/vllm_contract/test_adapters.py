@@ -38,7 +38,7 @@ from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract.caches import cache_config, full, vllm_config
-from tests.vllm_contract.test_prefix_beside_transfer import PROMPT, Host, host
+from tests.vllm_contract.stored_prompt import PROMPT, Host, host
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 __all__ = ["host"]

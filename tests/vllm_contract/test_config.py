@@ -60,6 +60,7 @@ def test_devices(
         ({"store": True}, "store must be of type dict"),
         ({"store": {}}, "store has neither a path nor memory_gib"),
         ({"store": {"pth": "/disk"}}, "unknown key store.pth"),
+        ({"store": {"path": "/disk", "always_load": 1}}, "store.always_load must be true or false, not 1"),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:

@@ -25,7 +25,7 @@ from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.streaming import Streaming
 from tests.vllm_contract.caches import cache_config, full, vllm_config
-from tests.vllm_contract.test_prefix_beside_transfer import END, PROMPT, RANK, Host, host, tables
+from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, Host, host, tables
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 __all__ = ["host"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,83 +15,20 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from connectors.planning.layout import GroupKind
-from connectors.store.keys.names import ModelFingerprint, PrefixChain
-from connectors.store.planning.prefix import ObjectRef, completed_objects
-from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import ObjectName
-from connectors.vllm_hma.kv_store.orders import RankCache, StoreReport
+from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Orders
 from tests.campaigns.schedules.scheduling import Engine
-from tests.planning.builders import Shape, make_engine
+from tests.vllm_contract.stored_prompt import CHUNK, END, FULL, PROMPT, RANK, Host, host, left, new_request, tables
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
-CHUNK = 16
-PROMPT = list(range(70))
-END = len(PROMPT) - 1
-GROUPS = ((GroupKind.FULL, None, 1), (GroupKind.SLIDING, 16, 1))
-RANK = make_engine(Shape(2, "head_major", 8, 8, 40, 0, True, GROUPS, 8), 1)[0]
-CACHE = RankCache(RANK.layout, ModelFingerprint("weights", "float32", "float32", "test"))
-FULL = [ObjectRef(end, 0) for end in (16, 32, 48, 64)]
-
-
-class Host:
-    """Store schedulers of engines that share a path, one after the other."""
-
-    def __init__(self, path: Path) -> None:
-        self.settings = StoreSettings(str(path), disk_gib=0.1, chunk_tokens=CHUNK, staging_mib=1, lookup_s=5.0)
-        self.schedulers: list[StoreScheduler] = []
-
-    def start(self, **settings: Any) -> StoreScheduler:
-        scheduler = StoreScheduler(replace(self.settings, **settings), 4096)
-        scheduler.publish([CACHE])
-        scheduler.take(StoreReport(attached=1))
-        self.schedulers.append(scheduler)
-        return scheduler
-
-    def fill(self, end_token: int) -> None:
-        """Store all objects of the prompt up to a token."""
-        scheduler = self.start()
-        store = scheduler.store
-        chain = PrefixChain(store.space, store.plan.spans, "", None, [])
-        chain.extend(PROMPT)
-        for ref in completed_objects(store.plan, 0, end_token):
-            offset = store.writer.reserve(ref)
-            assert offset is not None
-            store.writer.commit(ref, ObjectName(store.space, chain.key(ref), ref.group), offset, 1)
-        until(store.idle)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path / "store")
-    yield made
-    for scheduler in made.schedulers:
-        scheduler.close()
-
-
-def new_request(scheduler: StoreScheduler, name: str = "r") -> Request:
-    request = Request(name, PROMPT, SamplingParams(max_tokens=1), None)
-    scheduler.new_request(request)
-    return request
+__all__ = ["host"]
 
 
 def ready(scheduler: StoreScheduler, request: Request, local: int = 0, queued: bool = False) -> Callable[[], bool]:
     return lambda: scheduler.prefix_ready(request, local, END, queued)
-
-
-def tables(end_token: int = END) -> tuple[list[int], ...]:
-    """Block tables as vLLM allocates them for a transfer: of the window, only the end."""
-    blocks = -(-end_token // 8)
-    return [*range(1, blocks + 1)], [0] * (blocks - 3) + [30, 31, 32]
-
-
-def left(scheduler: StoreScheduler) -> int:
-    until(scheduler.store.idle)
-    return scheduler.store.staging.used_bytes
 
 
 def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host) -> None:
@@ -191,13 +126,14 @@ def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) ->
     host.fill(64)
     decode = host.start()
     decode.costs.transferred(1 << 40, 1.0)
-    decode.costs.loaded(1, 1.0)
+    decode.costs.loaded("disk", 1, 1.0)
     request = new_request(decode)
-    assert decode.prefix_ready(request, 0, END, False)
-    assert "r" not in decode.store.fetches
+    until(ready(decode, request))
+    assert decode.load_prefix(request, tables(), 0, END) == 0
+    assert decode.stats().data["counts"]["store_requests"] == {"declined": 1}
+    assert decode.costs.load_s({"disk": 1}) == 1.0, "no measurement: nothing was read"
     # A prompt that prefill has not started waits in any case.
     other = new_request(decode, "queued")
-    decode.costs.loaded(1, 1.0)
     until(ready(decode, other, queued=True))
     assert decode.load_prefix(other, tables(), 0, END) == 64
 

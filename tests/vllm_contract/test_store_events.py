@@ -22,7 +22,7 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler, _check_sizes
 from connectors.vllm_hma.model.adapters import Adapter
 from tests.store.test_service import until
-from tests.vllm_contract.test_prefix_beside_transfer import CACHE, PROMPT
+from tests.vllm_contract.stored_prompt import CACHE, PROMPT
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from connectors.vllm_hma.orders import EncodedAgentMetadata
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from tests.store.test_service import until
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
-from tests.vllm_contract.test_prefix_beside_transfer import CACHE
+from tests.vllm_contract.stored_prompt import CACHE
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
 TANDEM = {

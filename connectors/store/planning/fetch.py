@@ -54,6 +54,11 @@ class Fetch:
         self.end_token = start_token
 
     @property
+    def looking(self) -> bool:
+        """True until all candidates have an answer, or the lookup has ended early."""
+        return bool(self._looking)
+
+    @property
     def verified(self) -> frozenset[ObjectRef]:
         """Objects that ``read`` has recorded, also those that are not needed any more."""
         return frozenset(self._verified)

@@ -42,6 +42,7 @@ class LaneCall(Generic[T]):
     ``started``   whether a thread has called ``function``
     ``result``    result of ``function``, once ``state`` is ENDED
     ``seconds``   duration of the call without its time in the queue; 0 until it has ended
+    ``ended_at``  end of the call, in ``time.monotonic()`` seconds; 0 until it has ended
     """
 
     function: Callable[[], T]
@@ -50,6 +51,7 @@ class LaneCall(Generic[T]):
     started: bool = False
     result: T | None = None
     seconds: float = 0.0
+    ended_at: float = 0.0
 
     @property
     def over(self) -> bool:
@@ -139,7 +141,8 @@ class Lane:
                     "without its result; please report the error",
                     self.name,
                 )
-            call.seconds = time.monotonic() - started_at
+            call.ended_at = time.monotonic()
+            call.seconds = call.ended_at - started_at
             with self._condition:
                 del self._calls[number]
             call.state = state

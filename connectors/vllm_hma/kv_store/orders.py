@@ -59,11 +59,16 @@ class Store:
 
 @dataclass(slots=True)
 class StoreOrders(KVConnectorMetadata):
-    """Orders of one step, for all ranks. ``staging`` is the path of the engine's staging memory."""
+    """Orders of one step, for all ranks.
+
+    ``staging``       path of the engine's staging memory
+    ``timed_tokens``  number of tokens of the step if ranks measure its duration, else 0
+    """
 
     staging: str = ""
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    timed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -81,6 +86,8 @@ class StoreReport(KVConnectorWorkerMetadata):
                   load
     ``adapters``  identity of each LoRA adapter whose identity is new or has changed since the last
                   report
+    ``timed_tokens``, ``timed_s``  number of tokens of a step and its duration on the slowest rank,
+                  in seconds; 0 if it was not measured
     """
 
     attached: int = 0
@@ -90,6 +97,8 @@ class StoreReport(KVConnectorWorkerMetadata):
     failed: dict[int, int] = field(default_factory=dict)
     broken: bool = False
     adapters: dict[Adapter, str] = field(default_factory=dict)
+    timed_tokens: int = 0
+    timed_s: float = 0.0
 
     def __bool__(self) -> bool:
         return self != StoreReport()
@@ -103,6 +112,8 @@ class StoreReport(KVConnectorWorkerMetadata):
         self.attached += other.attached
         self.detached += other.detached
         self.broken = self.broken or other.broken
+        self.timed_tokens = max(self.timed_tokens, other.timed_tokens)
+        self.timed_s = max(self.timed_s, other.timed_s)
         for adapter, identity in other.adapters.items():
             if self.adapters.setdefault(adapter, identity) != identity:
                 # Ranks on several hosts may have loaded different files.

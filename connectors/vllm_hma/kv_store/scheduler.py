@@ -9,7 +9,7 @@
            object is written to the tiers
 
 Names of objects depend on all tokens up to their end: those of the prompt, then of the answer.
-``beside_transfer.py`` decides how long a transfer waits for a fetch.
+``bounded_fetch.py`` decides how long a request waits for a fetch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.errors import ConfigurationError, PlanError
 from connectors.store.fetches import Fetched
 from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
-from connectors.store.mixing import MixCosts
+from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
 from connectors.store.planning.moves import object_in_blocks
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
@@ -37,7 +37,8 @@ from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging, slot_bytes
-from connectors.vllm_hma.kv_store.beside_transfer import PrefixFetch, TransferredTokens
+from connectors.vllm_hma.kv_store.beside_transfer import TransferredTokens
+from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
 from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
@@ -51,8 +52,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Not measured: eviction only compares costs, so the same constant for all tokens is enough.
-_COST_NS_PER_TOKEN = 100_000
+_TIMED_TOKENS = 64
+"""Minimum number of tokens of a step whose duration is measured.
+
+Smaller steps take longer per token.
+"""
 
 
 @dataclass(slots=True)
@@ -63,8 +67,7 @@ class _Known:
     ``fetched``      result of its fetch, until its load is ordered or the fetch is discarded
     ``present``      objects that a tier had at the request's last fetch; not stored again
     ``tier``         ``Fetched.tier`` of the last fetch whose load was ordered; empty before
-    ``prefix``       its fetch beside a transfer, which reads only KV of full-attention groups; None
-                     without such a fetch
+    ``fetch``        its fetch, or the last one whose load is not ordered; None without one
     ``transferred``  tokens that its last transfer supplies; None before a transfer
     ``filling``      objects whose slots ranks are filling, by offset
     ``ended``        whether vLLM has finished the request
@@ -76,7 +79,7 @@ class _Known:
     fetched: Fetched | None = None
     present: frozenset[ObjectRef] = frozenset()
     tier: str = ""
-    prefix: PrefixFetch | None = None
+    fetch: BoundedFetch | None = None
     transferred: TransferredTokens | None = None
     filling: dict[int, ObjectRef] = field(default_factory=dict)
     ended: bool = False
@@ -100,7 +103,7 @@ class StoreScheduler:
         # Identities of the adapters that the workers have loaded.
         self._adapters: dict[Adapter, str] = {}
         self._store: KVStore | None = None
-        self.costs = MixCosts()
+        self.costs = LoadCosts()
         self._ranks = self._attached = self._detached = 0
         self._requests: dict[str, _Known] = {}
         # Request, number of ranks that have reported, and whether one failed, by offset of a slot.
@@ -191,16 +194,17 @@ class StoreScheduler:
         known = self._requests.get(request.request_id)
         if known is None or request.skip_reading_prefix_cache or self._detached:
             return 0
-        if known.prefix is not None:
+        if known.fetch is not None and known.fetch.beside_transfer:
             # The transfer has failed before it began.
             self._end_fetch(known)
         if known.fetched is not None and local_tokens < known.fetched.start_token:
             # The engine's own cache has evicted blocks that the fetch relied on.
             self._end_fetch(known)
         if known.fetched is None:
-            if request.request_id not in self.store.fetches and not self._begin_fetch(known, local_tokens):
+            if known.fetch is None and not self._begin_fetch(known, local_tokens, request.num_tokens - 1):
                 return 0
-            fetched = self.store.fetches.poll(request.request_id)
+            assert known.fetch is not None
+            fetched = known.fetch.poll()
             # If a load without a transfer fails, vLLM ends an engine with several KV cache groups.
             # So no such load is ordered before all ranks have reported, with the first step, that
             # they have mapped staging.
@@ -231,9 +235,9 @@ class StoreScheduler:
         Return whether the transfer may start.
 
         The first call starts a fetch of full attention beyond ``local_tokens``, unless no object
-        can exist there, or the transfer can start now and would be as fast. The fetch ends when all
-        needed objects are verified, after ``load_s``, when none of its reads has progressed for
-        ``lookup_s``, or when a transfer that could start has waited for ``MixCosts.patience_s``.
+        can exist there. The fetch ends when all needed objects are verified, after ``load_s``, when
+        none of its reads has progressed for ``lookup_s``, or when a transfer that could start has
+        waited for ``LoadCosts.patience_s``, which is 0 if the transfer would be as fast.
 
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
@@ -242,14 +246,10 @@ class StoreScheduler:
             return True
         if known.fetched is not None:
             return True
-        if known.prefix is None:
-            limit = end_token - 1
-            names = self._names(known, possible_objects(self.store.plan.full_attention, local_tokens, limit))
-            known.prefix = PrefixFetch(self.store, self.costs, self._settings.lookup_s, request.request_id)
-            known.prefix.begin(names, local_tokens, limit, queued)
-        if request.request_id not in self.store.fetches:
+        if known.fetch is None and not self._begin_fetch(known, local_tokens, end_token - 1, beside_transfer=True):
             return True
-        fetched = known.prefix.poll(queued)
+        assert known.fetch is not None
+        fetched = known.fetch.poll(queued)
         if fetched is None:
             return False
         known.fetched = fetched
@@ -267,7 +267,8 @@ class StoreScheduler:
         if known is None:
             return start_token
         fetched, stop = known.fetched, start_token
-        if known.prefix is not None and fetched is not None and fetched.start_token <= start_token < fetched.end_token:
+        beside = known.fetch is not None and known.fetch.beside_transfer
+        if beside and fetched is not None and fetched.start_token <= start_token < fetched.end_token:
             stop = fetched.end_token
             self._order_load(known, fetched, tables, start_token)
         self._end_fetch(known)
@@ -311,6 +312,8 @@ class StoreScheduler:
         """
         orders = StoreOrders(str(self.store.staging.path), self._loads)
         self._loads = []
+        if output.total_num_scheduled_tokens >= _TIMED_TOKENS:
+            orders.timed_tokens = output.total_num_scheduled_tokens
         for request_id, computed in _scheduled(output):
             known = self._requests.get(request_id)
             if known is not None and not known.void and not self._detached:
@@ -331,6 +334,7 @@ class StoreScheduler:
         if report.broken:
             for known in self._requests.values():
                 known.void = True
+        self.costs.computed(report.timed_tokens, report.timed_s)
         self._attached += report.attached
         self._detached += report.detached
         for load_id, ranks in report.loaded.items():
@@ -416,26 +420,28 @@ class StoreScheduler:
                 start_token,
                 fetched.end_token,
                 dict(fetched.offsets),
-                known.prefix is not None,
+                known.fetch is not None and known.fetch.beside_transfer,
             )
         )
 
     def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
         known.present = fetched.present
         self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
-        if fetched.present:
-            self.costs.loaded(fetched.read_bytes, fetched.seconds)
+        if fetched.present and not fetched.declined:
+            self.costs.loaded(fetched.tier, fetched.read_bytes, fetched.tiers_s)
 
-    def _begin_fetch(self, known: _Known, local_tokens: int) -> bool:
+    def _begin_fetch(self, known: _Known, local_tokens: int, limit_token: int, beside_transfer: bool = False) -> bool:
         """Start a fetch beyond ``local_tokens``; return False if no object can exist there."""
-        limit = known.request.num_tokens - 1
-        names = self._names(known, possible_objects(self.store.plan, local_tokens, limit))
+        plan, request_id = self.store.plan, known.request.request_id
+        possible = possible_objects(plan.full_attention if beside_transfer else plan, local_tokens, limit_token)
+        names = self._names(known, possible)
         if names:
-            self.store.fetches.begin(known.request.request_id, names, local_tokens, limit)
+            known.fetch = BoundedFetch(self.store, self.costs, self._settings, request_id, beside_transfer)
+            known.fetch.begin(names, local_tokens, limit_token)
         return bool(names)
 
     def _end_fetch(self, known: _Known) -> None:
-        known.fetched = known.prefix = None
+        known.fetched = known.fetch = None
         self.store.fetches.end(known.request.request_id)
 
     def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
@@ -482,7 +488,7 @@ class StoreScheduler:
                 self._events.describe(ref, names, known.request)
             # A later object costs slightly less, so a prompt loses its last objects first: without
             # its first object, the others would be of no use.
-            self.store.writer.commit(ref, name, offset, span * _COST_NS_PER_TOKEN - ref.end_token)
+            self.store.writer.commit(ref, name, offset, span * self.costs.token_cost_ns() - ref.end_token)
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:

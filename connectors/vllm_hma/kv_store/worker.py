@@ -8,6 +8,7 @@ window.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 from connectors.errors import ConfigurationError, PlanError, StoreError
@@ -46,6 +47,8 @@ class StoreWorker:
         # failed load.
         self._spoiled_steps = 0
         self._report = StoreReport()
+        # End of the last call of ``load``, on `time.monotonic`.
+        self._loaded_at = 0.0
         self._not_loaded: set[int] = set()
         self._adapters = adapter_loads()
         self._reported: dict[Adapter, str] = {}
@@ -116,6 +119,7 @@ class StoreWorker:
                     self._report.broken = True
                     self._spoiled_steps = self._batches
             self._report.loaded[load.load_id] = 1
+        self._loaded_at = time.monotonic()
         return broken
 
     def store(self, orders: StoreOrders) -> None:
@@ -126,6 +130,9 @@ class StoreWorker:
         """
         assert self._plan is not None
         assert self._plans is not None
+        if orders.timed_tokens:
+            # The cache is in host memory (``register``), so the forward pass has ended.
+            self._report.timed_tokens, self._report.timed_s = orders.timed_tokens, time.monotonic() - self._loaded_at
         for store in orders.stores:
             try:
                 if self.spoiled:

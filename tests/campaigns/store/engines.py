@@ -117,6 +117,8 @@ async def _start(setup: Setup) -> Pair:
         "staging_mib": 64,
         "lookup_s": 2.0,
         "load_s": 10.0,
+        # The models are so small that to compute a chunk may be faster than to read it.
+        "always_load": True,
     }
     if setup.connector == "pair":
         # The process exports the metrics of the engine that starts last: decode.

@@ -94,7 +94,7 @@ class Engine:
                 kv_connector_module_path="connectors.vllm_hma.store_connector",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"store": store | {"lookup_s": 0.2, "load_s": 1.0}},
+                kv_connector_extra_config={"store": store | {"lookup_s": 0.2, "load_s": 1.0, "always_load": True}},
             ),
             block_size=block_tokens,
             max_model_len=MAX_MODEL_LEN,

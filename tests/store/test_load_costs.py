@@ -1,0 +1,134 @@
+"""Whether a request loads stored KV, and how long it waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connectors.store.load_costs import FIRST_PAUSE, LONGEST_PAUSE, SAMPLES, LoadCosts
+
+MB = 1_000_000
+DISK = "disk"
+
+
+def test_nothing_is_known_yet() -> None:
+    """The first prefix is loaded, to measure the costs."""
+    costs = LoadCosts()
+    assert costs.load_s({DISK: MB}) == 0.0
+    assert costs.transfer_s(MB) == math.inf
+    assert costs.compute_s(1000) == math.inf
+    assert costs.patience_s({DISK: MB}, costs.transfer_s(MB)) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("load_s", "otherwise_s", "patience_s"),
+    [
+        # The load of 10 MB, and the alternative to a load of 20 MB.
+        (0.01, 0.2, 0.2),
+        (0.1, 0.1, 0.0),
+        (0.05, 0.1, 0.0),
+        (0.04, 0.1, 0.1),
+    ],
+)
+def test_a_slower_load_is_not_waited_for(load_s: float, otherwise_s: float, patience_s: float) -> None:
+    costs = LoadCosts()
+    costs.loaded(DISK, 10 * MB, load_s)
+    assert costs.patience_s({DISK: 20 * MB}, otherwise_s) == patience_s
+
+
+def test_the_fastest_transfer_counts_and_all_loads_and_steps_do() -> None:
+    """A transfer's time includes prefill's computation; the others' does not."""
+    costs = LoadCosts()
+    for seconds in (9.0, 1.0, 5.0):
+        costs.transferred(10 * MB, seconds)
+    for seconds in (1.0, 3.0):
+        costs.loaded(DISK, 10 * MB, seconds)
+    for tokens, seconds in ((100, 0.1), (300, 0.7)):
+        costs.computed(tokens, seconds)
+    assert costs.transfer_s(MB) == pytest.approx(0.1)
+    assert costs.load_s({DISK: MB}) == pytest.approx(0.2)
+    assert costs.compute_s(50) == pytest.approx(0.1)
+
+
+def test_the_slowest_tier_decides() -> None:
+    costs = LoadCosts()
+    costs.loaded("memory", MB, 0.001)
+    costs.loaded(DISK, MB, 0.1)
+    assert costs.load_s({"memory": 10 * MB, DISK: MB}) == pytest.approx(0.1)
+    assert costs.load_s({"memory": 200 * MB, DISK: MB}) == pytest.approx(0.2)
+    assert costs.patience_s({"memory": MB}, 0.01) == 0.01
+    assert costs.patience_s({"memory": MB, DISK: MB}, 0.01) == 0.0
+
+
+def test_measurements_without_tokens_or_time_are_ignored() -> None:
+    costs = LoadCosts()
+    costs.computed(0, 1.0)
+    costs.computed(100, 0.0)
+    costs.transferred(0, 1.0)
+    assert costs.compute_s(1) == costs.transfer_s(1) == math.inf
+
+
+def test_eviction_costs_are_powers_of_two() -> None:
+    """2^17 ns are 0.13 ms, 2^20 ns 1.05 ms, 2^23 ns 8.4 ms."""
+    costs = LoadCosts()
+    assert costs.token_cost_ns() == 2**17
+    for token_s, cost_ns in ((1e-3, 2**20), (1.3e-3, 2**20), (8e-3, 2**23), (1e-12, 1)):
+        for _ in range(SAMPLES):
+            costs.computed(1000, 1000 * token_s)
+        assert costs.token_cost_ns() == cost_ns
+
+
+def trials(costs: LoadCosts, requests: int, load_s: float) -> list[int]:
+    """Return the numbers of the requests that load 1 MB, each in ``load_s``, instead of 0.01 s."""
+    loading = []
+    for number in range(requests):
+        if costs.patience_s({DISK: MB}, 0.01):
+            loading.append(number)
+            costs.loaded(DISK, MB, load_s)
+    return loading
+
+
+def test_a_slow_tier_is_tried_after_longer_and_longer_pauses() -> None:
+    """4, 8, 16, 32, 64 and 64 loads are lost before each trial."""
+    costs = LoadCosts()
+    costs.loaded(DISK, MB, 0.02)
+    found = trials(costs, 220, 0.02)
+    assert found == [4, 13, 30, 63, 128, 193]
+    assert FIRST_PAUSE == 4
+    assert max(after - before - 1 for before, after in itertools.pairwise(found)) == LONGEST_PAUSE
+
+
+def test_a_tier_that_has_recovered_is_used_again() -> None:
+    """One trial replaces all measurements of a disk that hung; later pauses are short again."""
+    costs = LoadCosts()
+    for _ in range(2 * SAMPLES):
+        costs.loaded(DISK, 0, 0.02)
+    assert costs.load_s({DISK: MB}) == math.inf
+    assert trials(costs, 8, 0.001) == [4, 5, 6, 7]
+    costs.loaded(DISK, 100 * MB, 10.0)
+    assert trials(costs, 5, 0.001) == [4]
+
+
+def test_requests_that_arrive_during_a_trial_do_not_load() -> None:
+    costs = LoadCosts()
+    costs.loaded(DISK, MB, 0.02)
+    assert [costs.patience_s({DISK: MB}, 0.01) for _ in range(8)] == [0, 0, 0, 0, 0.01, 0, 0, 0]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["memory", DISK]), st.integers(0, 10**9), st.floats(1e-6, 100.0)), max_size=40),
+    st.dictionaries(st.sampled_from(["memory", DISK]), st.integers(1, 10**9), min_size=1),
+    st.floats(1e-6, 100.0),
+)
+def test_the_wait_is_at_most_the_time_without_the_store(
+    loads: list[tuple[str, int, float]], sizes: dict[str, int], otherwise_s: float
+) -> None:
+    costs = LoadCosts()
+    for tier, size, seconds in loads:
+        costs.loaded(tier, size, seconds)
+    expected_s = costs.load_s(sizes)
+    assert costs.patience_s(sizes, otherwise_s) == (otherwise_s if expected_s < otherwise_s else 0.0)
