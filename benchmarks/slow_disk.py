@@ -82,5 +82,6 @@ def _obey_modes() -> None:
     BoundedFetch._worth_a_wait = decide  # type: ignore[method-assign]
 
 
-_limit_reads(Disk(Path(os.environ[RATE_VARIABLE])))
-_obey_modes()
+if RATE_VARIABLE in os.environ:  # only engines have it
+    _limit_reads(Disk(Path(os.environ[RATE_VARIABLE])))
+    _obey_modes()
