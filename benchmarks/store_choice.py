@@ -46,7 +46,6 @@ from benchmarks.link import SETTLES_S, bits_a_second
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import summary, write
 from benchmarks.slow_disk import RATE_VARIABLE
-from testing import fork_server
 from testing.engines import describe, start_engine
 from testing.models import VOCABULARY, SizedModel, wide_llama
 from testing.processes import Arm, children, environment, own_cores, pin
@@ -234,7 +233,6 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    fork_server.prepare()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--links", default="200mbit,800mbit,4gbit")

@@ -325,6 +325,11 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.worker.before_forward(kv_connector_metadata)
         self._spoil(kv_connector_metadata)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._store_worker is not None:
+            self._store_worker.begin_step()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Copy stored KV into blocks, before the forward pass of the requests that need it.
 
