@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 SAMPLES = 16
-"""Maximum number of latest measurements of each kind that the estimates use."""
+"""Maximum number of latest transfers, and of latest steps, that the estimates use."""
+
+LOADS = 8
+"""Maximum number of latest loads of a tier that its estimate uses."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
 """Number of loads that a slow tier loses between two trials: at first, and at most.
@@ -30,7 +33,7 @@ class LoadCosts:
     """Measured rates of loads by tier, of transfers, and of the engine's computation.
 
     The time of a transfer includes prefill's computation, so the fastest transfer estimates the
-    link's rate. The other estimates are means.
+    link's rate. The other estimates are medians: a pause of the machine does not change them.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class LoadCosts:
         """Return the estimated seconds of the computation; infinite before the first step."""
         if not self._steps:
             return math.inf
-        return tokens * sum(seconds for _, seconds in self._steps) / sum(each for each, _ in self._steps)
+        return tokens * _median(seconds / each for each, seconds in self._steps)
 
     def token_cost_ns(self) -> int:
         """Return what a stored token is worth to eviction, in nanoseconds of computation.
@@ -80,8 +83,8 @@ class LoadCosts:
 
         Tiers are read concurrently, so the slowest one decides.
 
-        ``sizes``  bytes to read, by tier. A tier without recorded loads takes 0 seconds, one whose
-                   recorded loads have 0 bytes takes infinite time
+        ``sizes``  bytes to read, by tier. A tier without recorded loads takes 0 seconds, one of
+                   whose recorded loads half have 0 bytes takes infinite time
         """
         return max((self._tier(tier).read_s(size) for tier, size in sizes.items()), default=0.0)
 
@@ -111,7 +114,7 @@ class _Tier:
     """Measured loads of one tier, and the pauses between trials while it is slow."""
 
     def __init__(self) -> None:
-        self._loads: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
+        self._loads: deque[tuple[int, float]] = deque(maxlen=LOADS)
         self._pause = FIRST_PAUSE
         self._lost = 0
         # Whether the next measurement replaces all earlier ones.
@@ -124,11 +127,9 @@ class _Tier:
         self._loads.append((size_bytes, seconds))
 
     def read_s(self, size_bytes: int) -> float:
-        seconds = sum(each for _, each in self._loads)
-        read = sum(each for each, _ in self._loads)
-        if not seconds:
+        if not self._loads:
             return 0.0
-        return size_bytes * seconds / read if read else math.inf
+        return size_bytes * _median(seconds / read if read else math.inf for read, seconds in self._loads)
 
     def leave_trial(self) -> None:
         if not self._on_trial:
@@ -142,3 +143,9 @@ class _Tier:
         self._pause, self._lost = min(2 * self._pause, LONGEST_PAUSE), 0
         self._on_trial = True
         return True
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the middle value, or the greater of the two middle ones."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
