@@ -188,7 +188,7 @@ class KVStoreSettings(Frozen):
         "least the total size of the objects of one chunk, and twice that with several KV cache groups",
     )
     lookup_s: Seconds = Field(
-        0.02,
+        0.015,
         description="time after which a lookup without an answer counts as a miss, and after which a fetch ends if the "
         "tiers deliver no bytes to it",
     )

@@ -44,7 +44,7 @@ class StoreSettings:
     memory_path: str = "/dev/shm/tandem-kv-store"
     chunk_tokens: int = 256
     staging_mib: int = 256
-    lookup_s: float = 0.02
+    lookup_s: float = 0.015
     load_s: float = 2.0
     store_s: float = 30.0
     always_load: bool = False
