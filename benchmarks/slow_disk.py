@@ -73,11 +73,11 @@ def _limit_reads(disk: Disk) -> None:
 def _obey_modes() -> None:
     worth_a_wait = BoundedFetch._worth_a_wait
 
-    def decide(self: BoundedFetch, tokens: int, sizes: Mapping[str, int]) -> bool:
+    def decide(self: BoundedFetch, start_token: int, end_token: int, sizes: Mapping[str, int]) -> bool:
         if self._request_id.startswith("always"):
             self._patience_s = math.inf
             return True
-        return worth_a_wait(self, tokens, sizes)
+        return worth_a_wait(self, start_token, end_token, sizes)
 
     BoundedFetch._worth_a_wait = decide  # type: ignore[method-assign]
 

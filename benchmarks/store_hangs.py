@@ -82,7 +82,7 @@ def names_of(plan: StorePlan, seed: int) -> dict[ObjectRef, ObjectName]:
 def wait_s(store: KVStore, names: dict[ObjectRef, ObjectName], number: int) -> tuple[float, int]:
     """Return a request's wait in seconds and the tokens that it loads."""
     costs = LoadCosts()
-    costs.computed(PROMPT_TOKENS, 1.0)
+    costs.computed(PROMPT_TOKENS, PROMPT_TOKENS / 2, 1.0)
     costs.transferred(OBJECT_BYTES * PROMPT_TOKENS // CHUNK_TOKENS, 1.0)
     fetch = BoundedFetch(store, costs, SETTINGS, "request", beside_transfer=bool(number % 2))
     began = time.monotonic()

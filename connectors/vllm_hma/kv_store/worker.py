@@ -100,7 +100,7 @@ class StoreWorker:
         and others already scheduled, are ``spoiled``.
         """
         broken: set[str] = set()
-        loads_began_at = time.monotonic()
+        loads_began_at, all_copied = time.monotonic(), bool(orders.loads)
         self._attach_once(orders)
         assert self._plan is not None
         assert self._plans is not None
@@ -113,6 +113,7 @@ class StoreWorker:
                 moves = load_moves(self._plan, plan, tables, start, end, addresses, full_only)
                 copy_runs(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
+                all_copied = False
                 remedy = (
                     "the transfer sends all KV"
                     if load.beside_transfer
@@ -130,6 +131,8 @@ class StoreWorker:
                     self._spoiled_steps = self._batches
             self._report.loaded[load.load_id] = 1
         self._loads_s = time.monotonic() - loads_began_at
+        if all_copied:
+            self._report.copied_s = self._loads_s
         return broken
 
     def store(self, orders: StoreOrders) -> None:
@@ -143,6 +146,7 @@ class StoreWorker:
         if orders.timed_tokens:
             # The cache is in host memory (``register``), so the forward pass has ended.
             self._report.timed_tokens = orders.timed_tokens
+            self._report.timed_context_tokens = orders.timed_context_tokens
             self._report.timed_s = time.monotonic() - self._began_at - self._loads_s
         for store in orders.stores:
             try:
