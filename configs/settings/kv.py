@@ -204,8 +204,8 @@ class KVStoreSettings(Frozen):
     )
     always_load: bool = Field(
         False,
-        description="whether an engine loads all stored KV of a prompt that no transfer supplies, to save computation; "
-        "false: only where the load takes less time than the computation, by measured rates",
+        description="whether a prompt without a transfer loads all its stored KV, which saves computation; false: only "
+        "if the load is estimated to be faster than the computation",
     )
 
     @model_validator(mode="after")
