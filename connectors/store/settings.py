@@ -34,8 +34,8 @@ class StoreSettings:
                       in seconds
     ``store_s``       time for which a write of an object to a tier may wait for a thread, a lock or
                       evictions, in seconds; then the store drops the write
-    ``always_load``   whether a prompt without a transfer loads all its stored KV; False: only if the
-                      load is estimated to be faster than the computation
+    ``always_load``   whether a prompt without a transfer loads all its stored KV; False: only if
+                      the load is estimated to be faster than the computation
     """
 
     path: str = ""

@@ -70,7 +70,8 @@ COUNTERS = {
     "store_tokens": (
         "vllm:tandem_store_tokens",
         "outcome",
-        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (KV read and verified) or miss (all others).",
+        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (KV read and verified) or miss "
+        "(all others).",
     ),
     "store_loaded_bytes": ("vllm:tandem_store_loaded_bytes", "tier", "Bytes read from a tier and verified."),
     "store_loaded_seconds": (
