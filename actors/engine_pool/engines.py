@@ -204,6 +204,11 @@ class EnginePool:
         """
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
+    def stores(self) -> dict[str, str]:
+        """Return the ids of KV stores, by id of the running engine that uses the store."""
+        engines = replicas_of(self._handle.deployment_id) or {}
+        return {name: one.metadata["store"] for name, one in engines.items() if "store" in one.metadata}
+
     def same_replica(self, name: str) -> frozenset[str]:
         """Return the ids of the ranks in the replica of engine `name`, including `name`.
 

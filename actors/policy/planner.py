@@ -8,7 +8,7 @@ from stages that a request reached.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -31,6 +31,12 @@ REMEMBERED_TOKENS = 100_000.0
 """Number of prompt tokens after which earlier ones have the weight 1/e in the bytes per token."""
 
 REMEMBERED_ANSWERS = 50.0
+
+STORES_KEPT = 64
+"""Number of KV stores whose prefixes are kept, those of running engines and the latest others.
+
+An engine that restarts finds the store that its predecessor filled.
+"""
 
 Defer = Callable[[Callable[[], None]], None]
 """Function that runs a callable, at once or later."""
@@ -55,7 +61,10 @@ class Planner:
         self._reset(settings)
         self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._decode: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
-        self._prefixes = Prefixes(_pieces(settings))
+        self._prefixes = Prefixes(_pieces(settings, settings.prefix_tokens_per_engine))
+        self._stored = Prefixes(_pieces(settings, settings.prefix_tokens_per_store))
+        self._stores: Mapping[str, str] = {}
+        self._seen_stores: OrderedDict[str, None] = OrderedDict()
         self._keys = count()
         self._decisions = 0
 
@@ -70,7 +79,8 @@ class Planner:
             self._costs.settings = settings
         else:
             self._reset(settings)
-        self._prefixes.most_pieces = _pieces(settings)
+        self._prefixes.most_pieces = _pieces(settings, settings.prefix_tokens_per_engine)
+        self._stored.most_pieces = _pieces(settings, settings.prefix_tokens_per_store)
 
     def _reset(self, settings: RoutingSettings) -> None:
         self.settings = settings
@@ -91,6 +101,7 @@ class Planner:
         session: str | None = None,
         avoid: AbstractSet[str] = frozenset(),
         prefill_failed: bool = False,
+        stores: Mapping[str, str] | None = None,
     ) -> Decision:
         """Decide where to send `prompt`.
 
@@ -103,18 +114,26 @@ class Planner:
         ``session``              session of the request, or None
         ``avoid``                replicas of either role that must not be chosen
         ``prefill_failed``       whether a prefill replica has failed this request
+        ``stores``               id of each replica's KV store; replicas without one are absent.
+                                 None: unchanged
         """
         self._decisions += 1
+        if stores is not None and stores != self._stores:
+            self._set_stores(stores)
         if prefill is not None and decode is not None:
             self._forget_others(prefill.keys(), decode.keys())
         tokens = self.prompt_tokens(prompt)
+        decode_held = self._held(decode or (), prompt)
+        prefill_held = self._held(prefill or () if whole is None else (), prompt)
         options = Options(
             prompt_tokens=tokens,
             answer_tokens=self.answer_tokens(prompt),
             decode=_running(decode, avoid, self._decisions),
             prefill=_running(prefill, avoid, self._decisions),
-            decode_held=self._held(decode or (), prompt),
-            prefill_held=self._held(prefill or () if whole is None else (), prompt),
+            decode_held=decode_held,
+            prefill_held=prefill_held,
+            decode_stored=self._stored_beyond(decode_held, prompt),
+            prefill_stored=self._stored_beyond(prefill_held, prompt),
             decode_loads=self._decode,
             prefill_loads=self._prefill,
             costs=self._costs,
@@ -128,24 +147,37 @@ class Planner:
         ``prefill``  prefill replica; None if decode computes the prompt
         """
         held = self._held((decode, prefill or decode), prompt)
-        held_tokens = held[prefill or decode]
+        computes = prefill or decode
+        held_tokens = held[computes]
+        loaded_tokens = self._stored_beyond({computes: held_tokens}, prompt).get(computes, 0)
         load = self._decode[decode]
-        tokens = self.prompt_tokens(prompt)
         inflight = InflightRequest(
-            next(self._keys), prompt, decode, prefill, tokens, held_tokens, held[decode], len(load.streams), now
+            key=next(self._keys),
+            prompt=prompt,
+            decode=decode,
+            prefill=prefill,
+            prompt_tokens=self.prompt_tokens(prompt),
+            held_tokens=held_tokens,
+            loaded_tokens=loaded_tokens,
+            decode_held_tokens=held[decode],
+            streams=len(load.streams),
+            began_at=now,
         )
         load.calls.add(inflight.key)
         if prefill is None:
             parts = self._local_parts(inflight, now)
             load.prompts.add(inflight.key, parts, self._costs.local.predict_s(decode, parts, now), now)
         else:
-            parts = self._costs.prefill_parts(inflight.new_tokens, held_tokens)
+            parts = self._costs.prefill_parts(inflight.new_tokens, held_tokens, loaded_tokens)
             self._prefill[prefill].calls.add(inflight.key)
             prefill_s = self._costs.prefill.predict_s(prefill, parts, now)
             self._prefill[prefill].prompts.add(inflight.key, parts, prefill_s, now)
         for engine in filter(None, (decode, prefill)):
             new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
             inflight.added[engine] = tuple(new)
+            if store := self._stores.get(engine):
+                new = [piece for passage in prompt.passages for piece in self._stored.add(store, passage)]
+                inflight.added_stored[engine] = tuple(new)
         return inflight
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
@@ -159,7 +191,7 @@ class Planner:
         self._prefill[inflight.prefill].silent_at = None
         if prompt_tokens is not None:
             self._count_tokens(inflight, prompt_tokens)
-        parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens)
+        parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens, inflight.loaded_tokens)
         if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
             self._later(partial(self._costs.prefill.observe, inflight.prefill, *measured, now))
 
@@ -189,18 +221,19 @@ class Planner:
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
         """Record the end of the legs; ignore later calls.
 
-        If the prefill engine has not computed the prompt, its prefixes lose the pieces in `added`.
+        If the prefill engine has not computed the prompt, its prefixes lose the pieces in `added`
+        and `added_stored`.
 
         ``answer_tokens``  recorded tokens in the decode engine's stream
-        ``broken``         whether decode may have no KV of the prompt; its prefixes then lose the
-                           pieces in `added`, unless its stream was `opened`
+        ``broken``         whether decode may have no KV of the prompt; its prefixes then lose
+                           these pieces, too, unless its stream was `opened`
         """
         if inflight.over:
             return
         if inflight.prefill is not None and inflight.prefilled_at is None:
-            self._prefixes.drop(inflight.prefill, inflight.added[inflight.prefill])
+            self._drop(inflight, inflight.prefill)
         if broken and inflight.opened_at is None:
-            self._prefixes.drop(inflight.decode, inflight.added[inflight.decode])
+            self._drop(inflight, inflight.decode)
         load = self._decode[inflight.decode]
         if inflight.opened_at is not None and answer_tokens > 1 and now > inflight.opened_at:
             self._observe_steps(inflight, load, answer_tokens, now)
@@ -210,6 +243,8 @@ class Planner:
             self._answers = kept + 1
             if len(inflight.prompt.passages) == 1:
                 self._prefixes.add_answer(inflight.decode, inflight.prompt.passages[0], answer_tokens)
+                if store := self._stores.get(inflight.decode):
+                    self._stored.add_answer(store, inflight.prompt.passages[0], answer_tokens)
         load.prompts.drop(inflight.key, now)
         load.streams_end(inflight.key, now)
         load.calls.discard(inflight.key)
@@ -237,7 +272,11 @@ class Planner:
 
     def engines(self) -> dict[str, int]:
         """Return the number of engines with recorded work, by role, and of prefix pieces."""
-        return {"prefill": len(self._prefill), "decode": len(self._decode), "pieces": self._prefixes.size()}
+        return {
+            "prefill": len(self._prefill),
+            "decode": len(self._decode),
+            "pieces": self._prefixes.size() + self._stored.size(),
+        }
 
     def prompt_tokens(self, prompt: Prompt) -> int:
         """Return the estimated number of prompt tokens, at least 1."""
@@ -261,22 +300,57 @@ class Planner:
         self._later(partial(self._costs.step.observe, inflight.decode, parts, seconds / steps, now))
 
     def _local_parts(self, inflight: InflightRequest, now: float) -> tuple[float, ...]:
-        return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
+        held, loaded = inflight.held_tokens, inflight.loaded_tokens
+        return self._costs.local_parts(inflight.new_tokens, held, loaded, inflight.streams, now)
+
+    def _drop(self, inflight: InflightRequest, engine: str) -> None:
+        self._prefixes.drop(engine, inflight.added[engine])
+        if store := self._stores.get(engine):
+            self._stored.drop(store, inflight.added_stored.get(engine, ()))
+
+    def _set_stores(self, stores: Mapping[str, str]) -> None:
+        self._stores = dict(stores)
+        for store in stores.values():
+            self._seen_stores[store] = None
+            self._seen_stores.move_to_end(store)
+        while len(self._seen_stores) > max(STORES_KEPT, len(set(stores.values()))):
+            self._seen_stores.popitem(last=False)
+        self._stored.keep_only(set(self._seen_stores))
 
     def _held(self, engines: Collection[str], prompt: Prompt) -> dict[str, int]:
-        """Return the estimated number of cached tokens of `prompt` on each engine.
+        """Return the estimated number of cached tokens of `prompt` on each engine."""
+        return self._known(self._prefixes, engines, prompt)
+
+    def _stored_beyond(self, held: Mapping[str, int], prompt: Prompt) -> dict[str, int]:
+        """Return the estimated tokens of `prompt` in each engine's KV store but not in its cache.
+
+        Engines without such tokens are absent.
+
+        ``held``  estimated cached tokens of each engine
+        """
+        stores = {engine: self._stores[engine] for engine in held if engine in self._stores}
+        if not stores:
+            return {}
+        stored = self._known(self._stored, set(stores.values()), prompt)
+        beyond = {engine: stored[store] - held[engine] for engine, store in stores.items()}
+        return {engine: tokens for engine, tokens in beyond.items() if tokens > 0}
+
+    def _known(self, prefixes: Prefixes, holders: Collection[str], prompt: Prompt) -> dict[str, int]:
+        """Return the estimated tokens of `prompt` that each holder has.
 
         The last token of each passage never counts: engines always compute it.
+
+        ``holders``  engines or stores
         """
-        found = dict.fromkeys(engines, 0)
+        found = dict.fromkeys(holders, 0)
         for passage in prompt.passages:
             most = self._tokens(passage, len(passage.data)) - 1
             tokens: dict[Held, int] = {}  # many engines hold equal prefixes
-            for engine, held in zip(found, self._prefixes.held_by(found, passage), strict=True):
+            for holder, held in zip(found, prefixes.held_by(found, passage), strict=True):
                 if (own := tokens.get(held)) is None:
                     own = self._tokens(passage, held.data_bytes) + held.answer_tokens
                     own = tokens[held] = max(min(own, most), 0)
-                found[engine] += own
+                found[holder] += own
         return found
 
     def _tokens(self, passage: Passage, data_bytes: int) -> int:
@@ -285,8 +359,8 @@ class Planner:
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
         """Replace the estimated token count by `prompt_tokens`, which the engine counted.
 
-        Scales the estimated cached tokens by the same ratio. A request with a single text prompt
-        also updates the bytes per token of text.
+        Scales the estimated cached and stored tokens by the same ratio. A request with a single
+        text prompt also updates the bytes per token of text.
         """
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
@@ -296,6 +370,7 @@ class Planner:
         share = prompt_tokens / inflight.prompt_tokens
         inflight.prompt_tokens = prompt_tokens
         inflight.held_tokens = round(inflight.held_tokens * share)
+        inflight.loaded_tokens = round(inflight.loaded_tokens * share)
         inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
 
     def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
@@ -316,8 +391,8 @@ def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: 
     return {name: (replicas or {})[name] for name in names[first:] + names[:first]}
 
 
-def _pieces(settings: RoutingSettings) -> int:
-    return int(settings.prefix_tokens_per_engine * settings.assumed_bytes_per_token / PIECE_BYTES)
+def _pieces(settings: RoutingSettings, tokens: int) -> int:
+    return int(tokens * settings.assumed_bytes_per_token / PIECE_BYTES)
 
 
 def _assumptions(settings: RoutingSettings) -> dict[str, object]:

@@ -1,4 +1,8 @@
-"""Prefixes of prompts in each engine's cache, estimated from this router's own requests."""
+"""Prefixes of prompts in each engine's cache and in each KV store, estimated from this router's own
+requests.
+
+The classes call the holder of a prefix an engine; for `Planner`, a holder may also be a store.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """A replay: its requests, its fleet, and the engines' changes of speed (`slowdowns`)."""
+    """A replay: its requests, its fleet, and the engines' changes of speed (`slowdowns`).
+
+    ``stored_tokens``  room in the KV store of each engine; 0: none
+    ``restarts``       times at which engines lose their prefix caches
+    """
 
     name: str
     hardware: Hardware
@@ -84,6 +88,8 @@ class Load:
     requests: tuple[Request, ...]
     factors: dict[str, float]
     slowdowns: tuple[tuple[float, str, float], ...] = ()
+    stored_tokens: int = 0
+    restarts: tuple[tuple[float, str], ...] = ()
 
 
 class Maker:
@@ -203,6 +209,28 @@ def shared_prompts(seed: int) -> Load:
     return Load("shared system prompts", hardware, 3, 2, tuple(make.requests), {})
 
 
+def stored_conversations(seed: int) -> Load:
+    """Conversations about long documents, half a minute between turns, during a rolling restart.
+
+    Each engine has a KV store of its own and restarts twice.
+    """
+    make = Maker(seed)
+    for at_s in make.arrivals(80, 1.0):
+        prompt: tuple[Segment, ...] = (make.segment(make.length(8000, 0.6, 30_000)),)
+        before = None
+        for turn in range(make.dice.randint(3, 6)):
+            wait_s = make.dice.expovariate(1 / 30.0) if turn else at_s
+            request = make.ask(wait_s, prompt, make.length(180, 0.5, 500), before)
+            before = request.number
+            prompt = (*prompt, request.answer, make.segment(make.length(120, 0.6, 1000)))
+    hardware = replace(GPU, cache_tokens=200_000)
+    engines = [*(f"p{n}" for n in range(4)), "d0", "d1"]
+    restarts = tuple((at_s + n, engine) for at_s in (60.0, 120.0) for n, engine in enumerate(engines))
+    return Load(
+        "conversations in stores", hardware, 4, 2, tuple(make.requests), {}, stored_tokens=8_000_000, restarts=restarts
+    )
+
+
 def small_machine(seed: int) -> Load:
     """One prefill and one decode engine on a CPU, a hundred times slower than the router
     assumes.
@@ -213,4 +241,14 @@ def small_machine(seed: int) -> Load:
     return Load("two CPU engines", CPU, 1, 1, tuple(make.requests), {})
 
 
-LOADS = (short_chat, long_documents, mixed, bursts, ill_engine, multi_turn, shared_prompts, small_machine)
+LOADS = (
+    short_chat,
+    long_documents,
+    mixed,
+    bursts,
+    ill_engine,
+    multi_turn,
+    shared_prompts,
+    stored_conversations,
+    small_machine,
+)

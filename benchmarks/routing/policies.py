@@ -10,19 +10,26 @@ from configs.settings.router import RoutingSettings
 
 
 class Ours:
-    """The router's planner, with the events that a router reports."""
+    """The router's planner, with the events that a router reports.
 
-    def __init__(self, settings: RoutingSettings) -> None:
+    ``knows_stores``  whether the planner knows which KV store an engine has
+    """
+
+    def __init__(self, settings: RoutingSettings, knows_stores: bool = True) -> None:
         self._planner = Planner(settings)
+        self._knows_stores = knows_stores
         self._inflight: dict[int, InflightRequest] = {}
 
     def route(self, request: Request, fleet: Fleet) -> Route:
-        prefill = {f"p{n}": 0 for n in range(len(fleet.prefill))}
-        decode = {f"d{n}": 0 for n in range(len(fleet.decode))}
-        decision = self._planner.decide(request.seen, prefill, decode, fleet.now)
+        # An engine that has restarted is another one for the router.
+        prefill = {f"p{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.prefill)}
+        decode = {f"d{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.decode)}
+        known = [*prefill, *decode] if self._knows_stores and fleet.has_stores else []
+        stores = {name: f"store of {name.partition('.')[0]}" for name in known}
+        decision = self._planner.decide(request.seen, prefill, decode, fleet.now, stores=stores)
         chosen = next(iter(decision.prefill), None)
         self._inflight[request.number] = self._planner.begin(request.seen, decision.decode[0], chosen, fleet.now)
-        return Route(int(decision.decode[0][1:]), None if chosen is None else int(chosen[1:]))
+        return Route(_index(decision.decode[0]), None if chosen is None else _index(chosen))
 
     def saw(self, what: str, request: Request, fleet: Fleet) -> None:
         inflight = self._inflight[request.number]
@@ -32,6 +39,10 @@ class Ours:
             self._planner.opened(inflight, fleet.now)
         elif what == "done":
             self._planner.ended(self._inflight.pop(request.number), fleet.now, request.answer_tokens)
+
+
+def _index(name: str) -> int:
+    return int(name[1:].partition(".")[0])
 
 
 class Counting:

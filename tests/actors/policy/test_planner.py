@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.policy.decision import Estimate
-from actors.policy.planner import Planner
+from actors.policy.planner import STORES_KEPT, Planner
 from actors.policy.prompts import read_prompt
 from configs.settings.router import RoutingSettings
 
@@ -74,6 +74,81 @@ def test_a_slow_prefill_replica_is_left_alone():
     for n in range(4):
         planner.begin(ids(4000, 2 * 10**6 + n), "d", "p", now)
     assert planner.decide(ids(4000, 3 * 10**6), {"p": 0, "q": 0}, D, now).prefill == ("q", "p")
+
+
+FLEET = {"p": 0, "q": 0}
+
+
+def served(planner: Planner, prompt, now: float, stores, fleet=FLEET, prefill="p") -> float:
+    """Serve a prompt by a prefill engine, as planned with these stores."""
+    planner.decide(prompt, fleet, D, now, stores=stores)
+    return serve(planner, prompt, now, prefill=prefill, prefill_s=0.4)
+
+
+def test_a_restarted_engine_has_its_stored_prefixes():
+    """The engine p2 replaces p on the same host: its cache is empty, its store is not."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    now = served(planner, ids(4000), 0.0, {"p": "first", "q": "second"})
+    decision = planner.decide(ids(4000), {"q": 0, "p2": 0}, D, now, stores={"q": "second", "p2": "first"})
+    assert decision.prefill[0] == "p2"
+    chosen = known(decision.chosen)
+    assert (chosen.loaded_tokens, chosen.uncached_tokens) == (3968, 32)
+    without = planner.decide(ids(4000), {"q": 0, "p2": 0}, D, now, stores={})
+    assert known(without.chosen).loaded_tokens == 0
+
+
+def test_a_store_outlives_its_engines_for_a_while():
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    now = served(planner, ids(4000), 0.0, {"p": "first"})
+    for other in range(STORES_KEPT - 1):
+        planner.decide(ids(1), {"q": 0}, D, now, stores={"q": f"other {other}"})
+    found = planner.decide(ids(4000), {"p2": 0}, D, now, stores={"p2": "first"})
+    assert known(found.chosen).loaded_tokens == 3968
+    for other in range(STORES_KEPT):
+        planner.decide(ids(1), {"q": 0}, D, now, stores={"q": f"other {other}"})
+    lost = planner.decide(ids(4000), {"p2": 0}, D, now, stores={"p2": "first"})
+    assert known(lost.chosen).loaded_tokens == 0
+
+
+def test_engines_share_a_store():
+    """A prompt that p has stored is loaded by q on the same host, if p is busy."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    stores = {"p": "host", "q": "host"}
+    now = served(planner, ids(4000), 0.0, stores)
+    assert planner.decide(ids(4000), FLEET, D, now, stores=stores).prefill == ("p", "q")
+    for n in range(3):
+        planner.begin(ids(4000, 10**6 * (n + 1)), "d", "p", now)
+    decision = planner.decide(ids(4000), FLEET, D, now, stores=stores)
+    assert decision.prefill == ("q", "p")
+    assert known(decision.chosen).loaded_tokens == 3968
+
+
+def test_a_prompt_that_was_not_computed_is_not_stored():
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    stores = {"p": "host"}
+    planner.decide(ids(4000), P, D, 0.0, stores=stores)
+    planner.ended(planner.begin(ids(4000), "d", "p", 0.0), 1.0)
+    assert known(planner.decide(ids(4000), {"p2": 0}, D, 1.0, stores={"p2": "host"}).chosen).loaded_tokens == 0
+
+
+def test_slow_loads_are_learnt():
+    """After loads that take as long as the computation, a stored prefix attracts no requests."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    now, stores = 0.0, {"p": "first", "q": "second"}
+    for n in range(8):
+        prompt = ids(4000, 10_000 * n)
+        now = served(planner, prompt, now, stores)
+        fleet = {f"p{n}": 0, "q": 0}
+        planner.decide(prompt, fleet, D, now, stores={f"p{n}": "first", "q": "second"})
+        now = serve(planner, prompt, now, prefill=f"p{n}", prefill_s=0.4)
+    fast = Planner(RoutingSettings(policy="always_remote"))
+    seconds = []
+    for each in (planner, fast):
+        at = served(each, ids(4000, 10**6), now, stores)
+        again = each.decide(ids(4000, 10**6), {"p9": 0}, D, at, stores={"p9": "first"})
+        seconds.append(known(again.chosen).compute_s)
+    assert seconds[0] > 0.3
+    assert seconds[1] < 0.1
 
 
 def test_equals_take_turns():
