@@ -36,6 +36,11 @@ class EngineReplica:
     replica: str
     rank: int = 0
 
+    @property
+    def store(self) -> str | None:
+        """Id of the KV store's folder (`startup/store_id.py`); None without one."""
+        return self.metadata.get("store")
+
 
 def engine_names(replica: str, ranks: int) -> list[str]:
     """Return the engine ids of a replica's ranks, as routers use them."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.engine_pool.discovery import replicas_of, subscribe
+from actors.engine_pool.discovery import EngineReplica, replicas_of, subscribe
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, EngineError, RefusedError
 from actors.request import Accepted, Call, Heartbeat, Item
@@ -151,6 +151,8 @@ class EnginePool:
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
         self._router = uuid.uuid4().hex
         self._channels = Channels(tls)
+        self._stores: dict[str, str] = {}
+        self._stores_of: Mapping[str, EngineReplica] = {}
         self._unsubscribe: Callable[[], None] | None = None
 
     async def take(
@@ -207,7 +209,10 @@ class EnginePool:
     def stores(self) -> dict[str, str]:
         """Return the ids of KV stores, by id of the running engine that uses the store."""
         engines = replicas_of(self._handle.deployment_id) or {}
-        return {name: one.metadata["store"] for name, one in engines.items() if "store" in one.metadata}
+        if engines is not self._stores_of:  # each decision asks
+            self._stores_of = engines
+            self._stores = {name: one.store for name, one in engines.items() if one.store is not None}
+        return self._stores
 
     def same_replica(self, name: str) -> frozenset[str]:
         """Return the ids of the ranks in the replica of engine `name`, including `name`.

@@ -68,3 +68,14 @@ def test_each_data_parallel_rank_is_an_engine():
         "b": ("b", 0, 3, 9, None),
     }
     assert [*engine_names("a", 2), *engine_names("b", 1)] == list(engines)
+
+
+def test_engines_announce_their_stores():
+    """Engines with the same folder have the same id."""
+    address = RpcAddress("h", 1, "key")
+    stored = [replica_metadata(address, 7, slots=4, store="0" * 32) for _ in range(2)]
+    alone = replica_metadata(address, 7, slots=4)
+    publish("stores", dict(zip("abc", [*stored, alone], strict=True)))
+    engines = replicas_of("stores")
+    assert engines is not None
+    assert {name: engine.store for name, engine in engines.items()} == {"a": "0" * 32, "b": "0" * 32, "c": None}
