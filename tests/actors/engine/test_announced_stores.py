@@ -74,7 +74,7 @@ async def test_routers_learn_the_stores_of_all_ranks(
     await actor._describe_stores()  # noqa: SLF001
     handle: Any = SimpleNamespace(deployment_id=f"stores {ranks}")
     handle.options = lambda: handle
-    # Serve transports the metadata as JSON.
+    # Plain values only, like the rest of the metadata.
     publish(handle.deployment_id, {"r1": json.loads(json.dumps(actor.record_replica_metadata()))})
     pool = EnginePool(handle)
     assert pool.stores() == known
