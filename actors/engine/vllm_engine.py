@@ -253,6 +253,7 @@ class VllmEngine:
         return (await self._describe_connector(timeout_s, rank)).get("store")
 
     async def _describe_connector(self, timeout_s: float, rank: int) -> dict[str, Any]:
+        """Return the connector's reply to `describe`; empty if it sent none."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})

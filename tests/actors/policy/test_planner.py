@@ -137,7 +137,7 @@ def test_a_store_drops_the_least_recently_used_prompt():
 
 
 def test_decode_has_its_stored_answer_after_a_restart():
-    """Alone: prefill's store has 62 pieces, decode's has the prompt and 200 tokens of its answer."""
+    """Decode's store has the prompt of 4000 tokens and the answer of 200."""
     planner = Planner(RoutingSettings(policy="never_remote"))
     stores = {"p": store("first", chunk_tokens=1), "d": store("second", chunk_tokens=1)}
     planner.decide(ids(4000), P, D, 0.0, stores=stores)
