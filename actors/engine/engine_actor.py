@@ -16,7 +16,6 @@ from actors.engine.adapters import SYNC_INTERVAL_S, AdapterStates
 from actors.engine.pair_warmup import PeerReplicas, every
 from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
-from actors.engine.startup.store_id import store_id
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError
@@ -66,9 +65,10 @@ class EngineActor:
         self._node_ip = ray.util.get_node_ip_address()
         with StartProgress(self.role, self.replica):
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
-            store = await store_id(settings.store)
-            await self._open_rpc_servers(settings.role(self.role), rpc_files(settings), store)
+            await self._open_rpc_servers(settings.role(self.role), rpc_files(settings))
             await self._prepare(settings)
+            if settings.store.enabled:
+                await self._describe_stores()
             if self._changes_adapters:
                 await self._follow_peers()
 
@@ -90,12 +90,14 @@ class EngineActor:
         """Return the last change of each adapter."""
         return self.engine.adapters.states()
 
-    async def _open_rpc_servers(
-        self, settings: RoleSettings, files: TlsFiles | None = None, store: str | None = None
-    ) -> None:
-        """Open an RPC server for each rank.
+    async def _describe_stores(self) -> None:
+        """Add each rank's KV store to its metadata for routers."""
+        for rank, metadata in zip(self.engine.ranks, self._rank_metadata, strict=True):
+            if store := await self.engine.describe_store(FIRST_REQUEST_TIMEOUT_S, rank):
+                metadata["store"] = store
 
-        ``store``  id of the engine's KV store for the metadata; None without one
+    async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
+        """Open an RPC server for each rank.
 
         Raises ConfigurationError if the TLS files cannot be loaded, and EngineStartError if a
         server's address cannot be used.
@@ -117,8 +119,7 @@ class EngineActor:
                 raise EngineStartError(
                     f"{where} cannot be used: {error}; set an address of the node and a free port, or leave them unset"
                 ) from error
-            own = {"slots": slots} | ({"store": store} if store else {})
-            self._rank_metadata.append(replica_metadata(address, settings.max_queued_requests, **own))
+            self._rank_metadata.append(replica_metadata(address, settings.max_queued_requests, slots=slots))
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the methods available to routers on the RPC server of `rank`, by name."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from actors.policy.stores import EngineStore
 from actors.rpc.address import RpcAddress
 
 
@@ -37,9 +38,10 @@ class EngineReplica:
     rank: int = 0
 
     @property
-    def store(self) -> str | None:
-        """Id of the KV store's folder (`startup/store_id.py`); None without one."""
-        return self.metadata.get("store")
+    def store(self) -> EngineStore | None:
+        """The engine's KV store (`VllmEngine.describe_store`); None without one."""
+        described = self.metadata.get("store")
+        return None if described is None else EngineStore(**described)
 
 
 def engine_names(replica: str, ranks: int) -> list[str]:

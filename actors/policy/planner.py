@@ -8,7 +8,7 @@ from stages that a request reached.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -22,6 +22,7 @@ from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
 from actors.policy.prefixes import Held, Prefixes
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
+from actors.policy.stores import EngineStore, Stores
 from configs.settings.router import RoutingSettings
 
 ASSUMED_TOKENS = 256.0
@@ -31,12 +32,6 @@ REMEMBERED_TOKENS = 100_000.0
 """Number of prompt tokens after which earlier ones have the weight 1/e in the bytes per token."""
 
 REMEMBERED_ANSWERS = 50.0
-
-STORES_KEPT = 64
-"""Number of KV stores whose prefixes are kept, those of running engines and the latest others.
-
-An engine that restarts finds the store that its predecessor filled.
-"""
 
 Defer = Callable[[Callable[[], None]], None]
 """Function that runs a callable, at once or later."""
@@ -62,9 +57,7 @@ class Planner:
         self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._decode: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._prefixes = Prefixes(_pieces(settings, settings.prefix_tokens_per_engine))
-        self._stored = Prefixes(_pieces(settings, settings.prefix_tokens_per_store))
-        self._stores: Mapping[str, str] = {}
-        self._seen_stores: OrderedDict[str, None] = OrderedDict()
+        self._stores = Stores(settings)
         self._keys = count()
         self._decisions = 0
 
@@ -80,7 +73,7 @@ class Planner:
         else:
             self._reset(settings)
         self._prefixes.most_pieces = _pieces(settings, settings.prefix_tokens_per_engine)
-        self._stored.most_pieces = _pieces(settings, settings.prefix_tokens_per_store)
+        self._stores.reconfigure(settings)
 
     def _reset(self, settings: RoutingSettings) -> None:
         self.settings = settings
@@ -101,7 +94,7 @@ class Planner:
         session: str | None = None,
         avoid: AbstractSet[str] = frozenset(),
         prefill_failed: bool = False,
-        stores: Mapping[str, str] | None = None,
+        stores: Mapping[str, EngineStore] | None = None,
     ) -> Decision:
         """Decide where to send `prompt`.
 
@@ -114,12 +107,12 @@ class Planner:
         ``session``              session of the request, or None
         ``avoid``                replicas of either role that must not be chosen
         ``prefill_failed``       whether a prefill replica has failed this request
-        ``stores``               id of each replica's KV store; replicas without one are absent.
-                                 None: unchanged
+        ``stores``               KV store of each replica; replicas without one are absent. None:
+                                 unchanged
         """
         self._decisions += 1
-        if stores is not None and stores != self._stores:
-            self._set_stores(stores)
+        if stores is not None:
+            self._stores.announce(stores)
         if prefill is not None and decode is not None:
             self._forget_others(prefill.keys(), decode.keys())
         tokens = self.prompt_tokens(prompt)
@@ -175,9 +168,6 @@ class Planner:
         for engine in filter(None, (decode, prefill)):
             new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
             inflight.added[engine] = tuple(new)
-            if store := self._stores.get(engine):
-                new = [piece for passage in prompt.passages for piece in self._stored.add(store, passage)]
-                inflight.added_stored[engine] = tuple(new)
         return inflight
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
@@ -194,6 +184,7 @@ class Planner:
         parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens, inflight.loaded_tokens)
         if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
             self._later(partial(self._costs.prefill.observe, inflight.prefill, *measured, now))
+        self._later(partial(self._stores.add, inflight.prefill, inflight.prompt))
 
     def handed_over(self, inflight: InflightRequest) -> None:
         """Stop counting the request on its prefill replica after decode's first token."""
@@ -221,8 +212,7 @@ class Planner:
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
         """Record the end of the legs; ignore later calls.
 
-        If the prefill engine has not computed the prompt, its prefixes lose the pieces in `added`
-        and `added_stored`.
+        If the prefill engine has not computed the prompt, its prefixes lose the pieces in `added`.
 
         ``answer_tokens``  recorded tokens in the decode engine's stream
         ``broken``         whether decode may have no KV of the prompt; its prefixes then lose
@@ -231,9 +221,11 @@ class Planner:
         if inflight.over:
             return
         if inflight.prefill is not None and inflight.prefilled_at is None:
-            self._drop(inflight, inflight.prefill)
+            self._prefixes.drop(inflight.prefill, inflight.added[inflight.prefill])
         if broken and inflight.opened_at is None:
-            self._drop(inflight, inflight.decode)
+            self._prefixes.drop(inflight.decode, inflight.added[inflight.decode])
+        else:
+            self._later(partial(self._stores.add, inflight.decode, inflight.prompt))
         load = self._decode[inflight.decode]
         if inflight.opened_at is not None and answer_tokens > 1 and now > inflight.opened_at:
             self._observe_steps(inflight, load, answer_tokens, now)
@@ -243,8 +235,9 @@ class Planner:
             self._answers = kept + 1
             if len(inflight.prompt.passages) == 1:
                 self._prefixes.add_answer(inflight.decode, inflight.prompt.passages[0], answer_tokens)
-                if store := self._stores.get(inflight.decode):
-                    self._stored.add_answer(store, inflight.prompt.passages[0], answer_tokens)
+                self._later(
+                    partial(self._stores.add_answer, inflight.decode, inflight.prompt.passages[0], answer_tokens)
+                )
         load.prompts.drop(inflight.key, now)
         load.streams_end(inflight.key, now)
         load.calls.discard(inflight.key)
@@ -275,7 +268,7 @@ class Planner:
         return {
             "prefill": len(self._prefill),
             "decode": len(self._decode),
-            "pieces": self._prefixes.size() + self._stored.size(),
+            "pieces": self._prefixes.size() + self._stores.prefixes.size(),
         }
 
     def prompt_tokens(self, prompt: Prompt) -> int:
@@ -303,20 +296,6 @@ class Planner:
         held, loaded = inflight.held_tokens, inflight.loaded_tokens
         return self._costs.local_parts(inflight.new_tokens, held, loaded, inflight.streams, now)
 
-    def _drop(self, inflight: InflightRequest, engine: str) -> None:
-        self._prefixes.drop(engine, inflight.added[engine])
-        if store := self._stores.get(engine):
-            self._stored.drop(store, inflight.added_stored.get(engine, ()))
-
-    def _set_stores(self, stores: Mapping[str, str]) -> None:
-        self._stores = dict(stores)
-        for store in stores.values():
-            self._seen_stores[store] = None
-            self._seen_stores.move_to_end(store)
-        while len(self._seen_stores) > max(STORES_KEPT, len(set(stores.values()))):
-            self._seen_stores.popitem(last=False)
-        self._stored.keep_only(set(self._seen_stores))
-
     def _held(self, engines: Collection[str], prompt: Prompt) -> dict[str, int]:
         """Return the estimated number of cached tokens of `prompt` on each engine."""
         return self._known(self._prefixes, engines, prompt)
@@ -328,12 +307,16 @@ class Planner:
 
         ``held``  estimated cached tokens of each engine
         """
-        stores = {engine: self._stores[engine] for engine in held if engine in self._stores}
+        by_engine = self._stores.by_engine
+        stores = {engine: by_engine[engine] for engine in held if engine in by_engine}
         if not stores:
             return {}
-        stored = self._known(self._stored, set(stores.values()), prompt)
-        beyond = {engine: stored[store] - held[engine] for engine, store in stores.items()}
-        return {engine: tokens for engine, tokens in beyond.items() if tokens > 0}
+        stored = self._known(self._stores.prefixes, {store.id for store in stores.values()}, prompt)
+        found = {}
+        for engine, (store, _, chunk_tokens) in stores.items():
+            if (beyond := stored[store] // chunk_tokens * chunk_tokens - held[engine]) > 0:
+                found[engine] = beyond
+        return found
 
     def _known(self, prefixes: Prefixes, holders: Collection[str], prompt: Prompt) -> dict[str, int]:
         """Return the estimated tokens of `prompt` that each holder has.

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from actors.policy.decision import Decision
 from actors.policy.planner import Planner
+from actors.policy.stores import EngineStore
 from actors.router.client_request import ClientRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.router import RoutingSettings
@@ -49,8 +50,8 @@ Returns None while the replicas are unknown.
 """
 
 
-Stores = Callable[[], Mapping[str, str]]
-"""Function that returns the id of each replica's KV store, by replica id."""
+Stores = Callable[[], Mapping[str, EngineStore]]
+"""Function that returns the KV store of each replica that has one, by replica id."""
 
 
 class RoutingFeedback:

@@ -39,7 +39,7 @@ PREFIX_LOADS = ("multi-turn", "shared system prompts")
 
 def begin(load: Load) -> Fleet:
     """Return the idle fleet of a load."""
-    return Fleet(load.hardware, load.prefill, load.decode, load.factors, load.stored_tokens)
+    return Fleet(load.hardware, load.prefill, load.decode, load.factors, load.stored_tokens, load.hosts)
 
 
 def arms(load: Load) -> dict[str, Callable[[], Policy]]:

@@ -31,17 +31,24 @@ class Fleet:
     """State of the simulation. `fork` copies it, to simulate ahead."""
 
     def __init__(
-        self, hardware: Hardware, prefill: int, decode: int, factors: dict[str, float], stored_tokens: int = 0
+        self,
+        hardware: Hardware,
+        prefill: int,
+        decode: int,
+        factors: dict[str, float],
+        stored_tokens: int = 0,
+        hosts: int = 1,
     ) -> None:
         self.hardware = hardware
-        self.has_stores = stored_tokens > 0
+        self.stored_tokens = stored_tokens
+        """Room in the KV store of each host; 0: no stores."""
         self.now = 0.0
-        blocks = stored_tokens // BLOCK_TOKENS
+        self._stores = [Cache(stored_tokens // BLOCK_TOKENS) for _ in range(hosts)]
         self.prefill = [
-            Engine(hardware, "prefill", factors.get(f"p{n}", 1.0), store=Cache(blocks)) for n in range(prefill)
+            Engine(hardware, "prefill", factors.get(f"p{n}", 1.0), store=self._store(n)) for n in range(prefill)
         ]
         self.decode = [
-            Engine(hardware, "decode", factors.get(f"d{n}", 1.0), store=Cache(blocks)) for n in range(decode)
+            Engine(hardware, "decode", factors.get(f"d{n}", 1.0), store=self._store(n)) for n in range(decode)
         ]
         self.jobs: dict[int, Job] = {}
         """All requests that have not ended."""
@@ -52,10 +59,11 @@ class Fleet:
 
     def fork(self) -> Fleet:
         copy = Fleet.__new__(Fleet)
-        copy.hardware, copy.now, copy.has_stores = self.hardware, self.now, self.has_stores
+        copy.hardware, copy.now, copy.stored_tokens = self.hardware, self.now, self.stored_tokens
+        copy._stores = [store.fork() for store in self._stores]
         copy.jobs = {number: job.fork() for number, job in self.jobs.items()}
-        copy.prefill = [engine.fork(copy.jobs) for engine in self.prefill]
-        copy.decode = [engine.fork(copy.jobs) for engine in self.decode]
+        copy.prefill = [engine.fork(copy.jobs, copy._store(n)) for n, engine in enumerate(self.prefill)]
+        copy.decode = [engine.fork(copy.jobs, copy._store(n)) for n, engine in enumerate(self.decode)]
         copy._egress, copy._ingress = list(self._egress), list(self._ingress)
         copy._heap, copy._order = list(self._heap), self._order
         return copy
@@ -102,6 +110,13 @@ class Fleet:
     def engine(self, name: str) -> Engine:
         """Return an engine by its role's first letter and index."""
         return (self.prefill if name[0] == "p" else self.decode)[int(name[1:])]
+
+    def host(self, name: str) -> int:
+        """Return the index of an engine's host; the engines of a host share its KV store."""
+        return int(name[1:]) % len(self._stores)
+
+    def _store(self, index: int) -> Cache:
+        return self._stores[index % len(self._stores)]
 
     def _engines(self) -> list[Engine]:
         return self.prefill + self.decode

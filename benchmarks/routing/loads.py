@@ -77,7 +77,8 @@ class Request:
 class Load:
     """A replay: its requests, its fleet, and the engines' changes of speed (`slowdowns`).
 
-    ``stored_tokens``  room in the KV store of each engine; 0: none
+    ``stored_tokens``  room in the KV store of each host; 0: none
+    ``hosts``          number of hosts; engine n of a role is on host n modulo this number
     ``restarts``       times at which engines lose their prefix caches
     """
 
@@ -89,6 +90,7 @@ class Load:
     factors: dict[str, float]
     slowdowns: tuple[tuple[float, str, float], ...] = ()
     stored_tokens: int = 0
+    hosts: int = 1
     restarts: tuple[tuple[float, str], ...] = ()
 
 
@@ -212,7 +214,8 @@ def shared_prompts(seed: int) -> Load:
 def stored_conversations(seed: int) -> Load:
     """Conversations about long documents, half a minute between turns, during a rolling restart.
 
-    Each engine has a KV store of its own and restarts twice.
+    Each of two hosts has a KV store, two prefill engines and one decode engine. Engines restart
+    twice.
     """
     make = Maker(seed)
     for at_s in make.arrivals(80, 1.0):
@@ -227,7 +230,15 @@ def stored_conversations(seed: int) -> Load:
     engines = [*(f"p{n}" for n in range(4)), "d0", "d1"]
     restarts = tuple((at_s + n, engine) for at_s in (60.0, 120.0) for n, engine in enumerate(engines))
     return Load(
-        "conversations in stores", hardware, 4, 2, tuple(make.requests), {}, stored_tokens=8_000_000, restarts=restarts
+        "conversations in stores",
+        hardware,
+        4,
+        2,
+        tuple(make.requests),
+        {},
+        stored_tokens=8_000_000,
+        hosts=2,
+        restarts=restarts,
     )
 
 

@@ -191,8 +191,8 @@ class Engine:
         self._chunks: list[tuple[Job, int]] = []
         self._decoding = 0
 
-    def fork(self, jobs: dict[int, Job]) -> Engine:
-        copy = Engine(self.hardware, self.role, self.factor, self.cache.fork(), self.store.fork())
+    def fork(self, jobs: dict[int, Job], store: Cache) -> Engine:
+        copy = Engine(self.hardware, self.role, self.factor, self.cache.fork(), store)
         copy.restarts = self.restarts
         copy.waiting = [jobs[job.number] for job in self.waiting]
         copy.running = [jobs[job.number] for job in self.running]

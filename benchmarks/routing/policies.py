@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
+from actors.policy.stores import EngineStore
 from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Request
+from benchmarks.routing.machine import BLOCK_TOKENS
 from configs.settings.router import RoutingSettings
 
 
@@ -24,12 +26,16 @@ class Ours:
         # An engine that has restarted is another one for the router.
         prefill = {f"p{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.prefill)}
         decode = {f"d{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.decode)}
-        known = [*prefill, *decode] if self._knows_stores and fleet.has_stores else []
-        stores = {name: f"store of {name.partition('.')[0]}" for name in known}
+        known = [*prefill, *decode] if self._knows_stores else []
+        stores = {name: self._store(fleet, name) for name in known} if fleet.stored_tokens else {}
         decision = self._planner.decide(request.seen, prefill, decode, fleet.now, stores=stores)
         chosen = next(iter(decision.prefill), None)
         self._inflight[request.number] = self._planner.begin(request.seen, decision.decode[0], chosen, fleet.now)
         return Route(_index(decision.decode[0]), None if chosen is None else _index(chosen))
+
+    @staticmethod
+    def _store(fleet: Fleet, name: str) -> EngineStore:
+        return EngineStore(f"host {fleet.host(name.partition('.')[0])}", fleet.stored_tokens, BLOCK_TOKENS)
 
     def saw(self, what: str, request: Request, fleet: Fleet) -> None:
         inflight = self._inflight[request.number]

@@ -202,6 +202,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.publish(
                 [RankCache(worker.layout, store_fingerprint(worker.identity)) for worker in engine.workers]
             )
+            if self._store_scheduler.description is not None:
+                self.scheduler.described["store"] = self._store_scheduler.description
 
     def on_new_request(self, request: Request) -> None:
         # Call the transfer's scheduler side first: it may remove the last token of a prefill

@@ -19,7 +19,7 @@ def folder_id(path: Path) -> str:
     Creates a random id if the tier has none. Raises OSError if the folder is no tier, or its marker
     cannot be read or written.
     """
-    with (path / MARKER).open("r+") as file:
+    with (path / MARKER).open("r+", encoding="ascii", errors="replace") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
         found = file.read()
         if len(found) != 32:

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -39,6 +39,7 @@ from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging, slot_bytes
 from connectors.vllm_hma.kv_store.beside_transfer import TransferredTokens
 from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
+from connectors.vllm_hma.kv_store.description import describe_store
 from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
@@ -106,6 +107,8 @@ class StoreScheduler:
         # Identities of the adapters that the workers have loaded.
         self._adapters: dict[Adapter, str] = {}
         self._store: KVStore | None = None
+        self.description: dict[str, Any] | None = None
+        """Identity and capacity of the store, for routers (``describe_store``); None if unknown."""
         self.costs = LoadCosts()
         self._ranks = self._attached = self._detached = 0
         self._requests: dict[str, _Known] = {}
@@ -148,6 +151,7 @@ class StoreScheduler:
             FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
         ]
         _check_sizes(sizes.values(), settings)
+        self.description = describe_store(tiers[-1], space, plan, sizes)
         limits = StoreLimits(settings.lookup_s, settings.load_s, settings.store_s)
         self._ranks = len(rank_caches)
         self._store = KVStore(plan, space, sizes, tiers, Staging(settings.staging_mib << 20), limits)
