@@ -118,7 +118,7 @@ def decision_ms(kilobytes: int, with_stores: bool = False) -> float:
         prompt = prompt_of(kilobytes)
         names = [name for one in engines for name in one]
         stores = {name: EngineStore(name, 10**6, 256) for name in names} if with_stores else {}
-        planner = busy_planner(prompt, *map(list, engines), stores)
+        planner = busy_planner(prompt, list(engines[0]), list(engines[1]), stores)
         loop = asyncio.get_running_loop()
 
         def decide() -> None:
