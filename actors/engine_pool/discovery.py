@@ -41,7 +41,7 @@ class EngineReplica:
     def store(self) -> EngineStore | None:
         """The engine's KV store (`VllmEngine.describe_store`); None without one."""
         described = self.metadata.get("store")
-        return None if described is None else EngineStore(**described)
+        return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
 
 
 def engine_names(replica: str, ranks: int) -> list[str]:
