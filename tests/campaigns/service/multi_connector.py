@@ -9,8 +9,9 @@ prompt. Then ``/metrics`` of both servers must account for every request. Afterw
 sent again: now both children of decode have their KV, and the weights decide which one loads it.
 
 ExampleConnector stores a prompt's blocks with its first chunk, so prompts are shorter than a chunk.
-It lacks HMA support, so vLLM turns the hybrid allocator off. With the allocator on, both connectors
-refuse it (``tests/vllm_contract/test_tandem_multi_connector.py``).
+It lacks HMA support, so vLLM turns the hybrid allocator off under its own MultiConnector.
+TandemMultiConnector needs ``--disable-hybrid-kv-cache-manager``; without it, the server must not
+start, and the error must name the child.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Case:
     ``connector``  MultiConnector or TandemMultiConnector
     ``weights``    ``load_weights`` of the children, if the connector has them
     ``silent``     whether one more child never answers
+    ``hma``        whether the hybrid allocator is not turned off; only for TandemMultiConnector
     ``loads``      the child from which decode loads a prompt that both have; None: requests never
                    end
     """
@@ -54,11 +56,19 @@ class Case:
     connector: str
     weights: tuple[float, ...] = ()
     silent: bool = False
+    hma: bool = False
     loads: str | None = "TandemConnector"
 
     def __str__(self) -> str:
         weights = f", weights {' and '.join(f'{weight:g}' for weight in self.weights)}" if self.weights else ""
-        return self.connector + weights + (", a child never answers" if self.silent else "")
+        silent, hma = ", a child never answers" if self.silent else "", ", hybrid allocator on" if self.hma else ""
+        return self.connector + weights + silent + hma
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Arguments of the servers."""
+        off = self.connector == "TandemMultiConnector" and not self.hma
+        return ("--disable-hybrid-kv-cache-manager",) if off else ()
 
 
 VLLMS = Case("MultiConnector")
@@ -68,6 +78,7 @@ CASES = (
     Case("TandemMultiConnector", (1, 4), loads="ExampleConnector"),
     Case("TandemMultiConnector", (1, 1, 1), silent=True),
     Case("MultiConnector", silent=True, loads=None),
+    Case("TandemMultiConnector", (1, 1), hma=True, loads=None),
 )
 
 
@@ -158,7 +169,10 @@ def servers(folder: Path, case: Case = VLLMS) -> Iterator[Pair]:
     """Start a prefill server, a decode server and the proxy; stop them at the end."""
     stored = folder / "stored"
     roles = ("kv_producer", "kv_consumer")
-    prefill, decode = (Server(role, free_port(), 1, folder, multi_connector(case, role, stored)) for role in roles)
+    prefill, decode = (
+        Server(role, free_port(), 1, folder, multi_connector(case, role, stored), options=case.options)
+        for role in roles
+    )
     proxy = f"http://127.0.0.1:{free_port()}"
     proxies = []
     try:
@@ -256,8 +270,26 @@ def _samples(url: str) -> dict[str, float]:
     return found
 
 
+def _refused(case: Case, folder: Path) -> list[str]:
+    """Start a server that must end with an error that names the child."""
+    server = Server("kv_consumer", free_port(), 1, folder, multi_connector(case, "kv_consumer", folder))
+    expected = "TandemMultiConnector: ExampleConnector does not support the hybrid KV cache manager"
+    try:
+        server.start()
+        server.wait_until_up()
+    except RuntimeError:
+        found = expected in server.log.read_text(errors="replace")
+        print(f"{case}: {'refused, and the error names the child' if found else 'another error'}", flush=True)
+        return [] if found else [f"the server ended with another error: {server.log.read_text()[-500:]}"]
+    finally:
+        server.destroy()
+    return ["the server has started"]
+
+
 def run(case: Case, requests: int, folder: Path) -> list[str]:
     """Run one case, print its figures, and return differences from the expected ones."""
+    if case.hma:
+        return _refused(case, folder)
     with servers(folder, case) as pair:
         if case.loads is None:
             waits = waits_for_ever(pair)
