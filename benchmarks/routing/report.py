@@ -112,7 +112,8 @@ def _first_tokens(document: dict[str, Any]) -> str:
 def _policies(load: dict[str, Any]) -> str:
     lines = [
         f"### {load['name'][0].upper()}{load['name'][1:]}\n",
-        textwrap.fill(f"{load['description']} {load['requests']} requests, {load['fleet']}.", 100) + "\n",
+        textwrap.fill(f"{' '.join(load['description'].split())} {load['requests']} requests, {load['fleet']}.", 100)
+        + "\n",
         "| policy | TTFT (ms) | p99 | TPOT (ms) | p99 | last token (ms) | cached | remote |",
         "|---|---|---|---|---|---|---|---|",
     ]

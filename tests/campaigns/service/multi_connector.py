@@ -4,9 +4,10 @@ TandemMultiConnector.
     python -m tests.campaigns.service.multi_connector [--requests 100]
 
 The children are TandemConnector and vLLM's ExampleConnector, in two cases also a connector that
-never answers. Each prompt goes through the proxy, and its answer is compared with the fact in the
-prompt. Then ``/metrics`` of both servers must account for every request. Afterwards the prompts are
-sent again: now both children of decode have their KV, and the weights decide which one loads it.
+never answers. Each prompt goes through the proxy, and its answer is compared with that of a server
+without a connector. Then ``/metrics`` of both servers must account for every request. Afterwards
+the prompts are sent again: now both children of decode have their KV, and the weights decide which
+one loads it.
 
 ExampleConnector stores a prompt's blocks with its first chunk, so prompts are shorter than a chunk.
 It lacks HMA support, so vLLM turns the hybrid allocator off under its own MultiConnector.
@@ -21,7 +22,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,9 @@ from testing.vllm_server import start_module, stop, wait_until_up
 
 FACTS = (6, 20)
 """Range of facts in a prompt: 6 facts fill a block, 20 take 120 tokens, and a chunk is 256."""
+
+LOGS = {"VLLM_LOGGING_LEVEL": "INFO"}
+"""ExampleConnector logs its loads at this level."""
 
 SILENCE_S = 20.0
 """Time after which a request that a silent child holds up counts as waiting for ever."""
@@ -113,7 +117,7 @@ class Outcome:
         """
         count = float(self.requests)
         expected = {
-            "answers that differ from the prompt's fact": (self.wrong, 0),
+            "answers that differ from those of a server without a connector": (self.wrong, 0),
             "prefill: requests sent": (_requests(self.prefill, "sent"), count),
             "decode: requests received": (_requests(self.decode, "received"), count),
             "decode: requests recomputed": (_requests(self.decode, "recomputed"), 0),
@@ -170,7 +174,7 @@ def servers(folder: Path, case: Case = VLLMS) -> Iterator[Pair]:
     stored = folder / "stored"
     roles = ("kv_producer", "kv_consumer")
     prefill, decode = (
-        Server(role, free_port(), 1, folder, multi_connector(case, role, stored), options=case.options)
+        Server(role, free_port(), 1, folder, multi_connector(case, role, stored), LOGS, options=case.options)
         for role in roles
     )
     proxy = f"http://127.0.0.1:{free_port()}"
@@ -190,14 +194,27 @@ def servers(folder: Path, case: Case = VLLMS) -> Iterator[Pair]:
             server.destroy()
 
 
-def ask(pair: Pair, requests: int, seed: int = 1) -> Outcome:
+def plain_answers(requests: int, folder: Path, seed: int = 1) -> dict[str, str]:
+    """Return the answers of a server without a connector, by prompt."""
+    server = Server("plain", free_port(), 1, folder, None)
+    try:
+        server.start()
+        server.wait_until_up()
+        return {recall.text: _answer(server.url, recall) for recall in _prompts(random.Random(seed), requests)}
+    finally:
+        server.destroy()
+
+
+def ask(pair: Pair, requests: int, answers: Mapping[str, str], seed: int = 1) -> Outcome:
     """Send prompts one after the other, then one plain request to each server, whose steps
     report the last counts.
+
+    ``answers``  expected answers (``plain_answers``)
     """
     rng = random.Random(seed)
     wrong = 0
     for recall in _prompts(rng, requests):
-        wrong += _complete(pair.proxy, recall.text, 6).strip() != recall.answer
+        wrong += _answer(pair.proxy, recall) != answers[recall.text]
     for url in (pair.prefill, pair.decode):
         # An idle engine reports with its next step.
         _complete(url, make_prompt(rng, 2).text, 4)
@@ -216,11 +233,11 @@ class Again:
     loads: dict[str, int]
 
 
-def ask_again(pair: Pair, requests: int, seed: int = 1) -> Again:
+def ask_again(pair: Pair, requests: int, answers: Mapping[str, str], seed: int = 1) -> Again:
     """Repeat the prompts of ``ask``."""
     wrong, before = 0, _loads(pair)
     for recall in _prompts(random.Random(seed), requests):
-        wrong += _complete(pair.proxy, recall.text, 6).strip() != recall.answer
+        wrong += _answer(pair.proxy, recall) != answers[recall.text]
     after = _loads(pair)
     return Again(requests, wrong, {child: after[child] - count for child, count in before.items()})
 
@@ -248,6 +265,10 @@ def waits_for_ever(pair: Pair) -> bool:
     except httpx.ReadTimeout:
         return True
     return False
+
+
+def _answer(url: str, recall: RecallPrompt) -> str:
+    return _complete(url, recall.text, 6)
 
 
 def _complete(url: str, prompt: str, max_tokens: int) -> str:
@@ -286,7 +307,7 @@ def _refused(case: Case, folder: Path) -> list[str]:
     return ["the server has started"]
 
 
-def run(case: Case, requests: int, folder: Path) -> list[str]:
+def run(case: Case, requests: int, answers: Mapping[str, str], folder: Path) -> list[str]:
     """Run one case, print its figures, and return differences from the expected ones."""
     if case.hma:
         return _refused(case, folder)
@@ -295,8 +316,8 @@ def run(case: Case, requests: int, folder: Path) -> list[str]:
             waits = waits_for_ever(pair)
             print(f"{case}: {'no answer' if waits else 'an answer'} within {SILENCE_S:g} s", flush=True)
             return [] if waits else ["a request did not wait for the child that never answers"]
-        outcome = ask(pair, requests)
-        again = ask_again(pair, requests)
+        outcome = ask(pair, requests, answers)
+        again = ask_again(pair, requests, answers)
     if case == VLLMS:
         for role, samples in (("prefill", outcome.prefill), ("decode", outcome.decode)):
             print(role)
@@ -322,9 +343,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100)
     arguments = parser.parse_args()
     problems = []
+    with tempfile.TemporaryDirectory() as folder:
+        answers = plain_answers(arguments.requests, Path(folder))
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            problems += [f"{case}: {problem}" for problem in run(case, arguments.requests, Path(folder))]
+            problems += [f"{case}: {problem}" for problem in run(case, arguments.requests, answers, Path(folder))]
     print("\n".join(problems) if problems else "metrics account for every request, and weights decide")
     return 1 if problems else 0
 
