@@ -171,6 +171,10 @@ bench-first-token: $(STAMP) ## Measure first and second token over a link of 80 
 
 BASE ?= HEAD~1
 
+.PHONY: bench-store-choice
+bench-store-choice: $(STAMP) ## Measure the KV store's choices over links and disks of several rates: regret (root, 20 minutes)
+	$(BIN)/python -m benchmarks.store_choice
+
 .PHONY: bench-backlog
 bench-backlog: $(STAMP) ## Measure decode under a prefill backlog, in turns with another revision: BASE=revision
 	@rm -rf build/base && git worktree prune && git worktree add --detach build/base $(BASE)
@@ -359,7 +363,7 @@ load-tools: $(STAMP) $(LOAD_TOOLS) ## Run vllm bench serve (1,000 prompts at onc
 	$(BIN)/python -m tests.campaigns.clients.load_tools --tools build/load-tools $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: multi-connector
-multi-connector: $(STAMP) ## Send 100 requests through MultiConnector over TandemConnector and vLLM's ExampleConnector; metrics must account for all
+multi-connector: $(STAMP) ## Send 100 requests through MultiConnector and TandemMultiConnector over several connectors; compare choices and metrics
 	$(BIN)/python -m tests.campaigns.service.multi_connector
 
 .PHONY: serve-commands

@@ -8,7 +8,8 @@ pass      64 engines of one role, all slots taken, 128 requests wait. *Slot* is 
           slot, which grants it to the first waiting request. *None* is an attempt without a free
           slot
 decision  32 x 32 engines that hold the prompt, with running work and with costs measured for each
-          engine and pair: the list of ongoing sequences of both roles, and the decision
+          engine and pair: the list of ongoing sequences of both roles, and the decision. *With
+          stores*: each engine has a KV store of its own, which has the prompt
 
 Medians of each round, then the median and quartiles of the rounds. Exits with 1 if the median of a
 pass, or of a decision for a prompt of 1 KB, exceeds `AIM_MS`.
@@ -22,12 +23,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from actors.engine_pool.discovery import EngineReplica
 from actors.engine_pool.slots import SlotPool
 from actors.policy.planner import Planner
 from actors.policy.prompts import Prompt, read_prompt
+from actors.policy.stores import EngineStore
 from actors.rpc.address import RpcAddress
 from benchmarks.report import summary, write
 from configs.settings.router import RoutingSettings
@@ -84,10 +86,11 @@ def prompt_of(kilobytes: int) -> Prompt:
     return read_prompt({"messages": [{"role": "user", "content": text}], "max_tokens": 100})
 
 
-def busy_planner(prompt: Prompt, prefill: list[str], decode: list[str]) -> Planner:
+def busy_planner(prompt: Prompt, prefill: list[str], decode: list[str], stores: Mapping[str, EngineStore]) -> Planner:
     """Return a planner that has measured all pairs, whose engines are busy and hold `prompt`."""
     planner, rng, now = Planner(RoutingSettings()), random.Random(1), 0.0
     small = prompt_of(1)
+    planner.decide(small, dict.fromkeys(prefill, 0), dict.fromkeys(decode, 0), now, stores=stores)
     for first in prefill:
         for second in decode:
             request = planner.begin(small, second, first, now)
@@ -103,7 +106,7 @@ def busy_planner(prompt: Prompt, prefill: list[str], decode: list[str]) -> Plann
     return planner
 
 
-def decision_ms(kilobytes: int) -> float:
+def decision_ms(kilobytes: int, with_stores: bool = False) -> float:
     """Return the median milliseconds of a decision for a prompt of this size."""
 
     async def measure() -> float:
@@ -113,11 +116,13 @@ def decision_ms(kilobytes: int) -> float:
             for _ in range(ROLE * STREAMS):
                 await pool.take()
         prompt = prompt_of(kilobytes)
-        planner = busy_planner(prompt, *map(list, engines))
+        names = [name for one in engines for name in one]
+        stores = {name: EngineStore(name, 10**6, 256) for name in names} if with_stores else {}
+        planner = busy_planner(prompt, list(engines[0]), list(engines[1]), stores)
         loop = asyncio.get_running_loop()
 
         def decide() -> None:
-            decision = planner.decide(prompt, pools[0].ongoing(), pools[1].ongoing(), loop.time())
+            decision = planner.decide(prompt, pools[0].ongoing(), pools[1].ongoing(), loop.time(), stores=stores)
             assert len(decision.decode) == ROLE
 
         return statistics.median(timed_ms(decide) for _ in range(REPEATS))
@@ -133,6 +138,7 @@ def main() -> int:
     for _ in range(rounds):
         measured = asyncio.run(passes())
         measured |= {f"decision, {ROLE} x {ROLE}, {size} KB": decision_ms(size) for size in (1, 16, 220)}
+        measured["the same, 1 KB, with stores"] = decision_ms(1, with_stores=True)
         for name, value in measured.items():
             found.setdefault(name, []).append(value)
     result = {name: summary(values) for name, values in found.items()}

@@ -75,6 +75,9 @@ def namespace(rate: str) -> Iterator[Namespace]:
         _run(*inside, "tc", "qdisc", "add", "dev", inner, *limit)
         yield made
     finally:
+        # The kernel removes the links of a deleted namespace later, so a new one could not use the
+        # name.
+        subprocess.run(["ip", "link", "delete", link], check=False)
         subprocess.run(["ip", "netns", "delete", made.name], check=False)
 
 

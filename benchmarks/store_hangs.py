@@ -4,7 +4,9 @@
 
 One store with a disk tier, without an engine. The disk hangs in lookups, in the first read, or in
 the reads after the first object. Each request polls its fetch every millisecond, as an idle
-engine's steps do. `next` is the wait of a request that comes while the threads of the tier hang.
+engine's steps do. Half of the requests have a transfer, which would take a second; the others would
+compute the prompt in a second. Nothing is known about the disk's rate. `next` is the wait of a
+request that comes while the threads of the tier hang.
 """
 
 from __future__ import annotations
@@ -20,19 +22,23 @@ from pathlib import Path
 
 from connectors.planning.layout import Group, GroupKind, LayerPages
 from connectors.store.keys.names import PrefixChain
+from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.prefix import ObjectRef, possible_objects
 from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.service import KVStore
+from connectors.store.settings import StoreSettings
 from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
+from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
 
 CHUNK_TOKENS = 128
 OBJECT_BYTES = 4 << 20
 PROMPT_TOKENS = 8 * CHUNK_TOKENS
 SPACE = bytes(16)
+SETTINGS = StoreSettings()
 FULL = Group(0, GroupKind.FULL, 16, None, (LayerPages("layers.0", 0, 128, 1, 1, 128, 16, 8, 8, "rows"),))
 
 
@@ -73,11 +79,15 @@ def names_of(plan: StorePlan, seed: int) -> dict[ObjectRef, ObjectName]:
     return {ref: ObjectName(SPACE, chain.key(ref), ref.group) for ref in refs}
 
 
-def wait_s(store: KVStore, names: dict[ObjectRef, ObjectName]) -> tuple[float, int]:
+def wait_s(store: KVStore, names: dict[ObjectRef, ObjectName], number: int) -> tuple[float, int]:
     """Return a request's wait in seconds and the tokens that it loads."""
+    costs = LoadCosts()
+    costs.computed(PROMPT_TOKENS, PROMPT_TOKENS / 2, 1.0)
+    costs.transferred(OBJECT_BYTES * PROMPT_TOKENS // CHUNK_TOKENS, 1.0)
+    fetch = BoundedFetch(store, costs, SETTINGS, "request", beside_transfer=bool(number % 2))
     began = time.monotonic()
-    store.fetches.begin("request", names, 0, PROMPT_TOKENS)
-    while (fetched := store.fetches.poll("request")) is None:
+    fetch.begin(names, 0, PROMPT_TOKENS)
+    while (fetched := fetch.poll()) is None:
         time.sleep(0.001)
     waited = time.monotonic() - began
     store.fetches.end("request")
@@ -88,18 +98,25 @@ def measure(root: Path, files: HangingFiles, requests: int) -> dict[str, object]
     plan = plan_store([FULL], CHUNK_TOKENS, 4096)
     tier = FolderTier(root / "disk", 4 << 30, durable=False, files=files)
     staging = Staging(512 << 20)
-    store = KVStore(plan, SPACE, {0: OBJECT_BYTES}, [tier], staging, StoreLimits())
+    store = KVStore(
+        plan,
+        SPACE,
+        {0: OBJECT_BYTES},
+        [tier],
+        staging,
+        StoreLimits(SETTINGS.lookup_s, SETTINGS.load_s, SETTINGS.store_s),
+    )
     names = names_of(plan, 0)
     for ref, name in names.items():
         tier.write(name, memoryview(bytes([ref.end_token % 251]) * OBJECT_BYTES), 1, time.monotonic() + 30)
-    healthy = [wait_s(store, names) for _ in range(requests)]
+    healthy = [wait_s(store, names, number) for number in range(requests)]
     hanging, following = [], []
-    for _ in range(requests):
+    for number in range(requests):
         files.hang()
-        hanging.append(wait_s(store, names))
-        following.append(wait_s(store, names))
+        hanging.append(wait_s(store, names, number))
+        following.append(wait_s(store, names, number))
         files.heal()
-        while wait_s(store, names)[1] < PROMPT_TOKENS:
+        while wait_s(store, names, number)[1] < PROMPT_TOKENS:
             continue
     store.close()
 

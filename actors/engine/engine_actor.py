@@ -67,6 +67,8 @@ class EngineActor:
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
             await self._open_rpc_servers(settings.role(self.role), rpc_files(settings))
             await self._prepare(settings)
+            if settings.store.enabled:
+                await self._describe_stores()
             if self._changes_adapters:
                 await self._follow_peers()
 
@@ -87,6 +89,12 @@ class EngineActor:
     async def adapters(self) -> AdapterStates:
         """Return the last change of each adapter."""
         return self.engine.adapters.states()
+
+    async def _describe_stores(self) -> None:
+        """Add each rank's KV store to its metadata for routers."""
+        for rank, metadata in zip(self.engine.ranks, self._rank_metadata, strict=True):
+            if store := await self.engine.describe_store(FIRST_REQUEST_TIMEOUT_S, rank):
+                metadata["store"] = store
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
         """Open an RPC server for each rank.

@@ -235,17 +235,29 @@ class VllmEngine:
 
         Raises EngineStartError for an invalid reply, TimeoutError after `timeout_s`.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
-        described = await self._probe(params, timeout_s, rank)
+        described = await self._describe_connector(timeout_s, rank)
         try:
-            return ProducerAddress.from_params(described or {})
+            return ProducerAddress.from_params(described)
         except (KeyError, TypeError, ValueError) as error:
             raise EngineStartError(
                 f"{CONNECTOR} reported no valid side channel address of this engine, but {described!r}: {error!r}; "
                 "install one version of Tandem on all nodes"
             ) from error
+
+    async def describe_store(self, timeout_s: float, rank: int = 0) -> dict[str, Any] | None:
+        """Return the fields of an `EngineStore` of `rank`, from the connector's `describe` reply.
+
+        None without a store, or if the connector could not identify it. Raises TimeoutError after
+        `timeout_s`.
+        """
+        return (await self._describe_connector(timeout_s, rank)).get("store")
+
+    async def _describe_connector(self, timeout_s: float, rank: int) -> dict[str, Any]:
+        """Return the connector's reply to `describe`; empty if it sent none."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
+        return await self._probe(params, timeout_s, rank) or {}
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
         """Compute a prompt of a few tokens on `rank`; return the transfer parameters for its KV.

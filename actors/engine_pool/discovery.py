@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from actors.policy.stores import EngineStore
 from actors.rpc.address import RpcAddress
 
 
@@ -35,6 +36,12 @@ class EngineReplica:
     metadata: Mapping[str, Any]
     replica: str
     rank: int = 0
+
+    @property
+    def store(self) -> EngineStore | None:
+        """The engine's KV store (`VllmEngine.describe_store`); None without one."""
+        described = self.metadata.get("store")
+        return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
 
 
 def engine_names(replica: str, ranks: int) -> list[str]:

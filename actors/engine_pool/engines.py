@@ -19,9 +19,10 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.engine_pool.discovery import replicas_of, subscribe
+from actors.engine_pool.discovery import EngineReplica, replicas_of, subscribe
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, EngineError, RefusedError
+from actors.policy.stores import EngineStore
 from actors.request import Accepted, Call, Heartbeat, Item
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channel, Channels, ChannelsSnapshot
@@ -151,6 +152,8 @@ class EnginePool:
         self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
         self._router = uuid.uuid4().hex
         self._channels = Channels(tls)
+        self._stores: dict[str, EngineStore] = {}
+        self._stores_of: Mapping[str, EngineReplica] = {}
         self._unsubscribe: Callable[[], None] | None = None
 
     async def take(
@@ -203,6 +206,15 @@ class EnginePool:
         None before Serve's first report.
         """
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
+
+    def stores(self) -> dict[str, EngineStore]:
+        """Return the KV stores, by id of the running engine that uses the store."""
+        engines = replicas_of(self._handle.deployment_id) or {}
+        if engines is not self._stores_of:  # each decision asks
+            self._stores_of = engines
+            stores = {name: one.store for name, one in engines.items()}
+            self._stores = {name: store for name, store in stores.items() if store is not None}
+        return self._stores
 
     def same_replica(self, name: str) -> frozenset[str]:
         """Return the ids of the ranks in the replica of engine `name`, including `name`.

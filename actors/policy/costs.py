@@ -1,9 +1,9 @@
 """Costs of prefill, handover, prefill on decode, and decode steps: assumed first, then measured.
 
-A prefill costs an overhead, its new tokens, and their attention to earlier tokens. A prefill on
-decode also waits for the running streams' share of each step. A handover is the wait after the
-prompt is computed. It has an overhead, the part of the transfer that did not overlap with the
-computation, and one step of the running streams.
+A prefill costs an overhead, its new tokens, their attention to earlier tokens, and the load of
+stored tokens. A prefill on decode also waits for the running streams' share of each step. A
+handover is the wait after the prompt is computed. It has an overhead, the part of the transfer that
+did not overlap with the computation, and one step of the running streams.
 """
 
 from __future__ import annotations
@@ -63,37 +63,47 @@ class Costs:
     ``local``    costs of a prompt on a decode engine
     ``step``     costs of a decode step
 
-    All token counts but `held_tokens` exclude cached tokens. The functions that return cost parts
+    All token counts but `held_tokens` exclude cached tokens, and those of computed tokens also
+    exclude loaded ones. The functions that return cost parts
     take numbers, or arrays with one number for each engine.
     """
 
     def __init__(self, settings: RoutingSettings) -> None:
         self.settings = settings
-        self.prefill = Cost(3, settings.fades_s)
-        self.local = Cost(4, settings.fades_s)
+        self.prefill = Cost(4, settings.fades_s)
+        self.local = Cost(5, settings.fades_s)
         self.step = Cost(3, settings.fades_s)
         self._handover = Regression(3, settings.fades_s)
         self._pairs = PairLevels(settings.fades_s * ENGINE_FADES_SHARE)
 
-    def prefill_parts(self, new_tokens: Number, held_tokens: Number) -> tuple[float | Number, ...]:
-        """Return the assumed cost parts of `new_tokens` after `held_tokens` cached tokens."""
+    def prefill_parts(
+        self, new_tokens: Number, held_tokens: Number, loaded_tokens: Number
+    ) -> tuple[float | Number, ...]:
+        """Return the assumed cost parts of a prompt.
+
+        ``new_tokens``     tokens to compute, after the others
+        ``held_tokens``    cached tokens
+        ``loaded_tokens``  tokens to load from the KV store
+        """
         token_s = 1 / self.settings.assumed_prefill_tokens_per_s
-        context_tokens = held_tokens + new_tokens / 2
+        context_tokens = held_tokens + loaded_tokens + new_tokens / 2
         return (
             self.settings.assumed_prefill_overhead_s,
             new_tokens * token_s,
             new_tokens * token_s * context_tokens / ATTENTION_TOKENS,
+            loaded_tokens / self.settings.assumed_load_tokens_per_s,
         )
 
     def local_parts(
-        self, new_tokens: Number, held_tokens: Number, streams: Number, now: float
+        self, new_tokens: Number, held_tokens: Number, loaded_tokens: Number, streams: Number, now: float
     ) -> tuple[float | Number, ...]:
         """Return the cost parts of a prefill on a decode engine with ``streams`` running streams.
 
         The parts are derived from the costs of prefill engines, measured or still assumed.
         """
-        fixed, linear, attention = self.prefill.role.parts(self.prefill_parts(new_tokens, held_tokens), now)
-        return (fixed, linear, attention, linear * streams / BUSY_STREAMS)
+        assumed = self.prefill_parts(new_tokens, held_tokens, loaded_tokens)
+        fixed, linear, attention, load = self.prefill.role.parts(assumed, now)
+        return (fixed, linear, attention, load, linear * streams / BUSY_STREAMS)
 
     def handover_parts(self, moved_tokens: Number, streams: Number) -> tuple[float | Number, ...]:
         """Return the cost parts of the handover to a decode engine with ``streams`` streams."""
@@ -109,7 +119,7 @@ class Costs:
         """
         step_s = self.settings.assumed_step_s
         # Fast path: each decision calls this twice, without prefilled tokens.
-        token_s = self.local.role.parts(self.local_parts(1, 0, 0, now), now)[1] if prefilled_tokens else 0.0
+        token_s = self.local.role.parts(self.local_parts(1, 0, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
 
     def handover_s(self, pair: tuple[str, str], parts: Components, now: float) -> float:

@@ -52,9 +52,10 @@ class Estimate:
     ``decode``           decode replica
     ``prefill``          prefill replica; None if decode computes the prompt
     ``uncached_tokens``  prompt tokens to compute, on prefill or, without it, on decode
+    ``loaded_tokens``    prompt tokens that the same engine is expected to load from its KV store
     ``moved_tokens``     tokens whose KV is transferred
     ``queue_s``          wait for other prompts
-    ``compute_s``        computation of the prompt
+    ``compute_s``        load and computation of the prompt
     ``handover_s``       from the computed prompt to the first token; 0 without prefill
     ``decoding_s``       time of the answer after its first token
     ``interference_s``   delay of other streams on the decode replica, summed
@@ -63,6 +64,7 @@ class Estimate:
     decode: str
     prefill: str | None
     uncached_tokens: int
+    loaded_tokens: int
     moved_tokens: int
     queue_s: float
     compute_s: float

@@ -15,10 +15,12 @@ class InflightRequest:
 
     ``prompt_tokens``           estimated prompt tokens; the exact number once prefill reports it
     ``held_tokens``             estimated tokens cached on the engine that computes the prompt
+    ``loaded_tokens``           estimated tokens that this engine loads from its KV store
     ``decode_held_tokens``      estimated prompt tokens cached on the decode engine
     ``streams``                 this router's streams on the decode engine at `began_at`
     ``began_at``                time of `Planner.begin`
     ``added``                   prefix pieces that each engine caches only if its leg succeeds
+    ``added_stored``            prefix pieces that each engine stores only if its leg succeeds
     ``prefilled_at``            time at which prefill had computed the prompt; None until reported
     ``opened_at``               time of the first token of a stream; None until then
     ``opened_stream_seconds``   `EngineLoad.stream_seconds` of the decode engine at `opened_at`
@@ -32,10 +34,12 @@ class InflightRequest:
     prefill: str | None
     prompt_tokens: int
     held_tokens: int
+    loaded_tokens: int
     decode_held_tokens: int
     streams: int
     began_at: float
     added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    added_stored: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     prefilled_at: float | None = None
     opened_at: float | None = None
@@ -45,7 +49,7 @@ class InflightRequest:
 
     @property
     def new_tokens(self) -> int:
-        return max(self.prompt_tokens - self.held_tokens, 1)
+        return max(self.prompt_tokens - self.held_tokens - self.loaded_tokens, 1)
 
     @property
     def moved_tokens(self) -> int:

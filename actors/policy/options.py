@@ -23,6 +23,8 @@ class Options:
     ``answer_tokens``                    expected number of tokens of all answers
     ``decode``, ``prefill``              ongoing sequences of each replica (`EnginePool.ongoing`)
     ``decode_held``, ``prefill_held``    estimated prompt tokens in each replica's cache
+    ``decode_stored``, ``prefill_stored``  estimated prompt tokens that are not in each replica's
+                                         cache but in its KV store; replicas without any are absent
     ``decode_loads``, ``prefill_loads``  work of this router on each replica
     """
 
@@ -32,6 +34,8 @@ class Options:
     prefill: Mapping[str, int]
     decode_held: Mapping[str, int]
     prefill_held: Mapping[str, int]
+    decode_stored: Mapping[str, int]
+    prefill_stored: Mapping[str, int]
     decode_loads: Mapping[str, EngineLoad] = field(repr=False)
     prefill_loads: Mapping[str, EngineLoad] = field(repr=False)
     costs: Costs = field(repr=False)
@@ -62,30 +66,33 @@ class Options:
 
     def local(self, decode: str) -> Estimate:
         """Return the estimate of the option in which `decode` serves the request alone."""
-        new, streams = self.prompt_tokens - self.decode_held[decode], self.streams(decode)
+        loaded, streams = self.decode_stored.get(decode, 0), self.streams(decode)
+        new = self.prompt_tokens - self.decode_held[decode] - loaded
         decoding_s, interference_s = self._decoding_s(streams, self.costs.step.factor(decode, self.now))
-        compute_s = self._local_s(new, streams, self.costs.local.factor(decode, self.now))
+        compute_s = self._local_s(new, loaded, streams, self.costs.local.factor(decode, self.now))
         queue_s = self._decode_load(decode).prompts.wait_s(self.now)
         delayed_s = interference_s + streams * compute_s
-        return Estimate(decode, None, new, 0, queue_s, compute_s, 0.0, decoding_s, delayed_s)
+        return Estimate(decode, None, new, loaded, 0, queue_s, compute_s, 0.0, decoding_s, delayed_s)
 
     def pair(self, decode: str, prefill: str) -> Estimate:
         """Return the estimate of the remote option on one pair of replicas."""
         moved, streams = self.prompt_tokens - self.decode_held[decode], self.streams(decode)
-        new = self.prompt_tokens - self.prefill_held[prefill]
+        loaded = self.prefill_stored.get(prefill, 0)
+        new = self.prompt_tokens - self.prefill_held[prefill] - loaded
         decoding_s, interference_s = self._decoding_s(streams, self.costs.step.factor(decode, self.now))
-        compute_s = self._prefill_s(new, self.costs.prefill.factor(prefill, self.now))
+        compute_s = self._prefill_s(new, loaded, self.costs.prefill.factor(prefill, self.now))
         load = self.prefill_loads.get(prefill, NOTHING)
         queue_s = load.prompts.wait_s(self.now) + _others(self.prefill[prefill], load) * compute_s
         parts = self.costs.handover_parts(moved, streams)
         handover_s = self.costs.handover_s((prefill, decode), parts, self.now)
-        return Estimate(decode, prefill, new, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
+        return Estimate(decode, prefill, new, loaded, moved, queue_s, compute_s, handover_s, decoding_s, interference_s)
 
     def local_costs(self, decode_weight: float, interference_weight: float) -> np.ndarray:
         """Return the weighted cost in seconds of each decode replica alone."""
         streams, moved = self._decode_columns
         decoding_s, interference_s = self._decoding_columns
-        compute_s = self._local_s(moved, streams, self.costs.local.factors(self.decode, self.now))
+        loaded = _stored(self.decode_stored, self.decode)
+        compute_s = self._local_s(moved - loaded, loaded, streams, self.costs.local.factors(self.decode, self.now))
         queue_s = np.array([self._decode_load(decode).prompts.wait_s(self.now) for decode in self.decode])
         delayed_s = interference_s + streams * compute_s
         costs: np.ndarray = queue_s + compute_s + decode_weight * decoding_s + interference_weight * delayed_s
@@ -96,8 +103,10 @@ class Options:
         streams, moved = self._decode_columns
         decoding_s, interference_s = self._decoding_columns
         by_decode = decode_weight * decoding_s + interference_weight * interference_s
-        new = self.prompt_tokens - np.array([self.prefill_held[prefill] for prefill in self.prefill], float)
-        compute_s = self._prefill_s(new, self.costs.prefill.factors(self.prefill, self.now))
+        loaded = _stored(self.prefill_stored, self.prefill)
+        held = np.array([self.prefill_held[prefill] for prefill in self.prefill], float)
+        new = self.prompt_tokens - held - loaded
+        compute_s = self._prefill_s(new, loaded, self.costs.prefill.factors(self.prefill, self.now))
         loads = [self.prefill_loads.get(prefill, NOTHING) for prefill in self.prefill]
         others = np.array(list(map(_others, self.prefill.values(), loads)), float)
         queue_s = np.array([load.prompts.wait_s(self.now) for load in loads]) + others * compute_s
@@ -129,20 +138,27 @@ class Options:
         without = role.predict(costs.step_parts(streams, 0.0, self.now), self.now) * factor
         return (self.answer_tokens - 1) * with_it, self.answer_tokens * streams * (with_it - without)
 
-    def _local_s(self, new: Number, streams: Number, factor: Number) -> Number:
-        """Return the expected seconds in which a decode replica computes the prompt."""
-        parts = self.costs.local_parts(new, self.prompt_tokens - new, streams, self.now)
+    def _local_s(self, new: Number, loaded: Number, streams: Number, factor: Number) -> Number:
+        """Return the expected seconds in which a decode replica loads and computes the prompt."""
+        parts = self.costs.local_parts(new, self.prompt_tokens - new - loaded, loaded, streams, self.now)
         compute_s: Number = self.costs.local.role.predict(parts, self.now) * factor
         return compute_s
 
-    def _prefill_s(self, new: Number, factor: Number) -> Number:
-        """Return the expected seconds in which a prefill replica computes the prompt."""
-        parts = self.costs.prefill_parts(new, self.prompt_tokens - new)
+    def _prefill_s(self, new: Number, loaded: Number, factor: Number) -> Number:
+        """Return the expected seconds in which a prefill replica loads and computes the prompt."""
+        parts = self.costs.prefill_parts(new, self.prompt_tokens - new - loaded, loaded)
         compute_s: Number = self.costs.prefill.role.predict(parts, self.now) * factor
         return compute_s
 
     def _decode_load(self, decode: str) -> EngineLoad:
         return self.decode_loads.get(decode, NOTHING)
+
+
+def _stored(stored: Mapping[str, int], replicas: Mapping[str, int]) -> np.ndarray:
+    """Return the tokens to load of each replica."""
+    if not stored:  # the usual case, and a decision has little time
+        return np.zeros(len(replicas))
+    return np.array([stored.get(replica, 0) for replica in replicas], float)
 
 
 def _others(ongoing: int, load: EngineLoad) -> int:

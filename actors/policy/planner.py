@@ -22,6 +22,7 @@ from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
 from actors.policy.prefixes import Held, Prefixes
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
+from actors.policy.stores import EngineStore, Stores
 from configs.settings.router import RoutingSettings
 
 ASSUMED_TOKENS = 256.0
@@ -55,7 +56,8 @@ class Planner:
         self._reset(settings)
         self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
         self._decode: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
-        self._prefixes = Prefixes(_pieces(settings))
+        self._prefixes = Prefixes(_pieces(settings, settings.prefix_tokens_per_engine))
+        self._stores = Stores(settings)
         self._keys = count()
         self._decisions = 0
 
@@ -70,7 +72,8 @@ class Planner:
             self._costs.settings = settings
         else:
             self._reset(settings)
-        self._prefixes.most_pieces = _pieces(settings)
+        self._prefixes.most_pieces = _pieces(settings, settings.prefix_tokens_per_engine)
+        self._stores.reconfigure(settings)
 
     def _reset(self, settings: RoutingSettings) -> None:
         self.settings = settings
@@ -91,6 +94,7 @@ class Planner:
         session: str | None = None,
         avoid: AbstractSet[str] = frozenset(),
         prefill_failed: bool = False,
+        stores: Mapping[str, EngineStore] | None = None,
     ) -> Decision:
         """Decide where to send `prompt`.
 
@@ -103,18 +107,26 @@ class Planner:
         ``session``              session of the request, or None
         ``avoid``                replicas of either role that must not be chosen
         ``prefill_failed``       whether a prefill replica has failed this request
+        ``stores``               KV store of each replica; replicas without one are absent. None:
+                                 unchanged
         """
         self._decisions += 1
+        if stores is not None:
+            self._stores.announce(stores)
         if prefill is not None and decode is not None:
             self._forget_others(prefill.keys(), decode.keys())
         tokens = self.prompt_tokens(prompt)
+        decode_held = self._held(decode or (), prompt)
+        prefill_held = self._held(prefill or () if whole is None else (), prompt)
         options = Options(
             prompt_tokens=tokens,
             answer_tokens=self.answer_tokens(prompt),
             decode=_running(decode, avoid, self._decisions),
             prefill=_running(prefill, avoid, self._decisions),
-            decode_held=self._held(decode or (), prompt),
-            prefill_held=self._held(prefill or () if whole is None else (), prompt),
+            decode_held=decode_held,
+            prefill_held=prefill_held,
+            decode_stored=self._stored_beyond(decode_held, prompt),
+            prefill_stored=self._stored_beyond(prefill_held, prompt),
             decode_loads=self._decode,
             prefill_loads=self._prefill,
             costs=self._costs,
@@ -128,18 +140,28 @@ class Planner:
         ``prefill``  prefill replica; None if decode computes the prompt
         """
         held = self._held((decode, prefill or decode), prompt)
-        held_tokens = held[prefill or decode]
+        computes = prefill or decode
+        held_tokens = held[computes]
+        loaded_tokens = self._stored_beyond({computes: held_tokens}, prompt).get(computes, 0)
         load = self._decode[decode]
-        tokens = self.prompt_tokens(prompt)
         inflight = InflightRequest(
-            next(self._keys), prompt, decode, prefill, tokens, held_tokens, held[decode], len(load.streams), now
+            key=next(self._keys),
+            prompt=prompt,
+            decode=decode,
+            prefill=prefill,
+            prompt_tokens=self.prompt_tokens(prompt),
+            held_tokens=held_tokens,
+            loaded_tokens=loaded_tokens,
+            decode_held_tokens=held[decode],
+            streams=len(load.streams),
+            began_at=now,
         )
         load.calls.add(inflight.key)
         if prefill is None:
             parts = self._local_parts(inflight, now)
             load.prompts.add(inflight.key, parts, self._costs.local.predict_s(decode, parts, now), now)
         else:
-            parts = self._costs.prefill_parts(inflight.new_tokens, held_tokens)
+            parts = self._costs.prefill_parts(inflight.new_tokens, held_tokens, loaded_tokens)
             self._prefill[prefill].calls.add(inflight.key)
             prefill_s = self._costs.prefill.predict_s(prefill, parts, now)
             self._prefill[prefill].prompts.add(inflight.key, parts, prefill_s, now)
@@ -159,9 +181,10 @@ class Planner:
         self._prefill[inflight.prefill].silent_at = None
         if prompt_tokens is not None:
             self._count_tokens(inflight, prompt_tokens)
-        parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens)
+        parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens, inflight.loaded_tokens)
         if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
             self._later(partial(self._costs.prefill.observe, inflight.prefill, *measured, now))
+        self._later(partial(self._stores.add, inflight.prefill, inflight.prompt))
 
     def handed_over(self, inflight: InflightRequest) -> None:
         """Stop counting the request on its prefill replica after decode's first token."""
@@ -192,8 +215,8 @@ class Planner:
         If the prefill engine has not computed the prompt, its prefixes lose the pieces in `added`.
 
         ``answer_tokens``  recorded tokens in the decode engine's stream
-        ``broken``         whether decode may have no KV of the prompt; its prefixes then lose the
-                           pieces in `added`, unless its stream was `opened`
+        ``broken``         whether decode may have no KV of the prompt; its prefixes then lose
+                           these pieces, too, unless its stream was `opened`
         """
         if inflight.over:
             return
@@ -201,6 +224,8 @@ class Planner:
             self._prefixes.drop(inflight.prefill, inflight.added[inflight.prefill])
         if broken and inflight.opened_at is None:
             self._prefixes.drop(inflight.decode, inflight.added[inflight.decode])
+        else:
+            self._later(partial(self._stores.add, inflight.decode, inflight.prompt))
         load = self._decode[inflight.decode]
         if inflight.opened_at is not None and answer_tokens > 1 and now > inflight.opened_at:
             self._observe_steps(inflight, load, answer_tokens, now)
@@ -210,6 +235,9 @@ class Planner:
             self._answers = kept + 1
             if len(inflight.prompt.passages) == 1:
                 self._prefixes.add_answer(inflight.decode, inflight.prompt.passages[0], answer_tokens)
+                self._later(
+                    partial(self._stores.add_answer, inflight.decode, inflight.prompt.passages[0], answer_tokens)
+                )
         load.prompts.drop(inflight.key, now)
         load.streams_end(inflight.key, now)
         load.calls.discard(inflight.key)
@@ -237,7 +265,11 @@ class Planner:
 
     def engines(self) -> dict[str, int]:
         """Return the number of engines with recorded work, by role, and of prefix pieces."""
-        return {"prefill": len(self._prefill), "decode": len(self._decode), "pieces": self._prefixes.size()}
+        return {
+            "prefill": len(self._prefill),
+            "decode": len(self._decode),
+            "pieces": self._prefixes.size() + self._stores.prefixes.size(),
+        }
 
     def prompt_tokens(self, prompt: Prompt) -> int:
         """Return the estimated number of prompt tokens, at least 1."""
@@ -261,22 +293,47 @@ class Planner:
         self._later(partial(self._costs.step.observe, inflight.decode, parts, seconds / steps, now))
 
     def _local_parts(self, inflight: InflightRequest, now: float) -> tuple[float, ...]:
-        return self._costs.local_parts(inflight.new_tokens, inflight.held_tokens, inflight.streams, now)
+        held, loaded = inflight.held_tokens, inflight.loaded_tokens
+        return self._costs.local_parts(inflight.new_tokens, held, loaded, inflight.streams, now)
 
     def _held(self, engines: Collection[str], prompt: Prompt) -> dict[str, int]:
-        """Return the estimated number of cached tokens of `prompt` on each engine.
+        """Return the estimated number of cached tokens of `prompt` on each engine."""
+        return self._known(self._prefixes, engines, prompt)
+
+    def _stored_beyond(self, held: Mapping[str, int], prompt: Prompt) -> dict[str, int]:
+        """Return the estimated tokens of `prompt` in each engine's KV store but not in its cache.
+
+        Engines without such tokens are absent.
+
+        ``held``  estimated cached tokens of each engine
+        """
+        by_engine = self._stores.by_engine
+        stores = {engine: by_engine[engine] for engine in held if engine in by_engine}
+        if not stores:
+            return {}
+        stored = self._known(self._stores.prefixes, {store.id for store in stores.values()}, prompt)
+        found = {}
+        for engine, (store, _, chunk_tokens) in stores.items():
+            if (beyond := stored[store] // chunk_tokens * chunk_tokens - held[engine]) > 0:
+                found[engine] = beyond
+        return found
+
+    def _known(self, prefixes: Prefixes, holders: Collection[str], prompt: Prompt) -> dict[str, int]:
+        """Return the estimated tokens of `prompt` that each holder has.
 
         The last token of each passage never counts: engines always compute it.
+
+        ``holders``  engines or stores
         """
-        found = dict.fromkeys(engines, 0)
+        found = dict.fromkeys(holders, 0)
         for passage in prompt.passages:
             most = self._tokens(passage, len(passage.data)) - 1
             tokens: dict[Held, int] = {}  # many engines hold equal prefixes
-            for engine, held in zip(found, self._prefixes.held_by(found, passage), strict=True):
+            for holder, held in zip(found, prefixes.held_by(found, passage), strict=True):
                 if (own := tokens.get(held)) is None:
                     own = self._tokens(passage, held.data_bytes) + held.answer_tokens
                     own = tokens[held] = max(min(own, most), 0)
-                found[engine] += own
+                found[holder] += own
         return found
 
     def _tokens(self, passage: Passage, data_bytes: int) -> int:
@@ -285,8 +342,8 @@ class Planner:
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
         """Replace the estimated token count by `prompt_tokens`, which the engine counted.
 
-        Scales the estimated cached tokens by the same ratio. A request with a single text prompt
-        also updates the bytes per token of text.
+        Scales the estimated cached and stored tokens by the same ratio. A request with a single
+        text prompt also updates the bytes per token of text.
         """
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
@@ -296,6 +353,7 @@ class Planner:
         share = prompt_tokens / inflight.prompt_tokens
         inflight.prompt_tokens = prompt_tokens
         inflight.held_tokens = round(inflight.held_tokens * share)
+        inflight.loaded_tokens = round(inflight.loaded_tokens * share)
         inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
 
     def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
@@ -316,8 +374,8 @@ def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: 
     return {name: (replicas or {})[name] for name in names[first:] + names[:first]}
 
 
-def _pieces(settings: RoutingSettings) -> int:
-    return int(settings.prefix_tokens_per_engine * settings.assumed_bytes_per_token / PIECE_BYTES)
+def _pieces(settings: RoutingSettings, tokens: int) -> int:
+    return int(tokens * settings.assumed_bytes_per_token / PIECE_BYTES)
 
 
 def _assumptions(settings: RoutingSettings) -> dict[str, object]:

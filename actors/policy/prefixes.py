@@ -1,4 +1,8 @@
-"""Prefixes of prompts in each engine's cache, estimated from this router's own requests."""
+"""Prefixes of prompts in each engine's cache and in each KV store, estimated from this router's own
+requests.
+
+The classes call the holder of a prefix an engine; in `stores.py`, each holder is a KV store.
+"""
 
 from __future__ import annotations
 
@@ -132,9 +136,13 @@ class Prefixes:
         """Return a copy of the pieces that each engine is assumed to have cached."""
         return {engine: frozenset(tree.pieces) for engine, tree in self._trees.items()}
 
-    def add(self, engine: str, passage: Passage) -> tuple[int, ...]:
-        """Record that `engine` will cache the pieces of `passage`; return the new ones."""
-        return self._trees.setdefault(engine, _Tree()).add(passage, self.most_pieces)
+    def add(self, engine: str, passage: Passage, most_pieces: int | None = None) -> tuple[int, ...]:
+        """Record that `engine` will cache the pieces of `passage`; return the new ones.
+
+        ``most_pieces``  limit for this engine; None: that of all engines
+        """
+        most = self.most_pieces if most_pieces is None else most_pieces
+        return self._trees.setdefault(engine, _Tree()).add(passage, most)
 
     def drop(self, engine: str, pieces: Iterable[int]) -> None:
         """Remove pieces that `engine` did not compute or receive; other prompts may share them."""

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from actors.policy.decision import Decision
 from actors.policy.planner import Planner
+from actors.policy.stores import EngineStore
 from actors.router.client_request import ClientRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.router import RoutingSettings
@@ -49,12 +50,19 @@ Returns None while the replicas are unknown.
 """
 
 
+Stores = Callable[[], Mapping[str, EngineStore]]
+"""Function that returns the KV store of each replica that has one, by replica id."""
+
+
 class RoutingFeedback:
     """Connection of a router to the routing policy, for decisions and for reports of failures."""
 
-    def __init__(self, settings: RoutingSettings, metrics: RouterMetrics, prefill: Ongoing, decode: Ongoing) -> None:
+    def __init__(
+        self, settings: RoutingSettings, metrics: RouterMetrics, prefill: Ongoing, decode: Ongoing, stores: Stores
+    ) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._stores = stores
         self.planner = Planner(settings, Deferred())
         """Routing policy; `Attempt` (`dispatch/attempt.py`) reports each outcome to it."""
         self._metrics = metrics
@@ -85,6 +93,7 @@ class RoutingFeedback:
             session=request.session,
             avoid=failed_prefill | failed_decode,
             prefill_failed=bool(failed_prefill),
+            stores=self._stores(),
         )
         self._metrics.decisions.labels(decision.route, decision.reason).inc()
         if logger.isEnabledFor(logging.DEBUG):

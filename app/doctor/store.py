@@ -10,7 +10,7 @@ from pathlib import Path
 from app.doctor.finding import Finding
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
-from connectors.store.tiers.folder import check_folder
+from connectors.store.tiers.marker import check_folder
 
 GIB = 2**30
 STAGING_FOLDER = Path("/dev/shm")

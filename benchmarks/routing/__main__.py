@@ -17,7 +17,17 @@ from benchmarks.routing.fleet import Fleet, Policy, replay
 from benchmarks.routing.loads import LOADS, Load
 from benchmarks.routing.oracle import Oracle
 from benchmarks.routing.policies import AlwaysRemote, NeverRemote, Ours, RoundRobin, Threshold
-from benchmarks.routing.report import BLIND, ORACLE, OURS, THRESHOLDS, Measured, measure, tables, threshold
+from benchmarks.routing.report import (
+    BLIND,
+    ORACLE,
+    OURS,
+    STORES_UNKNOWN,
+    THRESHOLDS,
+    Measured,
+    measure,
+    tables,
+    threshold,
+)
 from configs.settings.router import RoutingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +39,7 @@ PREFIX_LOADS = ("multi-turn", "shared system prompts")
 
 def begin(load: Load) -> Fleet:
     """Return the idle fleet of a load."""
-    return Fleet(load.hardware, load.prefill, load.decode, load.factors)
+    return Fleet(load.hardware, load.prefill, load.decode, load.factors, load.stored_tokens, load.hosts)
 
 
 def arms(load: Load) -> dict[str, Callable[[], Policy]]:
@@ -44,6 +54,8 @@ def arms(load: Load) -> dict[str, Callable[[], Policy]]:
     }
     if load.name in PREFIX_LOADS:
         found[BLIND] = lambda: Ours(RoutingSettings(prefix_tokens_per_engine=0))
+    if load.stored_tokens:
+        found[STORES_UNKNOWN] = lambda: Ours(RoutingSettings(), knows_stores=False)
     return found
 
 

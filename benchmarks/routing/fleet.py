@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.routing.loads import Load, Request
-from benchmarks.routing.machine import Engine, Hardware, Job
+from benchmarks.routing.machine import BLOCK_TOKENS, Cache, Engine, Hardware, Job
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,26 @@ class Policy(Protocol):
 class Fleet:
     """State of the simulation. `fork` copies it, to simulate ahead."""
 
-    def __init__(self, hardware: Hardware, prefill: int, decode: int, factors: dict[str, float]) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        prefill: int,
+        decode: int,
+        factors: dict[str, float],
+        stored_tokens: int = 0,
+        hosts: int = 1,
+    ) -> None:
         self.hardware = hardware
+        self.stored_tokens = stored_tokens
+        """Room in the KV store of each host; 0: no stores."""
         self.now = 0.0
-        self.prefill = [Engine(hardware, "prefill", factors.get(f"p{n}", 1.0)) for n in range(prefill)]
-        self.decode = [Engine(hardware, "decode", factors.get(f"d{n}", 1.0)) for n in range(decode)]
+        self._stores = [Cache(stored_tokens // BLOCK_TOKENS) for _ in range(hosts)]
+        self.prefill = [
+            Engine(hardware, "prefill", factors.get(f"p{n}", 1.0), store=self._store(n)) for n in range(prefill)
+        ]
+        self.decode = [
+            Engine(hardware, "decode", factors.get(f"d{n}", 1.0), store=self._store(n)) for n in range(decode)
+        ]
         self.jobs: dict[int, Job] = {}
         """All requests that have not ended."""
         self._egress = [0.0] * prefill
@@ -44,10 +59,11 @@ class Fleet:
 
     def fork(self) -> Fleet:
         copy = Fleet.__new__(Fleet)
-        copy.hardware, copy.now = self.hardware, self.now
+        copy.hardware, copy.now, copy.stored_tokens = self.hardware, self.now, self.stored_tokens
+        copy._stores = [store.fork() for store in self._stores]
         copy.jobs = {number: job.fork() for number, job in self.jobs.items()}
-        copy.prefill = [engine.fork(copy.jobs) for engine in self.prefill]
-        copy.decode = [engine.fork(copy.jobs) for engine in self.decode]
+        copy.prefill = [engine.fork(copy.jobs, copy._store(n)) for n, engine in enumerate(self.prefill)]
+        copy.decode = [engine.fork(copy.jobs, copy._store(n)) for n, engine in enumerate(self.decode)]
         copy._egress, copy._ingress = list(self._egress), list(self._ingress)
         copy._heap, copy._order = list(self._heap), self._order
         return copy
@@ -90,6 +106,17 @@ class Fleet:
             job = self.jobs[number]
             self.decode[job.decode].adopt(job, self.now)
         return [(what, number)]
+
+    def engine(self, name: str) -> Engine:
+        """Return an engine by its role's first letter and index."""
+        return (self.prefill if name[0] == "p" else self.decode)[int(name[1:])]
+
+    def host(self, name: str) -> int:
+        """Return the index of an engine's host; the engines of a host share its KV store."""
+        return int(name[1:]) % len(self._stores)
+
+    def _store(self, index: int) -> Cache:
+        return self._stores[index % len(self._stores)]
 
     def _engines(self) -> list[Engine]:
         return self.prefill + self.decode
@@ -142,13 +169,17 @@ def replay(load: Load, policy: Policy, begin: Callable[[Load], Fleet]) -> list[O
             fleet.at(request.at_s, "arrival", request.number)
     for when, slowed, by in load.slowdowns:
         fleet.at(when, f"slow {slowed} {by}", -1)
+    for when, restarted in load.restarts:
+        fleet.at(when, f"restart {restarted}", -1)
     outcomes = []
     sent: dict[int, Job] = {}
     while happened := fleet.advance():
         for what, number in happened:
             if what.startswith("slow "):
                 _, engine, factor = what.split()
-                (fleet.prefill if engine[0] == "p" else fleet.decode)[int(engine[1:])].factor = float(factor)
+                fleet.engine(engine).factor = float(factor)
+            elif what.startswith("restart "):
+                fleet.engine(what.split()[1]).restart()
             if number < 0:
                 continue
             request = requests[number]

@@ -75,7 +75,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """A replay: its requests, its fleet, and the engines' changes of speed (`slowdowns`)."""
+    """A replay: its requests, its fleet, and the engines' changes of speed (`slowdowns`).
+
+    ``stored_tokens``  room in the KV store of each host; 0: none
+    ``hosts``          number of hosts; engine n of a role is on host n modulo this number
+    ``restarts``       times at which engines lose their prefix caches
+    """
 
     name: str
     hardware: Hardware
@@ -84,6 +89,9 @@ class Load:
     requests: tuple[Request, ...]
     factors: dict[str, float]
     slowdowns: tuple[tuple[float, str, float], ...] = ()
+    stored_tokens: int = 0
+    hosts: int = 1
+    restarts: tuple[tuple[float, str], ...] = ()
 
 
 class Maker:
@@ -203,6 +211,37 @@ def shared_prompts(seed: int) -> Load:
     return Load("shared system prompts", hardware, 3, 2, tuple(make.requests), {})
 
 
+def stored_conversations(seed: int) -> Load:
+    """Conversations about long documents, half a minute between turns, during a rolling restart.
+
+    Each of two hosts has a KV store, two prefill engines and one decode engine. Engines restart
+    twice.
+    """
+    make = Maker(seed)
+    for at_s in make.arrivals(80, 1.0):
+        prompt: tuple[Segment, ...] = (make.segment(make.length(8000, 0.6, 30_000)),)
+        before = None
+        for turn in range(make.dice.randint(3, 6)):
+            wait_s = make.dice.expovariate(1 / 30.0) if turn else at_s
+            request = make.ask(wait_s, prompt, make.length(180, 0.5, 500), before)
+            before = request.number
+            prompt = (*prompt, request.answer, make.segment(make.length(120, 0.6, 1000)))
+    hardware = replace(GPU, cache_tokens=200_000)
+    engines = [*(f"p{n}" for n in range(4)), "d0", "d1"]
+    restarts = tuple((at_s + n, engine) for at_s in (60.0, 120.0) for n, engine in enumerate(engines))
+    return Load(
+        "conversations in stores",
+        hardware,
+        4,
+        2,
+        tuple(make.requests),
+        {},
+        stored_tokens=8_000_000,
+        hosts=2,
+        restarts=restarts,
+    )
+
+
 def small_machine(seed: int) -> Load:
     """One prefill and one decode engine on a CPU, a hundred times slower than the router
     assumes.
@@ -213,4 +252,14 @@ def small_machine(seed: int) -> Load:
     return Load("two CPU engines", CPU, 1, 1, tuple(make.requests), {})
 
 
-LOADS = (short_chat, long_documents, mixed, bursts, ill_engine, multi_turn, shared_prompts, small_machine)
+LOADS = (
+    short_chat,
+    long_documents,
+    mixed,
+    bursts,
+    ill_engine,
+    multi_turn,
+    shared_prompts,
+    stored_conversations,
+    small_machine,
+)

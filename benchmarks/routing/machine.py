@@ -31,6 +31,8 @@ class Hardware:
     cache_tokens: int
     link_tokens_per_s: float
     link_overhead_s: float
+    load_tokens_per_s: float = 80_000.0
+    """Rate at which an engine loads tokens from its KV store."""
 
 
 GPU = Hardware(
@@ -46,7 +48,7 @@ GPU = Hardware(
     link_tokens_per_s=160_000.0,
     link_overhead_s=0.004,
 )
-"""An 8B model on one large GPU, 20 GB/s between engines.
+"""An 8B model on one large GPU, 20 GB/s between engines, 10 GB/s from a KV store.
 
 The values have the order of magnitude of public reports; none is measured.
 """
@@ -71,7 +73,7 @@ Step, prefill and handover as in benchmarks/results/handover.json; the other val
 
 
 class Cache:
-    """An engine's prefix cache: block hashes, least recently used dropped first.
+    """An engine's prefix cache or its KV store: block hashes, least recently used dropped first.
 
     A fork does not change it.
     """
@@ -126,7 +128,7 @@ class Job:
         self.computed = -1
         """Prompt tokens with KV; -1 before the cache lookup."""
         self.held = 0
-        """Cached ones of these tokens."""
+        """Cached or stored ones of these tokens."""
         self.decode = -1
         self.prefill = -1
         self.sent = 0
@@ -157,16 +159,29 @@ class Event:
 
 
 class Engine:
-    """One engine. `due` is the end of its running step, or None while it is idle."""
+    """One engine. `due` is the end of its running step, or None while it is idle.
+
+    A load from the KV store takes part of a step: a pessimistic model, since real loads delay only
+    their own request.
+    """
 
     MOST_STEPS_AT_ONCE = 16
     """Steps without prompts that count as one event, if no request arrives meanwhile."""
 
-    def __init__(self, hardware: Hardware, role: str, factor: float, cache: Cache | None = None) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        role: str,
+        factor: float,
+        cache: Cache | None = None,
+        store: Cache | None = None,
+    ) -> None:
         self.hardware = hardware
         self.role = role
         self.factor = factor
         self.cache = cache or Cache(hardware.cache_tokens // BLOCK_TOKENS)
+        self.store = store or Cache(0)
+        self.restarts = 0
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.due: float | None = None
@@ -176,8 +191,9 @@ class Engine:
         self._chunks: list[tuple[Job, int]] = []
         self._decoding = 0
 
-    def fork(self, jobs: dict[int, Job]) -> Engine:
-        copy = Engine(self.hardware, self.role, self.factor, self.cache.fork())
+    def fork(self, jobs: dict[int, Job], store: Cache) -> Engine:
+        copy = Engine(self.hardware, self.role, self.factor, self.cache.fork(), store)
+        copy.restarts = self.restarts
         copy.waiting = [jobs[job.number] for job in self.waiting]
         copy.running = [jobs[job.number] for job in self.running]
         copy.due, copy._began_at, copy._steps, copy._step_s = self.due, self._began_at, self._steps, self._step_s
@@ -194,8 +210,17 @@ class Engine:
         """Add a prompt whose KV has arrived."""
         job.computed = job.prompt_tokens
         self.running.append(job)
-        self.cache.add(job.prompt_blocks)
+        self._keep(job.prompt_blocks)
         self._wake(now)
+
+    def restart(self) -> None:
+        """Empty the prefix cache, as a new process has it. The store stays."""
+        self.cache = Cache(self.hardware.cache_tokens // BLOCK_TOKENS)
+        self.restarts += 1
+
+    def _keep(self, blocks: Sequence[int]) -> None:
+        self.cache.add(blocks)
+        self.store.add(blocks)
 
     def step(self) -> tuple[list[Event], list[tuple[Job, int]]]:
         """End the step; return its events, and the prompt tokens that were computed for other
@@ -218,7 +243,7 @@ class Engine:
             job.computed += tokens
             if job.computed >= job.prompt_tokens:
                 self.waiting.remove(job)
-                self.cache.add(job.prompt_blocks)
+                self._keep(job.prompt_blocks)
                 if self.role == "prefill":
                     events.append(Event("prefilled", job))
                 else:
@@ -231,7 +256,7 @@ class Engine:
                     else:
                         self.running.append(job)
         for job in finished:
-            self.cache.add(job.blocks)
+            self._keep(job.blocks)
             events.append(Event("done", job))
         if finished:
             gone = {job.number for job in finished}
@@ -260,8 +285,11 @@ class Engine:
             if budget <= 0 or room <= 0:
                 break
             if job.computed < 0:
-                job.held = min(self.cache.held_tokens(job.prompt_blocks), job.prompt_tokens - 1)
-                job.computed = job.held
+                cached, stored = (
+                    min(each.held_tokens(job.prompt_blocks), job.prompt_tokens - 1) for each in (self.cache, self.store)
+                )
+                seconds += max(stored - cached, 0) / hardware.load_tokens_per_s
+                job.held = job.computed = max(cached, stored)
             tokens = min(budget, job.prompt_tokens - job.computed)
             context = job.computed + tokens / 2
             seconds += job.effort * tokens * (hardware.prefill_token_s + hardware.attention_s * context)

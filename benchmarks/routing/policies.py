@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
+from actors.policy.stores import EngineStore
 from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Request
+from benchmarks.routing.machine import BLOCK_TOKENS
 from configs.settings.router import RoutingSettings
 
 
 class Ours:
-    """The router's planner, with the events that a router reports."""
+    """The router's planner, with the events that a router reports.
 
-    def __init__(self, settings: RoutingSettings) -> None:
+    ``knows_stores``  whether the planner knows which KV store an engine has
+    """
+
+    def __init__(self, settings: RoutingSettings, knows_stores: bool = True) -> None:
         self._planner = Planner(settings)
+        self._knows_stores = knows_stores
         self._inflight: dict[int, InflightRequest] = {}
 
     def route(self, request: Request, fleet: Fleet) -> Route:
-        prefill = {f"p{n}": 0 for n in range(len(fleet.prefill))}
-        decode = {f"d{n}": 0 for n in range(len(fleet.decode))}
-        decision = self._planner.decide(request.seen, prefill, decode, fleet.now)
+        # An engine that has restarted is another one for the router.
+        prefill = {f"p{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.prefill)}
+        decode = {f"d{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.decode)}
+        known = [*prefill, *decode] if self._knows_stores else []
+        stores = {name: self._store(fleet, name) for name in known} if fleet.stored_tokens else {}
+        decision = self._planner.decide(request.seen, prefill, decode, fleet.now, stores=stores)
         chosen = next(iter(decision.prefill), None)
         self._inflight[request.number] = self._planner.begin(request.seen, decision.decode[0], chosen, fleet.now)
-        return Route(int(decision.decode[0][1:]), None if chosen is None else int(chosen[1:]))
+        return Route(_index(decision.decode[0]), None if chosen is None else _index(chosen))
+
+    @staticmethod
+    def _store(fleet: Fleet, name: str) -> EngineStore:
+        return EngineStore(f"host {fleet.host(name.partition('.')[0])}", fleet.stored_tokens, BLOCK_TOKENS)
 
     def saw(self, what: str, request: Request, fleet: Fleet) -> None:
         inflight = self._inflight[request.number]
@@ -32,6 +45,10 @@ class Ours:
             self._planner.opened(inflight, fleet.now)
         elif what == "done":
             self._planner.ended(self._inflight.pop(request.number), fleet.now, request.answer_tokens)
+
+
+def _index(name: str) -> int:
+    return int(name[1:].partition(".")[0])
 
 
 class Counting:

@@ -188,7 +188,7 @@ class KVStoreSettings(Frozen):
         "least the total size of the objects of one chunk, and twice that with several KV cache groups",
     )
     lookup_s: Seconds = Field(
-        0.02,
+        0.015,
         description="time after which a lookup without an answer counts as a miss, and after which a fetch ends if the "
         "tiers deliver no bytes to it",
     )
@@ -204,8 +204,8 @@ class KVStoreSettings(Frozen):
     )
     always_load: bool = Field(
         False,
-        description="whether an engine loads all stored KV of a prompt that no transfer supplies, to save computation; "
-        "false: only where the load takes less time than the computation, by measured rates",
+        description="whether a prompt without a transfer loads all its stored KV, which saves computation; false: only "
+        "if the load is estimated to be faster than the computation",
     )
 
     @model_validator(mode="after")

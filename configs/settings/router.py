@@ -57,6 +57,12 @@ class RoutingSettings(Frozen):
         description="maximum number of prompt tokens that the router assumes to be in the prefix cache of one "
         "engine; 0: none",
     )
+    prefix_tokens_per_store: int = Field(
+        4_000_000,
+        ge=0,
+        description="maximum number of prompt tokens that the router assumes to be in one KV store, also after a "
+        "restart of its engines; 0: none",
+    )
     fades_s: Seconds = Field(
         600.0,
         description="time constant of the exponential decay of a role's measurements. The cost factor of one engine or "
@@ -67,6 +73,9 @@ class RoutingSettings(Frozen):
     )
     assumed_prefill_tokens_per_s: Positive = Field(
         10_000.0, description="assumed until measured: rate at which an engine computes uncached prompt tokens"
+    )
+    assumed_load_tokens_per_s: Positive = Field(
+        100_000.0, description="assumed until measured: rate at which an engine loads prompt tokens from its KV store"
     )
     assumed_handover_s: Seconds = Field(
         0.02,

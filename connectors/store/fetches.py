@@ -29,8 +29,8 @@ from connectors.store.writer import ObjectWriter
 
 _LOOKUPS_PER_CALL = 64
 
-Accept = Callable[[int, Mapping[str, int]], bool]
-"""Called with the number of tokens and the payload bytes by tier label that a fetch would read.
+Accept = Callable[[int, int, Mapping[str, int]], bool]
+"""Called with the first token, the end token, and the payload bytes by tier label of a load.
 
 False declines the load.
 """
@@ -43,13 +43,14 @@ class Fetched:
     ``start_token``  number of tokens in the engine's own cache when the fetch began
     ``end_token``    number of tokens with KV after the load; ``start_token`` without a load
     ``offsets``      offset in staging of each verified object that the load needs
-    ``present``      objects that lookups found in time, without those that no tier could read
+    ``present``      objects that lookups found in time, without those that no tier could read. If
+                     the load was declined, only those in the fastest tier: others are worth a copy
     ``declined``     whether the caller declined the load after the lookups
     ``tier``         label of the slowest tier from which an object was verified; without a verified
-                     object, of the slowest tier from which an object would have been read
-    ``read_bytes``   payload bytes of the objects in ``offsets``
-    ``tiers_s``      duration of the slowest lookup and of the reads, in seconds, without the time
-                     in which the fetch waited for ``poll``
+                     object, label of the fastest tier
+    ``reads``        verified payload bytes of each tier and their duration in seconds: lookups, and
+                     the time from the first read to the end of the last one. 0 bytes for a tier of
+                     which no read had ended when the fetch ended late
     ``seconds``      duration of the fetch
     ``ended_at``     end of the fetch, in ``time.monotonic()`` seconds
     """
@@ -60,8 +61,7 @@ class Fetched:
     present: frozenset[ObjectRef]
     declined: bool = False
     tier: str = ""
-    read_bytes: int = 0
-    tiers_s: float = 0.0
+    reads: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     seconds: float = 0.0
     ended_at: float = 0.0
 
@@ -75,6 +75,18 @@ class _Reading:
     tier: int
     call: LaneCall[ObjectHeader]
     progress: Progress
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Reads of one tier for one fetch: start of the first, verified bytes, end of the last.
+
+    ``ended_at``  0 until an object is verified
+    """
+
+    began_at: float
+    read_bytes: int = 0
+    ended_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -94,12 +106,11 @@ class _Fetch:
                     it to the time of the event minus ``looked_s``
     ``looked_s``    duration of the slowest lookup that has ended, at most ``lookup_s``, in seconds
     ``accept``      decides after the lookups whether to read
-    ``asked``       whether the lookups have ended and ``accept`` was called if they found anything
+    ``decided``     whether the lookups have ended and ``accept`` was called if they found anything
     ``declined``    whether ``accept`` has returned False
-    ``expected``    number of the slowest tier from which objects would be read after the lookups
-    ``slowest``     number of the slowest tier from which an object was verified; None before
-    ``reading_at``  start of the first read
-    ``read_to``     end of the read that verified the last object, or of a fetch that ended late
+    ``slowest``     number of the slowest tier from which an object was verified
+    ``lookups_s``   total duration of the lookups, by number of the tier
+    ``measured``    reads, by number of the tier
     ``ended_at``    end of the fetch
     """
 
@@ -114,12 +125,11 @@ class _Fetch:
     readings: list[_Reading] = field(default_factory=list)
     offsets: dict[ObjectRef, int] = field(default_factory=dict)
     looked_s: float = 0.0
-    asked: bool = False
+    decided: bool = False
     declined: bool = False
-    expected: int = 0
-    slowest: int | None = None
-    reading_at: float = 0.0
-    read_to: float = 0.0
+    slowest: int = 0
+    lookups_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    measured: dict[int, _Measured] = field(default_factory=dict)
     over: bool = False
     ended_at: float = 0.0
 
@@ -165,7 +175,7 @@ class Fetches:
         start_token: int,
         limit_token: int,
         full_attention_only: bool = False,
-        accept: Accept = lambda tokens, sizes: True,
+        accept: Accept = lambda start_token, end_token, sizes: True,
     ) -> None:
         """Start to look up the objects that a request could load beyond ``start_token``.
 
@@ -213,20 +223,23 @@ class Fetches:
             return None
         machine = fetch.machine
         offsets = {ref: fetch.offsets[ref] for ref in machine.needed}
-        present = frozenset(ref for ref, tiers in fetch.tiers.items() if tiers)
-        tier = self._tiers[fetch.expected if fetch.slowest is None else fetch.slowest].folder.label
-        read_bytes, seconds = sum(self._sizes[ref.group] for ref in offsets), fetch.ended_at - fetch.began_at
-        tiers_s = fetch.looked_s + max(0.0, fetch.read_to - fetch.reading_at)
+        present = frozenset(
+            ref for ref, tiers in fetch.tiers.items() if (0 in tiers if fetch.declined else bool(tiers))
+        )
+        reads = {
+            self._tiers[number].folder.label: (each.read_bytes, fetch.lookups_s[number] + each.ended_at - each.began_at)
+            for number, each in fetch.measured.items()
+            if each.ended_at
+        }
         return Fetched(
             machine.start_token,
             machine.end_token,
             offsets,
             present,
             fetch.declined,
-            tier,
-            read_bytes,
-            tiers_s,
-            seconds,
+            self._tiers[fetch.slowest].folder.label,
+            reads,
+            fetch.ended_at - fetch.began_at,
             fetch.ended_at,
         )
 
@@ -280,14 +293,13 @@ class Fetches:
         hangs = bool(fetch.readings) and self._idle_s(fetch, now) >= self._limits.lookup_s
         if not fetch.machine.settled and (hangs or now >= fetch.began_at + self._limits.load_s):
             self._end_late(fetch, now)
-        if not fetch.asked and not fetch.machine.looking:
-            self._ask(fetch)
+        if not fetch.decided and not fetch.machine.looking:
+            self._decide_load(fetch)
         # A read that cannot start may change the needed objects.
         while reads := self._next_reads(fetch):
             if not fetch.readings:
                 # The time between two polls is the engine's step, not idle time of the tiers.
                 fetch.read_at = now - fetch.looked_s
-            fetch.reading_at = fetch.reading_at or now
             for ref in reads:
                 self._read(fetch, ref, now)
         if fetch.machine.settled:
@@ -295,18 +307,18 @@ class Fetches:
 
     def _end_late(self, fetch: _Fetch, now: float) -> None:
         self.counts["late"] += 1
-        fetch.read_to = now if fetch.reading_at else 0.0
+        for each in fetch.readings:
+            fetch.measured[each.tier].ended_at = now
         fetch.machine.give_up()
 
-    def _ask(self, fetch: _Fetch) -> None:
+    def _decide_load(self, fetch: _Fetch) -> None:
         """Let the caller decide, once, whether to read what the lookups have found."""
-        machine, fetch.asked = fetch.machine, True
+        machine, fetch.decided = fetch.machine, True
+        self._fit(fetch)
         sizes: Counter[str] = Counter()
         for ref in machine.needed:
-            tier = min(fetch.tiers[ref])
-            sizes[self._tiers[tier].folder.label] += self._sizes[ref.group]
-            fetch.expected = max(fetch.expected, tier)
-        if sizes and not fetch.accept(machine.end_token - machine.start_token, sizes):
+            sizes[self._tiers[min(fetch.tiers[ref])].folder.label] += self._sizes[ref.group]
+        if sizes and not fetch.accept(machine.start_token, machine.end_token, sizes):
             self.counts["declined"] += 1
             fetch.declined = True
             machine.give_up()
@@ -317,9 +329,12 @@ class Fetches:
         First frees unneeded slots, then lowers ``end_token`` if there is too little room.
         """
         self._free_unneeded(fetch)
+        self._fit(fetch)
+        return fetch.machine.next_reads()
+
+    def _fit(self, fetch: _Fetch) -> None:
         if fetch.machine.fit(self._slots, self._staging.size_bytes - self._staging.used_bytes):
             self.counts["no_room_to_load"] += 1
-        return fetch.machine.next_reads()
 
     def _free_unneeded(self, fetch: _Fetch) -> None:
         """Free the slots of objects past ``end_token``, which only decreases once reads start."""
@@ -337,6 +352,7 @@ class Fetches:
                 waiting.append((number, refs, call))
                 continue
             fetch.looked_s = max(fetch.looked_s, min(call.seconds, self._limits.lookup_s))
+            fetch.lookups_s[number] += call.seconds
             answers = call.result if call.state is CallState.ENDED and call.result is not None else [False] * len(refs)
             for ref, found in zip(refs, answers, strict=True):
                 fetch.unanswered[ref].discard(number)
@@ -374,8 +390,10 @@ class Fetches:
             if each.call.state is CallState.ENDED and fetch.machine.read(each.ref):
                 fetch.offsets[each.ref] = each.offset
                 fetch.read_at = time.monotonic()
-                fetch.slowest = max(fetch.slowest or 0, each.tier)
-                fetch.read_to = max(fetch.read_to, each.call.ended_at)
+                fetch.slowest = max(fetch.slowest, each.tier)
+                measured = fetch.measured[each.tier]
+                measured.read_bytes += self._sizes[each.ref.group]
+                measured.ended_at = max(measured.ended_at, each.call.ended_at)
                 assert each.call.result is not None
                 self._writer.promote(fetch.names[each.ref], each.offset, each.call.result, each.tier)
             else:
@@ -416,6 +434,7 @@ class Fetches:
             progress = Progress()
             call = tier.reads.submit(partial(tier.verified.read, name, view, progress), deadline)
             if call is not None:
+                fetch.measured.setdefault(number, _Measured(now))
                 return _Reading(ref, offset, number, call, progress)
         self._staging.give_back(offset)
         return None

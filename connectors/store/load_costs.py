@@ -1,144 +1,186 @@
 """Decide whether a request loads stored KV, and how long it may wait for it.
 
-A *load* reads stored KV of a prompt's first tokens from files. Without it, the engine computes
-these tokens, or a transfer from the prefill engine supplies them. Waiting for a load pays only if
-it takes less time than this alternative, so a request waits at most as long as the alternative
-takes. All rates are measured in this engine. Sans-I/O: the caller measures.
+A *load* reads stored KV of a prompt's first tokens from files and copies it into blocks. Without
+it, the engine computes these tokens, or a transfer from the prefill engine supplies them. Waiting
+for a load pays only if it takes less time than this alternative, so a request waits at most as long
+as the alternative takes. All rates are measured in this engine. Sans-I/O: the caller measures.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 SAMPLES = 16
-"""Maximum number of latest measurements of each kind that the estimates use."""
+"""Maximum number of latest transfers, and of latest copies, that the estimates use."""
+
+STEPS = 32
+"""Maximum number of latest steps that the estimate of the computation uses."""
+
+LOADS = 8
+"""Maximum number of latest loads of a tier that its estimate uses."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
-"""Number of loads that a slow tier loses between two trials: at first, and at most.
+"""Number of declined loads between two trials of a slow tier: first and maximum.
 
-It doubles with each trial that found the tier slow.
+It doubles with each trial.
 """
-
-
-ASSUMED_TOKEN_S = 1e-4
-"""Cost of a token for eviction, before the engine has measured its computation."""
 
 
 class LoadCosts:
     """Measured rates of loads by tier, of transfers, and of the engine's computation.
 
     The time of a transfer includes prefill's computation, so the fastest transfer estimates the
-    link's rate. The other estimates are means.
+    link's rate. The other estimates are medians: a pause of the machine does not change them.
     """
 
     def __init__(self) -> None:
         self._tiers: dict[str, _Tier] = {}
         self._transfers: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
-        self._steps: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
+        self._copies: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
+        # Mean context of the tokens of a step, and seconds per token.
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        # Seconds of a token without context, and per token of context; None: steps have changed.
+        self._token_s: tuple[float, float] | None = None
 
-    def loaded(self, tier: str, size_bytes: int, seconds: float) -> None:
-        """Record the usable bytes and the duration of an ended load.
+    def read(self, tier: str, size_bytes: int, seconds: float) -> None:
+        """Record the usable bytes and the duration of ended reads of a tier.
 
-        ``tier``        label of the slowest tier that the load read
-        ``size_bytes``  0 if the request can use none of what the load read
+        ``size_bytes``  0 if no read has ended in ``seconds``
         """
         self._tier(tier).record(size_bytes, seconds)
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """Record the bytes and duration of copies into blocks; ignore them if either is 0."""
+        if size_bytes > 0 and seconds > 0:
+            self._copies.append((size_bytes, seconds))
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
         """Record the bytes and duration of a finished transfer; ignore it if either is 0."""
         if size_bytes > 0 and seconds > 0:
             self._transfers.append((size_bytes, seconds))
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """Record the tokens and the duration of an engine step; ignore it if either is 0."""
+    def computed(self, tokens: int, context_tokens: float, seconds: float) -> None:
+        """Record the tokens and the duration of an engine step; ignore it if either is 0.
+
+        ``context_tokens``  mean number of tokens that the step's tokens attend to
+        """
         if tokens > 0 and seconds > 0:
-            self._steps.append((tokens, seconds))
+            self._steps.append((context_tokens, seconds / tokens))
+            self._token_s = None
 
     def transfer_s(self, size_bytes: int) -> float:
         """Return the estimated seconds of a transfer; infinite before the first transfer."""
         return size_bytes * min((seconds / size for size, seconds in self._transfers), default=math.inf)
 
-    def compute_s(self, tokens: int) -> float:
-        """Return the estimated seconds of the computation; infinite before the first step."""
+    def compute_s(self, start_token: int, end_token: int) -> float:
+        """Return the estimated seconds to compute ``[start_token, end_token)`` of a prompt.
+
+        Infinite before the first step.
+        """
         if not self._steps:
             return math.inf
-        return tokens * sum(seconds for _, seconds in self._steps) / sum(each for each, _ in self._steps)
-
-    def token_cost_ns(self) -> int:
-        """Return what a stored token is worth to eviction, in nanoseconds of computation.
-
-        Rounded to a power of 2: objects of one model then cost the same, although measurements
-        vary, and their last use decides. Objects of another model in the same folder may cost more.
-        """
-        token_s = self.compute_s(1) if self._steps else ASSUMED_TOKEN_S
-        return 1 << max(0, round(math.log2(1e9 * token_s)))
+        if self._token_s is None:
+            self._token_s = _line(self._steps)
+        alone_s, context_s = self._token_s
+        return (end_token - start_token) * (alone_s + context_s * (start_token + end_token) / 2)
 
     def load_s(self, sizes: Mapping[str, int]) -> float:
         """Return the estimated seconds of a load.
 
         Tiers are read concurrently, so the slowest one decides.
 
-        ``sizes``  bytes to read, by tier. A tier without recorded loads takes 0 seconds, one whose
-                   recorded loads have 0 bytes takes infinite time
+        ``sizes``  bytes to read, by tier. A tier without recorded reads takes 0 seconds, one of
+                   whose recorded reads half have 0 bytes takes infinite time
         """
-        return max((self._tier(tier).read_s(size) for tier, size in sizes.items()), default=0.0)
+        reads_s = max((self._tier(tier).read_s(size) for tier, size in sizes.items()), default=0.0)
+        return reads_s + self._copy_s(sizes)
 
     def patience_s(self, sizes: Mapping[str, int], otherwise_s: float) -> float:
         """Return the longest time to wait for a load, in seconds; 0: do not load.
 
         The result is ``otherwise_s``, or 0 if the load would take at least as long. After some
-        results of 0, a slow tier is tried again, so a tier that recovers is used again.
+        results of 0, a slow tier is tried again, so a tier that recovers is used again. If nothing
+        is known of the alternative, the request loads.
 
         ``sizes``        bytes to read, by tier
-        ``otherwise_s``  estimated time without the load
+        ``otherwise_s``  estimated time without the load; infinite: unknown
         """
+        if math.isinf(otherwise_s):
+            return otherwise_s
         tiers = [(self._tier(tier), size) for tier, size in sizes.items()]
-        slow = [tier for tier, size in tiers if tier.read_s(size) >= otherwise_s]
+        left_s = otherwise_s - self._copy_s(sizes)
+        slow = [tier for tier, size in tiers if tier.read_s(size) >= left_s]
         if not slow:
             for tier, _ in tiers:
-                tier.leave_trial()
+                tier.is_fast()
             return otherwise_s
-        tried = [tier.try_again() for tier in slow]  # each slow tier counts this load
-        return otherwise_s if all(tried) else 0.0
+        for tier in slow:
+            tier.declined += 1
+        if any(tier.declined <= tier.pause for tier in slow):
+            return 0.0
+        for tier in slow:
+            tier.begin_trial()
+        return otherwise_s
+
+    def _copy_s(self, sizes: Mapping[str, int]) -> float:
+        if not self._copies:
+            return 0.0
+        return sum(sizes.values()) * _median(seconds / size for size, seconds in self._copies)
 
     def _tier(self, label: str) -> _Tier:
         return self._tiers.setdefault(label, _Tier())
 
 
 class _Tier:
-    """Measured loads of one tier, and the pauses between trials while it is slow."""
+    """Measured reads of one tier, and the pauses between trials while it is slow.
+
+    ``declined``  number of loads declined since the last trial
+    ``pause``     number of declined loads before the next trial
+    """
 
     def __init__(self) -> None:
-        self._loads: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
-        self._pause = FIRST_PAUSE
-        self._lost = 0
+        self.declined = 0
+        self.pause = FIRST_PAUSE
+        self._reads: deque[tuple[int, float]] = deque(maxlen=LOADS)
         # Whether the next measurement replaces all earlier ones.
         self._on_trial = False
 
     def record(self, size_bytes: int, seconds: float) -> None:
         if self._on_trial:
-            self._loads.clear()
+            self._reads.clear()
             self._on_trial = False
-        self._loads.append((size_bytes, seconds))
+        self._reads.append((size_bytes, seconds))
 
     def read_s(self, size_bytes: int) -> float:
-        seconds = sum(each for _, each in self._loads)
-        read = sum(each for each, _ in self._loads)
-        if not seconds:
+        if not self._reads:
             return 0.0
-        return size_bytes * seconds / read if read else math.inf
+        return size_bytes * _median(seconds / read if read else math.inf for read, seconds in self._reads)
 
-    def leave_trial(self) -> None:
+    def is_fast(self) -> None:
+        """Make the pauses short again, unless a trial has not ended."""
         if not self._on_trial:
-            self._pause, self._lost = FIRST_PAUSE, 0
+            self.pause, self.declined = FIRST_PAUSE, 0
 
-    def try_again(self) -> bool:
-        """Count a load that would be slow; return whether to load nevertheless, as a trial."""
-        self._lost += 1
-        if self._lost <= self._pause:
-            return False
-        self._pause, self._lost = min(2 * self._pause, LONGEST_PAUSE), 0
+    def begin_trial(self) -> None:
+        self.pause, self.declined = min(2 * self.pause, LONGEST_PAUSE), 0
         self._on_trial = True
-        return True
+
+
+def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return intercept and slope of a line through points, by medians (Theil and Sen).
+
+    Neither is negative.
+    """
+    known = list(points)
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(known, 2) if a[0] != b[0]]
+    slope = max(0.0, _median(slopes)) if slopes else 0.0
+    return max(0.0, _median(y - slope * x for x, y in known)), slope
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the middle value, or the greater of the two middle ones."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

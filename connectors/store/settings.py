@@ -34,8 +34,8 @@ class StoreSettings:
                       in seconds
     ``store_s``       time for which a write of an object to a tier may wait for a thread, a lock or
                       evictions, in seconds; then the store drops the write
-    ``always_load``   whether requests without a transfer load all stored KV, also where to compute
-                      it is faster
+    ``always_load``   whether a prompt without a transfer loads all its stored KV; False: only if
+                      the load is estimated to be faster than the computation
     """
 
     path: str = ""
@@ -44,7 +44,7 @@ class StoreSettings:
     memory_path: str = "/dev/shm/tandem-kv-store"
     chunk_tokens: int = 256
     staging_mib: int = 256
-    lookup_s: float = 0.02
+    lookup_s: float = 0.015
     load_s: float = 2.0
     store_s: float = 30.0
     always_load: bool = False

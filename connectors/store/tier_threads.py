@@ -28,7 +28,7 @@ class StoreLimits:
     ``write_threads``  threads per tier that write objects
     """
 
-    lookup_s: float = 0.02
+    lookup_s: float = 0.015
     load_s: float = 2.0
     store_s: float = 30.0
     queue_objects: int = 256

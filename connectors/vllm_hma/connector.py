@@ -202,6 +202,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.publish(
                 [RankCache(worker.layout, store_fingerprint(worker.identity)) for worker in engine.workers]
             )
+            if self._store_scheduler.description is not None:
+                self.scheduler.described["store"] = self._store_scheduler.description
 
     def on_new_request(self, request: Request) -> None:
         # Call the transfer's scheduler side first: it may remove the last token of a prefill
@@ -324,6 +326,11 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, Orders)
         self.worker.before_forward(kv_connector_metadata)
         self._spoil(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._store_worker is not None:
+            self._store_worker.begin_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Copy stored KV into blocks, before the forward pass of the requests that need it.

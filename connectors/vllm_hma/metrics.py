@@ -65,12 +65,13 @@ COUNTERS = {
         "vllm:tandem_store_requests",
         "outcome",
         "Fetches of prompts from the KV store: hit (KV beyond the engine's own cache was read and verified), declined "
-        "(the store has such KV, but a load would take longer than without it) or miss.",
+        "(the store has such KV, but computing or transferring it was estimated to be faster) or miss.",
     ),
     "store_tokens": (
         "vllm:tandem_store_tokens",
         "outcome",
-        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (KV read and verified) or miss.",
+        "Prompt tokens looked up in the KV store beyond the engine's own cache: hit (KV read and verified) or miss "
+        "(all others).",
     ),
     "store_loaded_bytes": ("vllm:tandem_store_loaded_bytes", "tier", "Bytes read from a tier and verified."),
     "store_loaded_seconds": (

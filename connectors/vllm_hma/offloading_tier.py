@@ -150,7 +150,7 @@ class TandemStoreTier(SecondaryTierManager):
         *,
         path: str,
         disk_gib: float = 64.0,
-        lookup_s: float = 0.02,
+        lookup_s: float = 0.015,
         load_s: float = 2.0,
         store_s: float = 30.0,
         revision: str | None = None,

@@ -168,6 +168,10 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.rank_cache(store_fingerprint(model_identity(self._vllm_config, stored=True)))
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.begin_step()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self.worker.load(self._orders())
 

@@ -106,6 +106,7 @@ def test_the_next_turn_finds_the_last_ones_answer_after_a_kill(tmp_path: Path) -
     first = random_prompt(300, 1)
     with asyncio.Runner() as runner:
         with pair_of(runner, model, store, (1, 2), 32) as pair:
+            described = [runner.run(describe(engine))["store"] for engine in (pair.prefill, pair.decode)]
             one, loaded = runner.run(turn(pair, first))
             assert loaded == 0
             # Three groups, three chunks. The last chunk ends in the answer, so only decode has it.
@@ -113,6 +114,12 @@ def test_the_next_turn_finds_the_last_ones_answer_after_a_kill(tmp_path: Path) -
             kill(pair)
         second = [*first, *one.tokens, *random_prompt(60, 2)]
         with pair_of(runner, model, store, (2, 1), 64) as pair:
+            described += [runner.run(describe(engine))["store"] for engine in (pair.prefill, pair.decode)]
+            # Both roles, both pairs, and any TP and block size: one store for the router.
+            assert described == [described[0]] * 4
+            assert described[0]["chunk_tokens"] == CHUNK
+            # The windows' objects take room, too.
+            assert 0 < described[0]["tokens"] < 2**30 / FULL_TOKEN_BYTES
             two, loaded = runner.run(turn(pair, second))
             assert loaded == 3 * CHUNK
             assert counted("vllm:tandem_store_tokens_total", outcome="hit") == 3 * CHUNK

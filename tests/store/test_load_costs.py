@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.store.load_costs import FIRST_PAUSE, LONGEST_PAUSE, SAMPLES, LoadCosts
+from connectors.store.load_costs import FIRST_PAUSE, LOADS, LONGEST_PAUSE, LoadCosts
 
 MB = 1_000_000
 DISK = "disk"
@@ -20,7 +20,7 @@ def test_nothing_is_known_yet() -> None:
     costs = LoadCosts()
     assert costs.load_s({DISK: MB}) == 0.0
     assert costs.transfer_s(MB) == math.inf
-    assert costs.compute_s(1000) == math.inf
+    assert costs.compute_s(0, 1000) == math.inf
     assert costs.patience_s({DISK: MB}, costs.transfer_s(MB)) == math.inf
 
 
@@ -36,28 +36,30 @@ def test_nothing_is_known_yet() -> None:
 )
 def test_a_slower_load_is_not_waited_for(load_s: float, otherwise_s: float, patience_s: float) -> None:
     costs = LoadCosts()
-    costs.loaded(DISK, 10 * MB, load_s)
+    costs.read(DISK, 10 * MB, load_s)
     assert costs.patience_s({DISK: 20 * MB}, otherwise_s) == patience_s
 
 
-def test_the_fastest_transfer_counts_and_all_loads_and_steps_do() -> None:
-    """A transfer's time includes prefill's computation; the others' does not."""
+def test_the_fastest_transfer_counts_and_the_median_of_loads_and_steps() -> None:
+    """A transfer's time includes prefill's computation; the others' does not, but a machine may
+    pause.
+    """
     costs = LoadCosts()
     for seconds in (9.0, 1.0, 5.0):
         costs.transferred(10 * MB, seconds)
-    for seconds in (1.0, 3.0):
-        costs.loaded(DISK, 10 * MB, seconds)
-    for tokens, seconds in ((100, 0.1), (300, 0.7)):
-        costs.computed(tokens, seconds)
+    for size, seconds in ((10, 2.0), (20, 2.0), (10, 90.0)):
+        costs.read(DISK, size * MB, seconds)
+    for tokens, seconds in ((100, 0.1), (300, 90.0), (300, 0.6)):
+        costs.computed(tokens, 500, seconds)
     assert costs.transfer_s(MB) == pytest.approx(0.1)
     assert costs.load_s({DISK: MB}) == pytest.approx(0.2)
-    assert costs.compute_s(50) == pytest.approx(0.1)
+    assert costs.compute_s(0, 50) == pytest.approx(0.1)
 
 
 def test_the_slowest_tier_decides() -> None:
     costs = LoadCosts()
-    costs.loaded("memory", MB, 0.001)
-    costs.loaded(DISK, MB, 0.1)
+    costs.read("memory", MB, 0.001)
+    costs.read(DISK, MB, 0.1)
     assert costs.load_s({"memory": 10 * MB, DISK: MB}) == pytest.approx(0.1)
     assert costs.load_s({"memory": 200 * MB, DISK: MB}) == pytest.approx(0.2)
     assert costs.patience_s({"memory": MB}, 0.01) == 0.01
@@ -66,20 +68,56 @@ def test_the_slowest_tier_decides() -> None:
 
 def test_measurements_without_tokens_or_time_are_ignored() -> None:
     costs = LoadCosts()
-    costs.computed(0, 1.0)
-    costs.computed(100, 0.0)
+    costs.computed(0, 0, 1.0)
+    costs.computed(100, 0, 0.0)
+    costs.copied(0, 1.0)
     costs.transferred(0, 1.0)
-    assert costs.compute_s(1) == costs.transfer_s(1) == math.inf
+    assert costs.compute_s(0, 1) == costs.transfer_s(1) == math.inf
+    assert costs.load_s({DISK: MB}) == 0.0
 
 
-def test_eviction_costs_are_powers_of_two() -> None:
-    """2^17 ns are 0.13 ms, 2^20 ns 1.05 ms, 2^23 ns 8.4 ms."""
+def test_late_tokens_of_a_prompt_cost_more() -> None:
+    """1 ms a token, and 1 microsecond for each token of context: 1,000 tokens cost 1.5 s, the
+    next 1,000 cost 2.5 s. A pause of the machine does not count.
+    """
     costs = LoadCosts()
-    assert costs.token_cost_ns() == 2**17
-    for token_s, cost_ns in ((1e-3, 2**20), (1.3e-3, 2**20), (8e-3, 2**23), (1e-12, 1)):
-        for _ in range(SAMPLES):
-            costs.computed(1000, 1000 * token_s)
-        assert costs.token_cost_ns() == cost_ns
+    for context in (100, 500, 900, 1300):
+        costs.computed(200, context, 200 * (1e-3 + 1e-6 * context))
+    costs.computed(200, 700, 90.0)
+    assert costs.compute_s(0, 1000) == pytest.approx(1.5)
+    assert costs.compute_s(1000, 2000) == pytest.approx(2.5)
+
+
+def test_steps_that_seem_cheaper_with_context_cost_the_same() -> None:
+    costs = LoadCosts()
+    for context, token_s in ((100, 3e-3), (500, 2e-3), (900, 1e-3)):
+        costs.computed(200, context, 200 * token_s)
+    assert costs.compute_s(0, 1000) == costs.compute_s(1000, 2000) == pytest.approx(2.0)
+
+
+def test_copies_are_a_part_of_loads() -> None:
+    """The disk alone needs 0.05 s, which is less than the alternative."""
+    costs = LoadCosts()
+    costs.read(DISK, 10 * MB, 0.05)
+    assert costs.patience_s({DISK: 10 * MB}, 0.06) == 0.06
+    costs.copied(10 * MB, 0.02)
+    assert costs.load_s({DISK: 10 * MB}) == pytest.approx(0.07)
+    assert costs.patience_s({DISK: 10 * MB}, 0.06) == 0.0
+
+
+def test_two_slow_tiers_are_tried_together() -> None:
+    """Memory has two declined loads more than the disk."""
+    costs = LoadCosts()
+    for tier in ("memory", DISK):
+        costs.read(tier, MB, 1.0)
+    assert [costs.patience_s({"memory": MB}, 0.01) for _ in range(2)] == [0.0, 0.0]
+    assert [bool(costs.patience_s({"memory": MB, DISK: MB}, 0.01)) for _ in range(6)] == [0, 0, 0, 0, 1, 0]
+
+
+def test_without_an_estimate_of_the_alternative_every_hit_is_loaded() -> None:
+    costs = LoadCosts()
+    costs.read(DISK, 0, 1.0)
+    assert costs.patience_s({DISK: MB}, costs.compute_s(0, 1000)) == math.inf
 
 
 def trials(costs: LoadCosts, requests: int, load_s: float) -> list[int]:
@@ -88,14 +126,14 @@ def trials(costs: LoadCosts, requests: int, load_s: float) -> list[int]:
     for number in range(requests):
         if costs.patience_s({DISK: MB}, 0.01):
             loading.append(number)
-            costs.loaded(DISK, MB, load_s)
+            costs.read(DISK, MB, load_s)
     return loading
 
 
 def test_a_slow_tier_is_tried_after_longer_and_longer_pauses() -> None:
     """4, 8, 16, 32, 64 and 64 loads are lost before each trial."""
     costs = LoadCosts()
-    costs.loaded(DISK, MB, 0.02)
+    costs.read(DISK, MB, 0.02)
     found = trials(costs, 220, 0.02)
     assert found == [4, 13, 30, 63, 128, 193]
     assert FIRST_PAUSE == 4
@@ -105,17 +143,18 @@ def test_a_slow_tier_is_tried_after_longer_and_longer_pauses() -> None:
 def test_a_tier_that_has_recovered_is_used_again() -> None:
     """One trial replaces all measurements of a disk that hung; later pauses are short again."""
     costs = LoadCosts()
-    for _ in range(2 * SAMPLES):
-        costs.loaded(DISK, 0, 0.02)
+    for _ in range(2 * LOADS):
+        costs.read(DISK, 0, 0.02)
     assert costs.load_s({DISK: MB}) == math.inf
     assert trials(costs, 8, 0.001) == [4, 5, 6, 7]
-    costs.loaded(DISK, 100 * MB, 10.0)
-    assert trials(costs, 5, 0.001) == [4]
+    for _ in range(LOADS):
+        costs.read(DISK, MB, 0.1)
+    assert trials(costs, 6, 0.001) == [4, 5]
 
 
 def test_requests_that_arrive_during_a_trial_do_not_load() -> None:
     costs = LoadCosts()
-    costs.loaded(DISK, MB, 0.02)
+    costs.read(DISK, MB, 0.02)
     assert [costs.patience_s({DISK: MB}, 0.01) for _ in range(8)] == [0, 0, 0, 0, 0.01, 0, 0, 0]
 
 
@@ -129,6 +168,7 @@ def test_the_wait_is_at_most_the_time_without_the_store(
 ) -> None:
     costs = LoadCosts()
     for tier, size, seconds in loads:
-        costs.loaded(tier, size, seconds)
+        costs.read(tier, size, seconds)
+    costs.copied(MB, 1e-6)
     expected_s = costs.load_s(sizes)
     assert costs.patience_s(sizes, otherwise_s) == (otherwise_s if expected_s < otherwise_s else 0.0)

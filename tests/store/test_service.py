@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,58 @@ def fetch(store: KVStore, limit: int = 500) -> Fetched:
 
     until(done)
     return found[0]
+
+
+def test_what_could_not_be_read_for_want_of_room_measures_nothing(host: Host) -> None:
+    save(host.start(), *ALL)
+    store = host.start()
+    while store.staging.take(SIZES[0]) is not None:
+        continue
+    decisions: list[int] = []
+
+    def accept(start_token: int, end_token: int, sizes: Mapping[str, int]) -> bool:
+        decisions.append(end_token)
+        return True
+
+    store.fetches.begin("request", NAMES, 0, 500, accept=accept)
+    until(lambda: store.fetches.poll("request") is not None)
+    fetched = store.fetches.poll("request")
+    assert fetched is not None
+    assert (fetched.end_token, fetched.reads) == (0, {})
+    assert not decisions, "there is nothing to decide"
+
+
+def test_a_load_is_decided_after_the_lookups(host: Host) -> None:
+    """The caller sees the tokens and the bytes of each tier. Nothing is read if it declines."""
+    save(host.start(), *ALL)
+    store = host.start()
+    decisions: list[tuple[int, int, dict[str, int]]] = []
+
+    def accept(start_token: int, end_token: int, sizes: Mapping[str, int]) -> bool:
+        decisions.append((start_token, end_token, dict(sizes)))
+        return False
+
+    store.fetches.begin("request", NAMES, 0, 500, accept=accept)
+    until(lambda: store.fetches.poll("request") is not None)
+    fetched = store.fetches.poll("request")
+    assert fetched is not None
+    assert decisions == [(0, 384, {"memory": sum(SIZES[ref.group] for ref in NEEDED_384)})]
+    assert (fetched.end_token, fetched.declined, fetched.reads) == (0, True, {})
+    assert store.counts == {"misses": 1, "declined": 1, "missed_tokens": 500}
+    assert store.totals()["store_requests"] == {"hit": 0, "miss": 0, "declined": 1}
+    assert store.staging.used_bytes == 0
+
+
+def test_a_declined_load_from_disk_lets_the_objects_be_stored_in_memory(host: Host) -> None:
+    save(host.start(), *ALL)
+    for path in (host.root / "memory" / "objects").glob("*/*"):
+        path.unlink()
+    store = host.start()
+    store.fetches.begin("request", NAMES, 0, 500, accept=lambda start_token, end_token, sizes: False)
+    until(lambda: store.fetches.poll("request") is not None)
+    fetched = store.fetches.poll("request")
+    assert fetched is not None
+    assert fetched.present == frozenset()
 
 
 def test_a_stored_prefix_is_loaded_by_another_engine(host: Host) -> None:
@@ -313,7 +365,10 @@ def test_a_fetch_that_is_stopped_returns_what_it_has_verified(host: Host) -> Non
     assert fetched is not None
     assert fetched.end_token == 128
     assert set(fetched.offsets) == {ObjectRef(128, 0)}
-    assert fetched.read_bytes == SIZES[0]
+    # Each tier is measured on its own: the disk's reads had not ended.
+    (read, memory_s), (not_read, disk_s) = fetched.reads["memory"], fetched.reads["disk"]
+    assert (read, not_read) == (SIZES[0], 0)
+    assert 0 < memory_s < disk_s
     store.fetches.end("request")
     files.heal()
     until(store.idle)

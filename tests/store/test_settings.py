@@ -28,8 +28,8 @@ def test_tiers_are_ordered_by_speed() -> None:
         ({"store": {}}, "store has neither a path nor memory_gib; set one of them, or remove store"),
         (
             {"store": {"pth": "/disk"}},
-            "unknown key store.pth; known keys are chunk_tokens, disk_gib, load_s, lookup_s, memory_gib, memory_path, "
-            "path, staging_mib, store_s",
+            "unknown key store.pth; known keys are always_load, chunk_tokens, disk_gib, load_s, lookup_s, memory_gib, "
+            "memory_path, path, staging_mib, store_s",
         ),
         ({"store": {"path": 3}}, "store.path must be a string, not 3"),
         ({"store": {"path": "disk"}}, "store.path must be an absolute path, not 'disk'"),

@@ -36,7 +36,7 @@ def test_a_load_that_takes_longer_than_the_computation_is_declined(host: Host, t
     """The disk needs 1.3 ms for the prompt's objects."""
     host.fill(64)
     engine = host.start()
-    engine.costs.loaded("disk", 10**6, 1.0)
+    engine.costs.read("disk", 10**6, 1.0)
     engine.take(StoreReport(timed_tokens=1000, timed_s=1000 * token_s))
     request = new_request(engine)
     assert matched(engine, request) == tokens
@@ -45,10 +45,21 @@ def test_a_load_that_takes_longer_than_the_computation_is_declined(host: Host, t
     assert engine.stats().data["counts"]["store_requests"] == {"hit" if tokens else "declined": 1}
 
 
+def test_the_wait_is_counted_from_the_reads(host: Host) -> None:
+    """A step, which takes longer than the computation of the prompt, lies between two polls."""
+    host.fill(64)
+    engine = host.start()
+    engine.take(StoreReport(timed_tokens=1000, timed_s=5.0))
+    request = new_request(engine)
+    assert engine.matched_tokens(request, 0) is None
+    threading.Event().wait(0.5)
+    assert matched(engine, request) == 64
+
+
 def test_an_operator_may_prefer_loads_to_computation(host: Host) -> None:
     host.fill(64)
     engine = host.start(always_load=True)
-    engine.costs.loaded("disk", 1, 1.0)
+    engine.costs.read("disk", 1, 1.0)
     engine.take(StoreReport(timed_tokens=1000, timed_s=1e-3))
     assert matched(engine, new_request(engine)) == 64
 
@@ -76,27 +87,40 @@ def test_a_load_ends_when_the_computation_would_have_ended(host: Host, monkeypat
     assert left(engine) == 0
 
 
-def test_the_slowest_rank_measures_a_step(host: Host) -> None:
-    """Small steps are not measured: they take longer per token."""
+@pytest.mark.parametrize("load_first", [False, True])
+def test_the_slowest_rank_measures_a_step(host: Host, load_first: bool) -> None:
+    """Small steps are not measured: they take longer per token.
+
+    vLLM calls the load after the forward pass, except in steps with loads that are not
+    asynchronous.
+    """
     engine = host.start()
     output = SchedulerOutput.make_empty()
-    output.total_num_scheduled_tokens = 63
+    output.scheduled_cached_reqs.req_ids = ["decoding", "prompt"]
+    output.scheduled_cached_reqs.num_computed_tokens = [600, 256]
+    output.num_scheduled_tokens = {"decoding": 1, "prompt": 63}
     assert engine.orders(output).timed_tokens == 0
-    output.total_num_scheduled_tokens = 128
+    output.num_scheduled_tokens = {"decoding": 1, "prompt": 127}
     orders = engine.orders(output)
     assert orders.timed_tokens == 128
+    assert orders.timed_context_tokens == pytest.approx((600.5 + 127 * 319.5) / 128)
     worker = StoreWorker(host.settings, 4096)
     worker.register(RANK.layout)
-    worker.load(orders)
+    worker.begin_step()
+    if load_first:
+        worker.load(orders)
     threading.Event().wait(0.01)
+    if not load_first:
+        worker.load(orders)
     worker.store(orders)
     report = worker.report()
     assert report is not None
     assert report.timed_tokens == 128
     assert report.timed_s >= 0.01
+    worker.begin_step()
     worker.load(StoreOrders(orders.staging))
     worker.store(StoreOrders(orders.staging))
     assert worker.report() is None
-    slower = StoreReport(timed_tokens=128, timed_s=2 * report.timed_s)
+    slower = StoreReport(timed_tokens=128, timed_context_tokens=320, timed_s=2 * report.timed_s)
     engine.take(report.aggregate(slower))
-    assert engine.costs.compute_s(64) == pytest.approx(slower.timed_s / 2)
+    assert engine.costs.compute_s(0, 64) == pytest.approx(slower.timed_s / 2)

@@ -126,7 +126,7 @@ def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) ->
     host.fill(64)
     decode = host.start()
     decode.costs.transferred(1 << 40, 1.0)
-    decode.costs.loaded("disk", 1, 1.0)
+    decode.costs.read("disk", 1, 1.0)
     request = new_request(decode)
     until(ready(decode, request))
     assert decode.load_prefix(request, tables(), 0, END) == 0

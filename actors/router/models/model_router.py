@@ -67,7 +67,9 @@ class ModelRouter:
         self._decode = engines.decode
         self._limits = limits
         prefill, decode = engines.prefill, engines.decode
-        self.feedback = RoutingFeedback(limits().routing, metrics, prefill.ongoing, decode.ongoing)
+        self.feedback = RoutingFeedback(
+            limits().routing, metrics, prefill.ongoing, decode.ongoing, lambda: prefill.stores() | decode.stores()
+        )
         self._fleet = Fleet(prefill, decode, metrics, self.feedback, self._discard)
 
     @property

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import itertools
 import os
-import stat
 import threading
 import time
 import uuid
@@ -30,6 +29,7 @@ from pathlib import Path
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
 from connectors.store.tiers.eviction import EvictionOrder
 from connectors.store.tiers.files import Files, is_abandoned
+from connectors.store.tiers.marker import MARKER, check_folder
 from connectors.store.tiers.objects import (
     ObjectHeader,
     ObjectName,
@@ -50,7 +50,6 @@ _READ_AHEAD = 256
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_S = 60.0
 _GIVE_UP_S = 1.0
-_MARKER = "tandem-kv-store"
 
 
 @dataclass(slots=True)
@@ -99,7 +98,7 @@ class FolderTier:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_folder(path)
-            (path / _MARKER).touch(mode=0o600)
+            (path / MARKER).touch(mode=0o600)
             self._objects.mkdir(mode=0o700, exist_ok=True)
             self._parts.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -522,35 +521,3 @@ def _bytes_now(entry: os.DirEntry[str]) -> int:
         return allocated(entry.stat(follow_symlinks=False).st_size)
     except FileNotFoundError:
         return 0
-
-
-def check_folder(path: Path) -> None:
-    """Raise ConfigurationError if an existing folder cannot be a tier.
-
-    The folder must belong to this user or root and be writable for this user, but not for all
-    users. Its group may write to it: Kubernetes mounts a volume as root's, for the pod's
-    ``fsGroup``. Without the marker of a store it must be empty, except for ``lost+found``. Raises
-    OSError if the folder is missing or unreadable.
-    """
-    state = path.stat()
-    if state.st_uid not in (0, os.geteuid()):
-        raise ConfigurationError(
-            f"store: {path} belongs to user {state.st_uid}, who could change stored KV; configure a folder of the "
-            "user that runs the engine"
-        )
-    if state.st_mode & stat.S_IWOTH:
-        raise ConfigurationError(
-            f"store: all users of this host may write to {path} and could change stored KV; remove the permission "
-            "(chmod o-w)"
-        )
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(
-            f"store: this process may not write to {path} or search it; permit both, or configure another path"
-        )
-    # The marker is created before all other files: if another process has created some of the
-    # listed ones in the meantime, it exists now.
-    others = {entry.name for entry in path.iterdir()} - {"lost+found", _MARKER}
-    if others and not (path / _MARKER).exists():
-        raise ConfigurationError(
-            f"store: {path} contains {sorted(others)[0]!r}, which is not part of a store; configure a separate folder"
-        )

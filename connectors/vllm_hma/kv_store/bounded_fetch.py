@@ -44,6 +44,8 @@ class BoundedFetch:
         self._queued = False
         # Time since which only the fetch delays the request, on `time.monotonic`; None before.
         self._ready_at: float | None = None
+        # Start of the reads: a step may lie between the first poll and the next one.
+        self._reading_at = 0.0
 
     def begin(self, names: Mapping[ObjectRef, ObjectName], start_token: int, limit_token: int) -> None:
         """Start the fetch.
@@ -70,7 +72,7 @@ class BoundedFetch:
             return None
         now = time.monotonic()
         self._ready_at = ready_at = now if self._ready_at is None else self._ready_at
-        waited_s = now - ready_at
+        waited_s = now - max(ready_at, self._reading_at)
         if waited_s < self._patience_s and min(waited_s, fetches.idle_s(self._request_id)) < self._settings.lookup_s:
             return None
         fetches.stop(self._request_id)
@@ -78,10 +80,14 @@ class BoundedFetch:
         assert fetched is not None, "the fetch was stopped"
         return fetched
 
-    def _worth_a_wait(self, tokens: int, sizes: Mapping[str, int]) -> bool:
-        costs = self._costs
+    def _worth_a_wait(self, start_token: int, end_token: int, sizes: Mapping[str, int]) -> bool:
+        """Set the patience; return whether to read. Called once, after the lookups."""
+        costs, self._reading_at = self._costs, time.monotonic()
         if self._settings.always_load and not self.beside_transfer:
             return True
-        otherwise_s = costs.transfer_s(sum(sizes.values())) if self.beside_transfer else costs.compute_s(tokens)
+        if self.beside_transfer:
+            otherwise_s = costs.transfer_s(sum(sizes.values()))
+        else:
+            otherwise_s = costs.compute_s(start_token, end_token)
         self._patience_s = costs.patience_s(sizes, otherwise_s)
         return self._patience_s > 0 or self._queued

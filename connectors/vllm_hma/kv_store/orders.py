@@ -61,14 +61,16 @@ class Store:
 class StoreOrders(KVConnectorMetadata):
     """Orders of one step, for all ranks.
 
-    ``staging``       path of the engine's staging memory
-    ``timed_tokens``  number of tokens of the step if ranks measure its duration, else 0
+    ``staging``               path of the engine's staging memory
+    ``timed_tokens``          number of tokens of the step if ranks measure its duration, else 0
+    ``timed_context_tokens``  mean number of tokens that these tokens attend to
     """
 
     staging: str = ""
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     timed_tokens: int = 0
+    timed_context_tokens: float = 0.0
 
 
 @dataclass(slots=True)
@@ -86,8 +88,9 @@ class StoreReport(KVConnectorWorkerMetadata):
                   load
     ``adapters``  identity of each LoRA adapter whose identity is new or has changed since the last
                   report
-    ``timed_tokens``, ``timed_s``  number of tokens of a step and its duration on the slowest rank,
-                  in seconds; 0 if it was not measured
+    ``timed_s``   duration of a step on the slowest rank, in seconds; 0 if it was not measured.
+                  ``timed_tokens`` and ``timed_context_tokens`` are those of its orders
+    ``copied_s``  duration of the loads' copies on the slowest rank, in seconds; 0 if one failed
     """
 
     attached: int = 0
@@ -98,7 +101,9 @@ class StoreReport(KVConnectorWorkerMetadata):
     broken: bool = False
     adapters: dict[Adapter, str] = field(default_factory=dict)
     timed_tokens: int = 0
+    timed_context_tokens: float = 0.0
     timed_s: float = 0.0
+    copied_s: float = 0.0
 
     def __bool__(self) -> bool:
         return self != StoreReport()
@@ -113,7 +118,9 @@ class StoreReport(KVConnectorWorkerMetadata):
         self.detached += other.detached
         self.broken = self.broken or other.broken
         self.timed_tokens = max(self.timed_tokens, other.timed_tokens)
+        self.timed_context_tokens = max(self.timed_context_tokens, other.timed_context_tokens)
         self.timed_s = max(self.timed_s, other.timed_s)
+        self.copied_s = max(self.copied_s, other.copied_s)
         for adapter, identity in other.adapters.items():
             if self.adapters.setdefault(adapter, identity) != identity:
                 # Ranks on several hosts may have loaded different files.

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -39,6 +39,7 @@ from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging, slot_bytes
 from connectors.vllm_hma.kv_store.beside_transfer import TransferredTokens
 from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
+from connectors.vllm_hma.kv_store.description import describe_store
 from connectors.vllm_hma.kv_store.events import StoreEvents
 from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.metrics import TandemStats
@@ -52,10 +53,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TIMED_TOKENS = 64
-"""Minimum number of tokens of a step whose duration is measured.
+# Not measured: objects of one model only need to compare by tokens per byte.
+_COST_NS_PER_TOKEN = 100_000
 
-Smaller steps take longer per token.
+_TIMED_TOKENS = 64
+"""Minimum number of tokens of one request in a step whose duration is measured.
+
+Steps of generated tokens take longer per token than prompts.
 """
 
 
@@ -103,6 +107,8 @@ class StoreScheduler:
         # Identities of the adapters that the workers have loaded.
         self._adapters: dict[Adapter, str] = {}
         self._store: KVStore | None = None
+        self.description: dict[str, Any] | None = None
+        """Identity and capacity of the store, for routers (``describe_store``); None if unknown."""
         self.costs = LoadCosts()
         self._ranks = self._attached = self._detached = 0
         self._requests: dict[str, _Known] = {}
@@ -110,8 +116,8 @@ class StoreScheduler:
         self._filling: dict[int, tuple[_Known, int, bool]] = {}
         self._loads: list[Load] = []
         self._load_ids = itertools.count()
-        # Slots of unfinished loads, and the number of ranks that have reported, by load id.
-        self._loading: dict[int, tuple[list[int], int]] = {}
+        # Slots and bytes of unfinished loads, and the number of ranks that have reported, by id.
+        self._loading: dict[int, tuple[list[int], int, int]] = {}
         self._reported: dict[str, dict[str, float]] = {}
         self._reported_pending = 0
         self._unreported = TandemStats()
@@ -145,6 +151,7 @@ class StoreScheduler:
             FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
         ]
         _check_sizes(sizes.values(), settings)
+        self.description = describe_store(tiers[-1], space, plan, sizes)
         limits = StoreLimits(settings.lookup_s, settings.load_s, settings.store_s)
         self._ranks = len(rank_caches)
         self._store = KVStore(plan, space, sizes, tiers, Staging(settings.staging_mib << 20), limits)
@@ -312,9 +319,12 @@ class StoreScheduler:
         """
         orders = StoreOrders(str(self.store.staging.path), self._loads)
         self._loads = []
-        if output.total_num_scheduled_tokens >= _TIMED_TOKENS:
-            orders.timed_tokens = output.total_num_scheduled_tokens
-        for request_id, computed in _scheduled(output):
+        scheduled, tokens = _scheduled(output), output.num_scheduled_tokens
+        if max(tokens.values(), default=0) >= _TIMED_TOKENS:
+            orders.timed_tokens = sum(tokens.values())
+            contexts = (tokens[request] * (computed + tokens[request] / 2) for request, computed in scheduled)
+            orders.timed_context_tokens = sum(contexts) / orders.timed_tokens
+        for request_id, computed in scheduled:
             known = self._requests.get(request_id)
             if known is not None and not known.void and not self._detached:
                 store = self._completed(known, computed, computed + output.num_scheduled_tokens[request_id], output)
@@ -334,12 +344,13 @@ class StoreScheduler:
         if report.broken:
             for known in self._requests.values():
                 known.void = True
-        self.costs.computed(report.timed_tokens, report.timed_s)
+        self.costs.computed(report.timed_tokens, report.timed_context_tokens, report.timed_s)
         self._attached += report.attached
         self._detached += report.detached
+        self.costs.copied(sum(self._loading[load_id][1] for load_id in report.loaded), report.copied_s)
         for load_id, ranks in report.loaded.items():
-            slots, before = self._loading[load_id]
-            self._loading[load_id] = (slots, before + ranks)
+            slots, size_bytes, before = self._loading[load_id]
+            self._loading[load_id] = (slots, size_bytes, before + ranks)
             if before + ranks == self._ranks:
                 del self._loading[load_id]
                 for offset in slots:
@@ -411,7 +422,8 @@ class StoreScheduler:
         known.tier = fetched.tier
         # The load owns the slots now: after a preemption, the request may start another fetch.
         load_id = next(self._load_ids)
-        self._loading[load_id] = (self.store.fetches.hand_over(known.request.request_id), 0)
+        slots = self.store.fetches.hand_over(known.request.request_id)
+        self._loading[load_id] = (slots, self.store.object_bytes(fetched.offsets), 0)
         self._loads.append(
             Load(
                 load_id,
@@ -427,8 +439,8 @@ class StoreScheduler:
     def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
         known.present = fetched.present
         self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
-        if fetched.present and not fetched.declined:
-            self.costs.loaded(fetched.tier, fetched.read_bytes, fetched.tiers_s)
+        for tier, (size_bytes, seconds) in fetched.reads.items():
+            self.costs.read(tier, size_bytes, seconds)
 
     def _begin_fetch(self, known: _Known, local_tokens: int, limit_token: int, beside_transfer: bool = False) -> bool:
         """Start a fetch beyond ``local_tokens``; return False if no object can exist there."""
@@ -488,7 +500,7 @@ class StoreScheduler:
                 self._events.describe(ref, names, known.request)
             # A later object costs slightly less, so a prompt loses its last objects first: without
             # its first object, the others would be of no use.
-            self.store.writer.commit(ref, name, offset, span * self.costs.token_cost_ns() - ref.end_token)
+            self.store.writer.commit(ref, name, offset, span * _COST_NS_PER_TOKEN - ref.end_token)
         self._forget(known)
 
     def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:

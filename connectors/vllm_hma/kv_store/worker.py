@@ -47,8 +47,9 @@ class StoreWorker:
         # failed load.
         self._spoiled_steps = 0
         self._report = StoreReport()
-        # End of the last call of ``load``, on `time.monotonic`.
-        self._loaded_at = 0.0
+        # Start of this step, on `time.monotonic`, and the duration of its loads in seconds.
+        self._began_at = 0.0
+        self._loads_s = 0.0
         self._not_loaded: set[int] = set()
         self._adapters = adapter_loads()
         self._reported: dict[Adapter, str] = {}
@@ -82,6 +83,14 @@ class StoreWorker:
         """
         return self._spoiled_steps > 0
 
+    def begin_step(self) -> None:
+        """Start to measure a step. Call before the forward pass.
+
+        vLLM calls ``load`` before the forward pass only in steps with loads that are not
+        asynchronous (``has_sync_kv_loads`` in vllm/v1/worker/kv_connector_model_runner_mixin.py).
+        """
+        self._began_at, self._loads_s = time.monotonic(), 0.0
+
     def load(self, orders: StoreOrders) -> set[str]:
         """Copy objects into blocks; return the ids of requests whose load beside a transfer failed.
 
@@ -91,6 +100,7 @@ class StoreWorker:
         and others already scheduled, are ``spoiled``.
         """
         broken: set[str] = set()
+        loads_began_at, all_copied = time.monotonic(), bool(orders.loads)
         self._attach_once(orders)
         assert self._plan is not None
         assert self._plans is not None
@@ -103,6 +113,7 @@ class StoreWorker:
                 moves = load_moves(self._plan, plan, tables, start, end, addresses, full_only)
                 copy_runs(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
+                all_copied = False
                 remedy = (
                     "the transfer sends all KV"
                     if load.beside_transfer
@@ -119,7 +130,9 @@ class StoreWorker:
                     self._report.broken = True
                     self._spoiled_steps = self._batches
             self._report.loaded[load.load_id] = 1
-        self._loaded_at = time.monotonic()
+        self._loads_s = time.monotonic() - loads_began_at
+        if all_copied:
+            self._report.copied_s = self._loads_s
         return broken
 
     def store(self, orders: StoreOrders) -> None:
@@ -132,7 +145,9 @@ class StoreWorker:
         assert self._plans is not None
         if orders.timed_tokens:
             # The cache is in host memory (``register``), so the forward pass has ended.
-            self._report.timed_tokens, self._report.timed_s = orders.timed_tokens, time.monotonic() - self._loaded_at
+            self._report.timed_tokens = orders.timed_tokens
+            self._report.timed_context_tokens = orders.timed_context_tokens
+            self._report.timed_s = time.monotonic() - self._began_at - self._loads_s
         for store in orders.stores:
             try:
                 if self.spoiled:

@@ -97,6 +97,8 @@ class SchedulerConnector:
             self._outbox, self.blocks, prompts, groups, step_tokens, drafts_read_next_token, speculates
         )
         self.consumptions = Consumptions(self._outbox, self.blocks, prompts, self.quarantine)
+        self.described: dict[str, Any] = {}
+        """Further entries of the reply to ``describe``."""
         self._server: MetadataProcess | None = None
         self._warn = RateLimitedLog(logger)
 
@@ -249,10 +251,13 @@ class SchedulerConnector:
         return orders
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
-        """Return this engine's address and ``first_token_multiple``; None without ``describe``."""
+        """Return this engine's address, ``first_token_multiple`` and ``described``; None without
+        ``describe``.
+        """
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and params.get("describe"):
-            return self._address() | {"first_token_multiple": self.productions.first_token_multiple}
+            multiple = self.productions.first_token_multiple
+            return self._address() | {"first_token_multiple": multiple} | self.described
         return None
 
     def _address(self) -> dict[str, Any]:

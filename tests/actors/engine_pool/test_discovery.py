@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from actors.engine_pool.discovery import engine_names, publish, rank, ranked_metadata, replicas_of
+from actors.policy.stores import EngineStore
 from actors.rpc.address import RpcAddress
 from actors.rpc.server import replica_metadata
 
@@ -68,3 +69,16 @@ def test_each_data_parallel_rank_is_an_engine():
         "b": ("b", 0, 3, 9, None),
     }
     assert [*engine_names("a", 2), *engine_names("b", 1)] == list(engines)
+
+
+def test_engines_announce_their_stores():
+    """As in a connector's reply; engines with the same folder and namespace have the same id."""
+    address = RpcAddress("h", 1, "key")
+    described = {"id": "0", "tokens": 5000, "chunk_tokens": 256}
+    stored = [replica_metadata(address, 7, slots=4, store=described) for _ in range(2)]
+    alone = replica_metadata(address, 7, slots=4)
+    publish("stores", dict(zip("abc", [*stored, alone], strict=True)))
+    engines = replicas_of("stores")
+    assert engines is not None
+    store = EngineStore("0", 5000, 256)
+    assert {name: engine.store for name, engine in engines.items()} == {"a": store, "b": store, "c": None}

@@ -36,9 +36,11 @@ def busy(*seconds: float, streams: int = 0) -> EngineLoad:
     return load
 
 
-def options(tokens=1024, answer=1, decode=(), prefill=(), held=(), **loads: EngineLoad) -> Options:
-    """Return replicas by name, one letter each; `held` are pairs of replica and tokens."""
-    held = dict(held)
+def options(tokens=1024, answer=1, decode=(), prefill=(), held=(), stored=(), **loads: EngineLoad) -> Options:
+    """Return replicas by name, one letter each; `held` and `stored` are pairs of replica and
+    tokens.
+    """
+    held, stored = dict(held), dict(stored)
     return Options(
         tokens,
         answer,
@@ -46,6 +48,8 @@ def options(tokens=1024, answer=1, decode=(), prefill=(), held=(), **loads: Engi
         {one: len(loads[one].calls) if one in loads else 0 for one in prefill},
         {one: held.get(one, 0) for one in decode},
         {one: held.get(one, 0) for one in prefill},
+        {one: stored[one] for one in decode if one in stored},
+        {one: stored[one] for one in prefill if one in stored},
         {one: loads[one] for one in decode if one in loads},
         {one: loads[one] for one in prefill if one in loads},
         Costs(ASSUMED),
@@ -65,6 +69,8 @@ ONE: dict[str, Any] = {"decode": "d", "prefill": "p"}
         ({"d": busy(streams=64)}, 0, 1.14 + 1.024, 64 * 2.164 + 64 * 0.001),
         # 24 tokens after 1000: 0.1 + 0.024 + 0.024 x 1012 / 32768
         ({"held": [("d", 1000)]}, 0, 0.1 + 0.024 + 0.000741, 0),
+        # 900 tokens more from the store at 100,000 tokens/s.
+        ({"held": [("d", 100)], "stored": [("d", 900)]}, 0, 0.1 + 0.009 + 0.024 + 0.000741, 0),
     ],
 )
 def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
@@ -87,6 +93,9 @@ def test_decode_alone_by_hand(given, queue_s, compute_s, interference_s):
         ({"d": busy(streams=32)}, 0, 1.14, 0.1524 + 0.032, 1024),
         ({"held": [("p", 1000)]}, 0, 0.124741, 0.1524, 1024),
         ({"held": [("d", 1000)]}, 0, 1.14, 0.0524, 24),
+        # 1000 tokens from prefill's store at 100,000 tokens/s; decode receives all tokens.
+        ({"stored": [("p", 1000)]}, 0, 0.134741, 0.1524, 1024),
+        ({"held": [("p", 100)], "stored": [("p", 900)]}, 0, 0.133741, 0.1524, 1024),
     ],
 )
 def test_a_pair_by_hand(given, queue_s, compute_s, handover_s, moved):
@@ -132,6 +141,12 @@ def test_calls_of_other_routers_count():
         ({"d": busy(0.2), "p": busy(0.2)}, "local", "cheaper", "d", None),
         ({"d": busy(streams=1), "p": busy(3.0)}, "local", "cheaper", "d", None),
         ({"held": [("p", 900)]}, "remote", "cheaper", "d", "p"),
+        ({"stored": [("p", 900)]}, "remote", "cheaper", "d", "p"),
+        ({"stored": [("p", 900), ("d", 900)]}, "local", "cheaper", "d", None),
+        # A cached prefix is better than a stored one, and a stored one better than none.
+        ({"prefill": "pqr", "held": [("r", 900)], "stored": [("q", 900)]}, "remote", "cheaper", "d", "r"),
+        ({"prefill": "pqr", "stored": [("q", 900)]}, "remote", "cheaper", "d", "q"),
+        ({"decode": "de", "stored": [("e", 900)]}, "local", "cheaper", "e", None),
         ({"decode": "de", "prefill": "", "d": busy(streams=1)}, "local", "no_prefill", "e", None),
         ({"decode": "de", "d": busy(streams=1), "e": busy(streams=2)}, "remote", "cheaper", "d", "p"),
         ({"decode": "de", "held": [("e", 500)]}, "local", "cheaper", "e", None),
@@ -234,14 +249,15 @@ def test_options_are_ranked_as_one_by_one(policy, session, seed):
         name: busy(*[rng.random()] * rng.randint(0, 2), streams=rng.choice([0, 0, 9])) for name in decode + prefill
     }
     loads[rng.choice(decode)].failed_at = loads[rng.choice(prefill)].failed_at = rng.choice([None, 0.0])
-    given = options(decode=decode, prefill=prefill, held=[(rng.choice(decode + prefill), 500)], **loads)
+    held, stored = ([(rng.choice(decode + prefill), tokens)] for tokens in (500, 300))
+    given = options(decode=decode, prefill=prefill, held=held, stored=stored, **loads)
     for pair in rng.sample([(p, d) for p in prefill for d in decode], k=rng.randint(0, len(prefill) * len(decode))):
         given.costs.observe_handover(pair, (0.05, 0.1, 0.0), rng.choice([0.01, 0.2, 3.0]), 0.0)
     for name in rng.sample(decode, k=rng.randint(0, len(decode))):
         given.costs.step.observe(name, (0.05, 0.02, 0.0), rng.choice([0.01, 0.2]), 0.0)
-        given.costs.local.observe(name, (0.1, 0.5, 0.1, 0.0), rng.choice([0.2, 3.0]), 0.0)
+        given.costs.local.observe(name, (0.1, 0.5, 0.1, 0.0, 0.0), rng.choice([0.2, 3.0]), 0.0)
     for name in rng.sample(prefill, k=rng.randint(0, len(prefill))):
-        given.costs.prefill.observe(name, (0.1, 0.5, 0.1), rng.choice([0.2, 3.0]), 0.0)
+        given.costs.prefill.observe(name, (0.1, 0.5, 0.1, 0.01), rng.choice([0.2, 3.0]), 0.0)
     given.costs.keep_only(set(prefill) - {rng.choice(prefill)}, set(decode) - {rng.choice(decode)})
     settings = ASSUMED.model_copy(update={"policy": policy})
     key = choice._key(settings, given, session)  # noqa: SLF001

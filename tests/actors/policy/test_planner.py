@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from actors.policy.decision import Estimate
 from actors.policy.planner import Planner
 from actors.policy.prompts import read_prompt
+from actors.policy.stores import STORES_KEPT, EngineStore
 from configs.settings.router import RoutingSettings
 
 P = {"p": 0}
@@ -74,6 +75,133 @@ def test_a_slow_prefill_replica_is_left_alone():
     for n in range(4):
         planner.begin(ids(4000, 2 * 10**6 + n), "d", "p", now)
     assert planner.decide(ids(4000, 3 * 10**6), {"p": 0, "q": 0}, D, now).prefill == ("q", "p")
+
+
+FLEET = {"p": 0, "q": 0}
+
+
+def store(name: str, tokens: int = 10**6, chunk_tokens: int = 64) -> EngineStore:
+    return EngineStore(name, tokens, chunk_tokens)
+
+
+def served(planner: Planner, prompt, now: float, stores, fleet=FLEET, prefill="p") -> float:
+    """Serve a prompt by a prefill engine, as planned with these stores."""
+    planner.decide(prompt, fleet, D, now, stores=stores)
+    return serve(planner, prompt, now, prefill=prefill, prefill_s=0.4)
+
+
+def loaded(planner: Planner, prompt, now: float, engine: str, of: EngineStore) -> int:
+    """Return the tokens that a new engine with this store is expected to load."""
+    return known(planner.decide(prompt, {engine: 0}, D, now, stores={engine: of}).chosen).loaded_tokens
+
+
+def test_a_restarted_engine_has_its_stored_prefixes():
+    """The engine p2 replaces p on the same host: its cache is empty, its store is not.
+
+    The router knows 62 pieces of 64 tokens of 4000; objects have 256 tokens: 15 x 256 = 3840.
+    """
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    first, second = store("first", chunk_tokens=256), store("second", chunk_tokens=256)
+    now = served(planner, ids(4000), 0.0, {"p": first, "q": second})
+    decision = planner.decide(ids(4000), {"q": 0, "p2": 0}, D, now, stores={"q": second, "p2": first})
+    assert decision.prefill[0] == "p2"
+    chosen = known(decision.chosen)
+    assert (chosen.loaded_tokens, chosen.uncached_tokens) == (3840, 160)
+    without = planner.decide(ids(4000), {"q": 0, "p2": 0}, D, now, stores={})
+    assert known(without.chosen).loaded_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("capacity", "setting", "expected"),
+    [
+        (10**6, 10**6, 3968),
+        # 1024 tokens are 16 pieces; the prompt's last pieces are dropped first.
+        (1024, 10**6, 1024),
+        (10**6, 1024, 1024),
+        (10**6, 0, 0),
+    ],
+)
+def test_a_store_has_no_more_than_fits(capacity, setting, expected):
+    planner = Planner(RoutingSettings(policy="always_remote", prefix_tokens_per_store=setting))
+    now = served(planner, ids(4000), 0.0, {"p": store("first", capacity)})
+    assert loaded(planner, ids(4000), now, "p2", store("first", capacity)) == expected
+
+
+def test_a_store_drops_the_least_recently_used_prompt():
+    """Two prompts fit; a third replaces the second, because the first was used again."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    small, prompts, now = store("first", 2048), [ids(1024, 10**4 * n) for n in range(3)], 0.0
+    for number in (0, 1, 0, 2):
+        now = served(planner, prompts[number], now, {"p": small})
+    assert [loaded(planner, prompt, now, f"p{n}", small) for n, prompt in enumerate(prompts)] == [960, 0, 960]
+
+
+def test_decode_has_its_stored_answer_after_a_restart():
+    """Decode's store has the prompt of 4000 tokens and the answer of 200."""
+    planner = Planner(RoutingSettings(policy="never_remote"))
+    stores = {"p": store("first", chunk_tokens=1), "d": store("second", chunk_tokens=1)}
+    planner.decide(ids(4000), P, D, 0.0, stores=stores)
+    now = serve(planner, ids(4000), 0.0, tokens=200)
+    after = planner.decide(ids(4300), P, {"d2": 0}, now, stores={"d2": stores["d"]})
+    assert known(after.chosen).loaded_tokens == 4200
+
+
+def test_a_store_outlives_its_engines_for_a_while():
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    now = served(planner, ids(4000), 0.0, {"p": store("first")})
+    for other in range(STORES_KEPT - 1):
+        planner.decide(ids(1), {"q": 0}, D, now, stores={"q": store(f"other {other}")})
+    assert loaded(planner, ids(4000), now, "p2", store("first")) == 3968
+    for other in range(STORES_KEPT):
+        planner.decide(ids(1), {"q": 0}, D, now, stores={"q": store(f"other {other}")})
+    assert loaded(planner, ids(4000), now, "p2", store("first")) == 0
+
+
+def test_engines_share_a_store():
+    """A prompt that p has stored is loaded by q on the same host, if p is busy."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    stores = {"p": store("host"), "q": store("host")}
+    now = served(planner, ids(4000), 0.0, stores)
+    assert planner.decide(ids(4000), FLEET, D, now, stores=stores).prefill == ("p", "q")
+    for n in range(3):
+        planner.begin(ids(4000, 10**6 * (n + 1)), "d", "p", now)
+    decision = planner.decide(ids(4000), FLEET, D, now, stores=stores)
+    assert decision.prefill == ("q", "p")
+    assert known(decision.chosen).loaded_tokens == 3968
+
+
+def test_a_prompt_is_stored_once_it_is_computed():
+    """Until then, another engine with the same store cannot load it; after a failure never."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    host = store("host")
+    planner.decide(ids(4000), P, D, 0.0, stores={"p": host})
+    failing = planner.begin(ids(4000), "d", "p", 0.0)
+    assert loaded(planner, ids(4000), 0.5, "p2", host) == 0
+    planner.ended(failing, 1.0, broken=True)
+    assert loaded(planner, ids(4000), 1.0, "p2", host) == 0
+    planner.decide(ids(4000), P, D, 1.0, stores={"p": host})
+    planner.prefilled(planner.begin(ids(4000), "d", "p", 1.0), 1.4)
+    assert loaded(planner, ids(4000), 1.4, "p2", host) == 3968
+
+
+def test_slow_loads_are_learnt():
+    """After loads that take as long as the computation, a stored prefix attracts no requests."""
+    planner = Planner(RoutingSettings(policy="always_remote"))
+    first, second = store("first"), store("second")
+    now, stores = 0.0, {"p": first, "q": second}
+    for n in range(8):
+        prompt = ids(4000, 10_000 * n)
+        now = served(planner, prompt, now, stores)
+        planner.decide(prompt, {f"p{n}": 0, "q": 0}, D, now, stores={f"p{n}": first, "q": second})
+        now = serve(planner, prompt, now, prefill=f"p{n}", prefill_s=0.4)
+    fast = Planner(RoutingSettings(policy="always_remote"))
+    seconds = []
+    for each in (planner, fast):
+        at = served(each, ids(4000, 10**6), now, stores)
+        again = each.decide(ids(4000, 10**6), {"p9": 0}, D, at, stores={"p9": first})
+        seconds.append(known(again.chosen).compute_s)
+    assert seconds[0] > 0.3
+    assert seconds[1] < 0.1
 
 
 def test_equals_take_turns():

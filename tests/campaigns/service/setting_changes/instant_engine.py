@@ -96,6 +96,10 @@ class InstantEngine(VllmEngine):
         """Return an address at which no process listens."""
         return ProducerAddress.from_params(_producer(f"{self.describe()['engine_ids'][rank]}"))
 
+    async def describe_store(self, timeout_s: float, rank: int = 0) -> dict[str, Any] | None:
+        """Return None: no connector runs."""
+        return None
+
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
         """Return the parameters of a probe without KV."""
         return _producer(f"{self.describe()['engine_ids'][rank]}")

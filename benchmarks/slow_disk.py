@@ -1,0 +1,87 @@
+"""TandemConnector with a disk of limited bandwidth, and requests that fix the store's decision.
+
+``benchmarks.store_choice`` loads this module in its engines, by ``kv_connector_module_path``. The
+first part of a request id is its mode:
+
+    plain   the store neither loads nor stores the request's KV
+    always  the store loads all stored KV, at any price
+    (else)  the store decides
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from connectors.store.tiers.files import Files
+from connectors.vllm_hma.connector import TandemConnector
+from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+RATE_VARIABLE = "TANDEM_BENCH_DISK_RATE"
+"""Environment variable with the path of a file that holds the bandwidth in bytes per second."""
+
+
+class Disk:
+    """Limits the sum of all threads' reads to the bandwidth in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def read(self, size_bytes: int) -> None:
+        """Return when a disk of this bandwidth would have delivered ``size_bytes`` more."""
+        seconds = size_bytes / float(self._path.read_text())
+        with self._lock:
+            self._free_at = ready_at = max(self._free_at, time.monotonic()) + seconds
+        time.sleep(max(0.0, ready_at - time.monotonic()))
+
+
+class SlowDiskConnector(TandemConnector):
+    """See the module."""
+
+    def on_new_request(self, request: Request) -> None:
+        if request.request_id.startswith("plain"):
+            self.scheduler.new_request(request)
+        else:
+            super().on_new_request(request)
+
+
+def _limit_reads(disk: Disk) -> None:
+    read = Files.read
+
+    def slow_read(
+        self: Files, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]
+    ) -> tuple[bytes, int, int]:
+        def piece(data: memoryview) -> None:
+            disk.read(data.nbytes)
+            piece_read(data)
+
+        return read(self, path, payload, piece)
+
+    Files.read = slow_read  # type: ignore[method-assign]
+
+
+def _obey_modes() -> None:
+    worth_a_wait = BoundedFetch._worth_a_wait
+
+    def decide(self: BoundedFetch, start_token: int, end_token: int, sizes: Mapping[str, int]) -> bool:
+        if self._request_id.startswith("always"):
+            self._patience_s = math.inf
+            return True
+        return worth_a_wait(self, start_token, end_token, sizes)
+
+    BoundedFetch._worth_a_wait = decide  # type: ignore[method-assign]
+
+
+if RATE_VARIABLE in os.environ:  # only engines have it
+    _limit_reads(Disk(Path(os.environ[RATE_VARIABLE])))
+    _obey_modes()

@@ -1,0 +1,63 @@
+"""The file that marks a folder as a tier of the KV store, and names it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import uuid
+from pathlib import Path
+
+from connectors.errors import ConfigurationError
+
+MARKER = "tandem-kv-store"
+
+
+def folder_id(path: Path) -> str:
+    """Return the id of the tier in a folder: 32 hexadecimal digits, the same for all its processes.
+
+    Creates a random id if the tier has none. Raises OSError if the folder is no tier, or its marker
+    cannot be read or written.
+    """
+    with (path / MARKER).open("r+", encoding="ascii", errors="replace") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+        found = file.read()
+        if len(found) != 32:
+            found = uuid.uuid4().hex
+            file.seek(0)
+            file.truncate()
+            file.write(found)
+            file.flush()
+        return found
+
+
+def check_folder(path: Path) -> None:
+    """Raise ConfigurationError if an existing folder cannot be a tier.
+
+    The folder must belong to this user or root and be writable for this user, but not for all
+    users. Its group may write to it: Kubernetes mounts a volume as root's, for the pod's
+    ``fsGroup``. Without the marker of a store it must be empty, except for ``lost+found``. Raises
+    OSError if the folder is missing or unreadable.
+    """
+    state = path.stat()
+    if state.st_uid not in (0, os.geteuid()):
+        raise ConfigurationError(
+            f"store: {path} belongs to user {state.st_uid}, who could change stored KV; configure a folder of the "
+            "user that runs the engine"
+        )
+    if state.st_mode & stat.S_IWOTH:
+        raise ConfigurationError(
+            f"store: all users of this host may write to {path} and could change stored KV; remove the permission "
+            "(chmod o-w)"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"store: this process may not write to {path} or search it; permit both, or configure another path"
+        )
+    # The marker is created before all other files: if another process has created some of the
+    # listed ones in the meantime, it exists now.
+    others = {entry.name for entry in path.iterdir()} - {"lost+found", MARKER}
+    if others and not (path / MARKER).exists():
+        raise ConfigurationError(
+            f"store: {path} contains {sorted(others)[0]!r}, which is not part of a store; configure a separate folder"
+        )
