@@ -19,6 +19,7 @@ from typing import Any
 from ray.serve.handle import DeploymentBroadcastResponse
 
 from actors.errors import EngineDownError
+from actors.policy.stores import EngineStore
 from actors.request import Accepted, Call, Heartbeat
 from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
@@ -179,6 +180,9 @@ class Handle:
 
     def dispatch(self, slot: FakeSlot, call: Call, *_: Any) -> Response:
         return Response(self, slot, call)
+
+    def stores(self) -> dict[str, EngineStore]:
+        return {}
 
     def ongoing(self) -> dict[str, int] | None:
         """A pool whose replicas become known with the first request."""
