@@ -115,7 +115,7 @@ class LoadCosts:
         slow = [tier for tier, size in tiers if tier.read_s(size) >= left_s]
         if not slow:
             for tier, _ in tiers:
-                tier.is_fast()
+                tier.shorten_pauses()
             return otherwise_s
         for tier in slow:
             tier.declined += 1
@@ -159,7 +159,7 @@ class _Tier:
             return 0.0
         return size_bytes * _median(seconds / read if read else math.inf for read, seconds in self._reads)
 
-    def is_fast(self) -> None:
+    def shorten_pauses(self) -> None:
         """Make the pauses short again, unless a trial has not ended."""
         if not self._on_trial:
             self.pause, self.declined = FIRST_PAUSE, 0

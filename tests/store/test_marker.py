@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -56,3 +57,13 @@ def test_a_marker_without_an_id_gets_one(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_tier_has_no_id(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         folder_id(tmp_path)
+
+
+def test_a_process_that_keeps_the_lock_delays_no_start(tmp_path: Path) -> None:
+    """It may be stopped. The store works without an id."""
+    FolderTier(tmp_path / "tier", 1 << 20).close()
+    with (tmp_path / "tier" / MARKER).open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            folder_id(tmp_path / "tier")
+    assert len(folder_id(tmp_path / "tier")) == 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 import uuid
 from pathlib import Path
 
@@ -12,15 +13,18 @@ from connectors.errors import ConfigurationError
 
 MARKER = "tandem-kv-store"
 
+LOCK_S = 1.0
+"""Longest wait for the marker's lock: a process that holds it may be stopped."""
+
 
 def folder_id(path: Path) -> str:
     """Return the id of the tier in a folder: 32 hexadecimal digits, the same for all its processes.
 
-    Creates a random id if the tier has none. Raises OSError if the folder is no tier, or its marker
-    cannot be read or written.
+    Creates a random id if the tier has none. Raises OSError if the folder is no tier, if its marker
+    cannot be read or written, or if another process holds the marker's lock for LOCK_S.
     """
     with (path / MARKER).open("r+", encoding="ascii", errors="replace") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+        _lock(file.fileno())
         found = file.read()
         if len(found) != 32:
             found = uuid.uuid4().hex
@@ -29,6 +33,18 @@ def folder_id(path: Path) -> str:
             file.write(found)
             file.flush()
         return found
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file until it is closed."""
+    latest = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= latest:
+                raise
+        time.sleep(0.01)
 
 
 def check_folder(path: Path) -> None:

@@ -10,25 +10,12 @@ from typing import Any
 
 import pytest
 
-from actors.engine.engine_actor import EngineActor
 from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.engine_pool.discovery import publish
 from actors.engine_pool.engines import EnginePool
 from actors.policy.stores import EngineStore
 from configs.settings.deployment import RoleSettings
-
-
-class Actor(EngineActor):
-    """An actor with a given engine."""
-
-    role = "decode"
-
-    def __init__(self, engine: VllmEngine) -> None:
-        self.engine, self.replica, self._node_ip = engine, "r1", "127.0.0.1"
-        self._changes_adapters = False
-
-    def __del__(self) -> None:  # type: ignore[override]
-        """Nothing: the test closes the RPC servers."""
+from tests.actors.engine.test_slots_of import Actor
 
 
 class Core:
