@@ -5,7 +5,7 @@ Has no state or clock of its own: the options supply the time, the loads and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
     local = remote = None
     names = list(options.decode)
     if names:
-        failing = _all_failing(options.decode_loads, names, options.now)
+        failing = _all_failing(options.decode_load_list, options.now)
         local_order = _rank_local(settings, options, asked.session, failing)
         local = options.local(names[local_order[0]])
     if asked.whole is None and options.prefill and names:
@@ -134,7 +134,7 @@ def _rank_pairs(
         return np.broadcast_to(np.fromiter(values, float)[None, :], shape)
 
     keys = []
-    failing_prefill = _all_failing(options.prefill_loads, options.prefill, options.now)
+    failing_prefill = _all_failing(options.prefill_load_list, options.now)
     if any(failing) or any(failing_prefill):
         keys.append(rows(failing) + columns(failing_prefill))
     if session is not None:
@@ -190,8 +190,8 @@ def _failing(load: EngineLoad | None, now: float) -> bool:
     return failed or (load.silent_at is not None and now - load.silent_at < SILENT_S)
 
 
-def _all_failing(loads: Mapping[str, EngineLoad], names: Iterable[str], now: float) -> list[bool]:
-    return [_failing(loads.get(name), now) for name in names]
+def _all_failing(loads: Iterable[EngineLoad], now: float) -> list[bool]:
+    return [_failing(load, now) for load in loads]
 
 
 def _key(settings: RoutingSettings, options: Options, session: str | None) -> Key:
@@ -209,11 +209,9 @@ def _key(settings: RoutingSettings, options: Options, session: str | None) -> Ke
         loads = (options.decode_loads.get(one.decode), options.prefill_loads.get(one.prefill or ""))
         return sum(_failing(load, options.now) for load in loads)
 
-    decode_order = {decode: position for position, decode in enumerate(options.decode)}
-    prefill_order = {prefill: position for position, prefill in enumerate(options.prefill)}
-
     def by_order(one: Estimate) -> tuple[float, ...]:
-        return affinity(one.decode), decode_order[one.decode], prefill_order.get(one.prefill or "", 0)
+        prefill = 0 if one.prefill is None else list(options.prefill).index(one.prefill)
+        return affinity(one.decode), list(options.decode).index(one.decode), prefill
 
     def by_load(one: Estimate) -> tuple[float, ...]:
         return affinity(one.decode), options.ongoing_decode(one.decode), options.ongoing_prefill(one.prefill or "")

@@ -64,8 +64,8 @@ class Costs:
     ``step``     costs of a decode step
 
     All token counts but `held_tokens` exclude cached tokens, and those of computed tokens also
-    exclude loaded ones. The functions that return cost parts
-    take numbers, or arrays with one number for each engine.
+    exclude loaded ones. The functions that return cost parts take numbers, or arrays with one
+    number for each engine.
     """
 
     def __init__(self, settings: RoutingSettings) -> None:
@@ -85,12 +85,12 @@ class Costs:
         ``held_tokens``    cached tokens
         ``loaded_tokens``  tokens to load from the KV store
         """
-        token_s = 1 / self.settings.assumed_prefill_tokens_per_s
+        new_s = new_tokens * (1 / self.settings.assumed_prefill_tokens_per_s)
         context_tokens = held_tokens + loaded_tokens + new_tokens / 2
         return (
             self.settings.assumed_prefill_overhead_s,
-            new_tokens * token_s,
-            new_tokens * token_s * context_tokens / ATTENTION_TOKENS,
+            new_s,
+            new_s * context_tokens / ATTENTION_TOKENS,
             loaded_tokens / self.settings.assumed_load_tokens_per_s,
         )
 
@@ -121,6 +121,10 @@ class Costs:
         # Fast path: each decision calls this twice, without prefilled tokens.
         token_s = self.local.role.parts(self.local_parts(1, 0, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
+
+    def one_more_stream_s(self, now: float) -> float:
+        """Return the seconds that one more running stream adds to a step of an average engine."""
+        return self.step.role.predict((0.0, self.settings.assumed_step_s / BUSY_STREAMS, 0.0), now)
 
     def handover_s(self, pair: tuple[str, str], parts: Components, now: float) -> float:
         return self._handover.predict(parts, now) * self._pairs.factor(pair, now)

@@ -193,7 +193,7 @@ class PairLevels:
 def _factors(values: np.ndarray, fades_s: float, now: float) -> np.ndarray:
     """Return the factors of levels whose mean, count and time are the rows of `values`."""
     mean, count, at = values
-    present = count * np.exp(-np.maximum(now - at, 0.0) / fades_s)
+    present = count * np.exp(np.minimum(at - now, 0.0) / fades_s)
     factors: np.ndarray = np.exp(mean * present / (present + ASSUMED_WEIGHT))
     return factors
 

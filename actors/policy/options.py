@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -60,9 +61,7 @@ class Options:
 
         Sequences beyond this router's requests count as streams: only their number is known.
         """
-        load = self.decode_loads.get(decode)
-        ongoing = self.decode[decode]
-        return ongoing if load is None else len(load.streams) + max(ongoing - len(load.calls), 0)
+        return _streams(self.decode[decode], self._decode_load(decode))
 
     def local(self, decode: str) -> Estimate:
         """Return the estimate of the option in which `decode` serves the request alone."""
@@ -93,7 +92,7 @@ class Options:
         decoding_s, interference_s = self._decoding_columns
         loaded = _stored(self.decode_stored, self.decode)
         compute_s = self._local_s(moved - loaded, loaded, streams, self.costs.local.factors(self.decode, self.now))
-        queue_s = np.array([self._decode_load(decode).prompts.wait_s(self.now) for decode in self.decode])
+        queue_s = np.array([load.prompts.wait_s(self.now) for load in self.decode_load_list])
         delayed_s = interference_s + streams * compute_s
         costs: np.ndarray = queue_s + compute_s + decode_weight * decoding_s + interference_weight * delayed_s
         return costs
@@ -107,7 +106,7 @@ class Options:
         held = np.array([self.prefill_held[prefill] for prefill in self.prefill], float)
         new = self.prompt_tokens - held - loaded
         compute_s = self._prefill_s(new, loaded, self.costs.prefill.factors(self.prefill, self.now))
-        loads = [self.prefill_loads.get(prefill, NOTHING) for prefill in self.prefill]
+        loads = self.prefill_load_list
         others = np.array(list(map(_others, self.prefill.values(), loads)), float)
         queue_s = np.array([load.prompts.wait_s(self.now) for load in loads]) + others * compute_s
         parts = self.costs.handover_parts(moved, streams)
@@ -116,9 +115,19 @@ class Options:
         return costs
 
     @cached_property
+    def decode_load_list(self) -> list[EngineLoad]:
+        """Work of this router on each decode replica."""
+        return [self._decode_load(decode) for decode in self.decode]
+
+    @cached_property
+    def prefill_load_list(self) -> list[EngineLoad]:
+        """Work of this router on each prefill replica."""
+        return [self.prefill_loads.get(prefill, NOTHING) for prefill in self.prefill]
+
+    @cached_property
     def _decode_columns(self) -> tuple[np.ndarray, np.ndarray]:
         """Other streams on each decode replica, and prompt tokens that it has not cached."""
-        streams = np.array([self.streams(decode) for decode in self.decode], float)
+        streams = np.array(list(map(_streams, self.decode.values(), self.decode_load_list)), float)
         held = np.array([self.decode_held[decode] for decode in self.decode], float)
         return streams, self.prompt_tokens - held
 
@@ -133,10 +142,9 @@ class Options:
 
         The second is the delay of all other streams on the decode replica together.
         """
-        role, costs = self.costs.step.role, self.costs
-        with_it = role.predict(costs.step_parts(streams + 1, 0.0, self.now), self.now) * factor
-        without = role.predict(costs.step_parts(streams, 0.0, self.now), self.now) * factor
-        return (self.answer_tokens - 1) * with_it, self.answer_tokens * streams * (with_it - without)
+        step_s = self.costs.step.role.predict(self.costs.step_parts(streams + 1, 0.0, self.now), self.now) * factor
+        one_more_s = self.costs.one_more_stream_s(self.now) * factor
+        return (self.answer_tokens - 1) * step_s, self.answer_tokens * streams * one_more_s
 
     def _local_s(self, new: Number, loaded: Number, streams: Number, factor: Number) -> Number:
         """Return the expected seconds in which a decode replica loads and computes the prompt."""
@@ -154,11 +162,16 @@ class Options:
         return self.decode_loads.get(decode, NOTHING)
 
 
-def _stored(stored: Mapping[str, int], replicas: Mapping[str, int]) -> np.ndarray:
-    """Return the tokens to load of each replica."""
+def _stored(stored: Mapping[str, int], replicas: Mapping[str, int]) -> Any:
+    """Return the tokens to load of each replica, as an array, or 0 if no replica loads any."""
     if not stored:  # the usual case, and a decision has little time
-        return np.zeros(len(replicas))
+        return 0
     return np.array([stored.get(replica, 0) for replica in replicas], float)
+
+
+def _streams(ongoing: int, load: EngineLoad) -> int:
+    """Return the number of other streams on a decode replica, as `Options.streams`."""
+    return len(load.streams) + max(ongoing - len(load.calls), 0)
 
 
 def _others(ongoing: int, load: EngineLoad) -> int:

@@ -20,7 +20,7 @@ from actors.policy.decision import Decision
 from actors.policy.inflight import InflightRequest
 from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
-from actors.policy.prefixes import Held, Prefixes
+from actors.policy.prefixes import Prefixes
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
 from actors.policy.stores import EngineStore, Stores
 from configs.settings.router import RoutingSettings
@@ -328,11 +328,11 @@ class Planner:
         found = dict.fromkeys(holders, 0)
         for passage in prompt.passages:
             most = self._tokens(passage, len(passage.data)) - 1
-            tokens: dict[Held, int] = {}  # many engines hold equal prefixes
+            last, own = None, 0
             for holder, held in zip(found, prefixes.held_by(found, passage), strict=True):
-                if (own := tokens.get(held)) is None:
+                if held is not last:  # most engines hold the same prefix
                     own = self._tokens(passage, held.data_bytes) + held.answer_tokens
-                    own = tokens[held] = max(min(own, most), 0)
+                    last, own = held, max(min(own, most), 0)
                 found[holder] += own
         return found
 

@@ -59,29 +59,14 @@ class _Tree:
 
     def held_pieces(self, passage: Passage) -> int:
         """Return the number of the passage's first pieces that are cached."""
-        pieces = self.pieces
-        if not passage.pieces or passage.pieces[0] not in pieces:
+        pieces, wanted = self.pieces, passage.pieces
+        if not wanted or wanted[0] not in pieces:
             return 0
-        if passage.pieces[-1] in pieces:
-            return len(passage.pieces)
+        if wanted[-1] in pieces:
+            return len(wanted)
         # An engine that has cached a piece has cached those before it, so bisection finds the end
         # in a long prompt. `drop` may have removed some of these too early.
-        return bisect_left(passage.pieces, True, 1, key=lambda piece: piece not in pieces)
-
-    def longest(self, passage: Passage, before: int, ends: Iterable[_End], found: Held) -> Held:
-        """Return the longest prefix: `found`, or with the last piece's rest of an earlier prompt.
-
-        ``before``  the last piece of `found`, or the seed
-        ``ends``    the prompt ends after it
-        """
-        at = found.data_bytes
-        for end in ends:
-            tail = passage.data[at : at + end.tail_bytes]
-            longer = at + end.tail_bytes >= found.data_bytes
-            # An answer is part of the prompt only if something follows it.
-            if longer and len(passage.data) > at + end.tail_bytes and _digest(tail, before) == end.digest:
-                found = Held(at + end.tail_bytes, end.answer_tokens)
-        return found
+        return bisect_left(wanted, True, 1, key=lambda piece: piece not in pieces)
 
     def add(self, passage: Passage, most: int) -> tuple[int, ...]:
         known = [piece for piece in passage.pieces if piece in self.pieces]
@@ -118,18 +103,25 @@ class Prefixes:
 
     def held_by(self, engines: Iterable[str], passage: Passage) -> list[Held]:
         """Return the longest prefix of `passage` that each engine is assumed to have cached."""
-        found = []
-        whole: dict[int, Held] = {0: NOTHING}  # by number of pieces: equal for most engines
+        found, size = [], len(passage.data)
+        # The prefix of this many whole pieces and its last piece: equal for most engines.
+        whole = {0: (NOTHING, passage.seed)}
         for engine in engines:
             if (tree := self._trees.get(engine)) is None:
                 found.append(NOTHING)
                 continue
             count = tree.held_pieces(passage)
-            if (held := whole.get(count)) is None:
-                held = whole[count] = Held(count * PIECE_BYTES)
-            before = passage.pieces[count - 1] if count else passage.seed
-            ends = tree.pieces.get(before)
-            found.append(tree.longest(passage, before, ends, held) if ends else held)
+            if (known := whole.get(count)) is None:
+                known = whole[count] = Held(count * PIECE_BYTES), passage.pieces[count - 1]
+            held, before = known
+            at = held.data_bytes
+            for end in tree.pieces.get(before, ()):
+                # The prefix can end within a piece, where an earlier prompt ended. Its answer is
+                # part of this prompt only if something follows it.
+                after = at + end.tail_bytes
+                if held.data_bytes <= after < size and _digest(passage.data[at:after], before) == end.digest:
+                    held = Held(after, end.answer_tokens)
+            found.append(held)
         return found
 
     def snapshot(self) -> dict[str, frozenset[int]]:

@@ -1,4 +1,4 @@
-"""Run vLLM's own tests of offloading tiers on TandemStoreTier: ``make store-upstream-tests SDIST=...``.
+"""Run vLLM's own tests of offloading tiers on TandemStoreTier (``make store-upstream-tests``).
 
     python -m tests.campaigns.store.upstream_tests vllm-0.32.0.tar.gz
 
