@@ -166,7 +166,7 @@ bench-link: $(STAMP) ## Measure TTFT over a link of 800 Mbit/s: streaming, whole
 	$(BIN)/python -m benchmarks.link
 
 .PHONY: bench-first-token
-bench-first-token: $(STAMP) ## Measure first and second token over a link of 80 Mbit/s, sampled by decode and by prefill (root, 4 minutes)
+bench-first-token: $(STAMP) ## Measure first and second token over a link of 80 Mbit/s, beside shared memory, one vLLM engine and NixlConnector (root, 15 minutes)
 	$(BIN)/python -m benchmarks.first_token
 
 BASE ?= HEAD~1
@@ -196,8 +196,8 @@ build/vllm-router/bin/vllm-router:
 	build/vllm-router/bin/pip install --quiet vllm-router==0.1.17
 
 .PHONY: bench-router
-bench-router: $(STAMP) build/vllm-router/bin/vllm-router ## Measure latency and CPU time of the router, beside vllm-router (in an environment in build/) and a plain proxy
-	$(BIN)/python -m benchmarks.router --vllm-router build/vllm-router/bin/vllm-router
+bench-router: $(STAMP) build/vllm-router/bin/vllm-router ## Measure latency and CPU time of the router, beside vllm-router (in an environment in build/) and a plain proxy: ROUTERS=2
+	$(BIN)/python -m benchmarks.router --vllm-router build/vllm-router/bin/vllm-router $(if $(ROUTERS),--routers $(ROUTERS))
 
 .PHONY: disconnects
 disconnects: $(STAMP) ## Send 10,000 requests, half of whose clients disconnect; check counts, leaks and memory

@@ -1,6 +1,7 @@
 """Cost of a router, in one interleaved run with engines that compute nothing.
 
     python -m benchmarks.router [--rounds 7] [--vllm-router build/vllm-router/bin/vllm-router]
+        [--routers 2]
 
 direct        one engine over HTTP, without a router or a prefill leg
 tandem        this service as deployed, with instant engines in its actors: both legs at once
@@ -166,13 +167,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vllm-router", type=Path, help="command of vLLM's router; unset: measure the other arms")
+    parser.add_argument("--routers", type=int, default=1, help="number of Tandem's routers")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        arms = begin(stack, Path(folder), given.vllm_router)
+        arms = begin(stack, Path(folder), given.vllm_router, given.routers)
         result = report(uvloop.run(measure(arms, given.rounds)))
     print(table(result))
     document = {"rounds": given.rounds, "requests": CLIENTS, "streams": STREAMS, "pace_ms": PACE_MS, "cells": result}
-    print("written to", write("router", document))
+    name = "router" if given.routers == 1 else f"router_{given.routers}"
+    print("written to", write(name, document | {"routers": given.routers}))
 
 
 if __name__ == "__main__":

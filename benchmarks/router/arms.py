@@ -88,8 +88,12 @@ def wait_until_up(url: str, process: psutil.Process, log: Path, path: str = "/he
     raise RuntimeError(f"{url} did not answer:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str, Arm]:
-    """Start every arm; `vllm_router` is its command, None for a run without it."""
+def begin(stack: ExitStack, folder: Path, vllm_router: Path | None, routers: int = 1) -> dict[str, Arm]:
+    """Start every arm.
+
+    ``vllm_router``  command of vLLM's router; None for a run without it
+    ``routers``      number of Tandem's routers
+    """
     prefill_url, decode_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     engines = []
     for url in (prefill_url, decode_url):
@@ -98,7 +102,7 @@ def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str,
         engines.append(engine)
     found = {"direct": Arm("direct", decode_url, (engines[1],))}
     both = ("--prefill", prefill_url, "--decode", decode_url)
-    found |= tandem(stack, folder)
+    found |= tandem(stack, folder, routers)
     if vllm_router is not None:
         port = free_port()
         line = [str(vllm_router), "--vllm-pd-disaggregation", *both, "--policy", "round_robin", "--log-level", "error"]
@@ -113,12 +117,12 @@ def begin(stack: ExitStack, folder: Path, vllm_router: Path | None) -> dict[str,
     return found
 
 
-def tandem(stack: ExitStack, folder: Path) -> dict[str, Arm]:
-    """Start Tandem's service with instant engines: one arm at its router, one at Serve's proxy."""
+def tandem(stack: ExitStack, folder: Path, routers: int = 1) -> dict[str, Arm]:
+    """Start Tandem's service with instant engines: one arm at its routers, one at Serve's proxy."""
     ports = [free_port(), free_port()]
     # Ray increases the niceness of its workers over that of the other arms' processes
     os.environ.setdefault("RAY_worker_niceness", "0")
-    line = ("--port", str(ports[0]), "--proxy-port", str(ports[1]))
+    line = ("--port", str(ports[0]), "--proxy-port", str(ports[1]), "--routers", str(routers))
     process = stack.enter_context(module(folder, "benchmarks.router.service", *line))
     arms = {}
     for name, port in zip(("tandem", "tandem-proxy"), ports, strict=True):

@@ -96,14 +96,20 @@ class Instant(Prefill):
 
 
 def application(
-    port: int, slots: int = SLOTS, replicas: int = 1, router_env: Env | None = None, engine_env: Env | None = None
+    port: int,
+    slots: int = SLOTS,
+    replicas: int = 1,
+    router_env: Env | None = None,
+    engine_env: Env | None = None,
+    routers: int | None = None,
 ) -> serve.Application:
     """Return the application; its routers answer on `port`.
 
     ``slots``       number of ongoing sequences of each engine; a router admits four times as many
-    ``replicas``    number of routers, and of engines of each role
+    ``replicas``    number of engines of each role
     ``router_env``  additional environment variables of the routers
     ``engine_env``  additional environment variables of the engines
+    ``routers``     number of routers, which share `port`; None: `replicas`
     """
     actor = serve.deployment(Instant).options(
         ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": engine_env or {}}},
@@ -112,7 +118,8 @@ def application(
         num_replicas=replicas,
     )
     routing = RoutingSettings(policy="always_remote")
-    settings = RouterSettings(http_port=port, leave_s=0.1, access_log=False, routing=routing, replicas=replicas)
+    routers = replicas if routers is None else routers
+    settings = RouterSettings(http_port=port, leave_s=0.1, access_log=False, routing=routing, replicas=routers)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode")
     router = router_deployment(settings)
     if router_env:
@@ -151,8 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--proxy-port", type=int)
+    parser.add_argument("--routers", type=int, default=1)
     given = parser.parse_args()
-    with suppress(KeyboardInterrupt), running(given.port, given.proxy_port):
+    app = application(given.port, routers=given.routers)
+    with suppress(KeyboardInterrupt), running(given.port, given.proxy_port, app):
         interrupt_on_signals()
         print(READY, flush=True)
         signal.pause()
