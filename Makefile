@@ -166,7 +166,7 @@ bench-link: $(STAMP) ## Measure TTFT over a link of 800 Mbit/s: streaming, whole
 	$(BIN)/python -m benchmarks.link
 
 .PHONY: bench-first-token
-bench-first-token: $(STAMP) ## Measure first and second token over a link of 80 Mbit/s, beside shared memory, one vLLM engine and NixlConnector (root, 15 minutes)
+bench-first-token: $(STAMP) ## Measure first and second token over a link of 80 Mbit/s, compared with shared memory, one vLLM engine and NixlConnector (root, 20 minutes)
 	$(BIN)/python -m benchmarks.first_token
 
 BASE ?= HEAD~1
@@ -287,7 +287,7 @@ store-tier-faults: $(STAMP) ## Inject 10,000 faults into the store as a tier of 
 
 .PHONY: store-upstream-tests
 store-upstream-tests: $(STAMP) ## Run vLLM's own tests of offloading tiers on TandemStoreTier (1 minute): SDIST=vllm-0.32.0.tar.gz, its source distribution
-	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.campaigns.store.upstream_tests $(SDIST)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.campaigns.store.upstream_tests "$(SDIST)"
 
 .PHONY: store-schedules
 store-schedules: $(STAMP) ## Run random steps of vLLM's own scheduler with the KV store; check each token (5 minutes): SEED=1 STEPS=12000

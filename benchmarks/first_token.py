@@ -1,4 +1,4 @@
-"""First and second token over a slow link, beside shared memory, one vLLM engine and NixlConnector.
+"""Time to the first and second token over a slow link, compared with other deployments.
 
     python -m benchmarks.first_token [--requests 4] [--rate 80mbit]
         [--lengths 250,500,1000,2000] [--methods stopped,alive]  (root)
@@ -11,12 +11,12 @@ link    Tandem over the link; prefill samples the first token (``router.first_to
 decode  the same engines; decode samples the first token (``router.first_token: decode``)
 memory  Tandem over shared memory; prefill samples the first token
 alone   one vLLM engine without a connector on the cores of prefill engines
-nixl    NixlConnector over the link, its legs one after the other, as its protocol requires
+nixl    NixlConnector over the link: the prefill leg, then the decode leg
 
-Two methods: ``stopped`` stops the processes of all arms but one (SIGSTOP). ``alive`` stops only
-NixlConnector's, whose progress threads spin when idle, and waits 1.5 s before each request, because
-vLLM's workers spin for a second after a step. The first token comes from the sampling engine, the
-second from decode. The benchmark uses no router and no HTTP.
+Two methods: ``stopped`` runs one arm's processes at a time; the others are stopped (SIGSTOP).
+``alive`` keeps all running but NixlConnector's, whose progress threads spin when idle. Both wait
+1.5 s before each request, because vLLM's workers spin for a second after a step. The first token
+comes from the sampling engine, the second from decode. The benchmark uses no router and no HTTP.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ PAUSE_S = 1.5
 AIMS = (
     ("first", "link", "memory", 1.05),
     ("first", "link", "alone", 1.05),
+    ("first", "link", "decode", None),
     ("second", "link", "decode", 1.02),
     ("first", "link", "nixl", None),
 )
@@ -86,23 +87,23 @@ async def tokens(
 class Bench:
     """Engines of all arms, and the answers of Tandem's prefill engines to ``describe``.
 
-    ``other_first_tokens``  number of first tokens of prefill that decode did not repeat
+    ``handed_over``         number of requests whose first token prefill sampled
+    ``other_first_tokens``  number of those whose first token decode did not repeat
     """
 
     pairs: dict[str, Arm]
     alone: AsyncLLM
     alone_processes: Processes
     addresses: dict[str, dict[str, Any]]
+    handed_over: int = 0
     other_first_tokens: int = 0
 
     def processes(self, arm: str) -> Processes:
         return self.alone_processes if arm == "alone" else self.pairs["link" if arm == "decode" else arm]
 
-    def shutdown(self) -> None:
-        self.alone_processes.wake()
-        self.alone.shutdown()
-        for pair in self.pairs.values():
-            pair.shutdown()
+    def wake(self) -> None:
+        for arm in ARMS:
+            self.processes(arm).wake()
 
     async def ask(self, arm: str, prompt: list[int]) -> tuple[float, float]:
         """Return the milliseconds to the first and to the second token of one request."""
@@ -131,37 +132,55 @@ class Bench:
             tokens(pair.prefill, prompt, 1, produce), tokens(pair.decode, prompt, TOKENS, consume)
         )
         if from_prefill:
+            self.handed_over += 1
             self.other_first_tokens += first[0] != found[0]
             at[0] = min(prefilled[0], at[0])
         return at
 
 
-def start_all(model: str, place: Namespace) -> Bench:
-    """Start the engines outside the namespace first, as ``benchmarks.link.start_arms`` explains."""
-    before = children()
-    alone = start_engine(model, 1, None, **ENGINE)
-    alone_pids = children() - before
+def start_all(stack: contextlib.ExitStack, model: str, prefill_host: Namespace) -> Bench:
+    """Start all engines; they end with the stack.
+
+    Starts those outside the namespace first, as ``benchmarks.link.start_arms`` explains.
+    """
     cores = own_cores()
-    pin(alone_pids, cores[:-1] or cores)
-    before = children()
-    prefill = start_engine(model, 1, "kv_producer", **ENGINE)
-    prefill_pids = children() - before
-    decode = start_engine(model, 1, "kv_consumer", **ENGINE)
-    decode_pids = children() - before - prefill_pids
-    pin(prefill_pids, cores[:-1] or cores)
-    pin(decode_pids, cores[-1:])
-    pairs = {"memory": Arm(sorted(prefill_pids | decode_pids), "memory", prefill, decode)}
-    decodes = {name: start(name, "kv_consumer", model, place) for name in ("tandem", "pull")}
-    for arm, name in (("link", "tandem"), ("nixl", "pull")):
-        prefill, own = start(name, "kv_producer", model, place)
-        decode, others = decodes[name]
-        pairs[arm] = Arm(sorted(own | others), arm, prefill, decode)
-    return Bench(pairs, alone, Processes(sorted(alone_pids)), {})
+
+    def outside(role: str | None, pinned: list[int]) -> tuple[AsyncLLM, set[int]]:
+        before = children()
+        engine = start_engine(model, 1, role, **ENGINE)
+        stack.callback(engine.shutdown)
+        pids = children() - before
+        pin(pids, pinned)
+        return engine, pids
+
+    def over_link(name: str, role: str) -> tuple[AsyncLLM, set[int]]:
+        engine, pids = start(name, role, model, prefill_host)
+        stack.callback(engine.shutdown)
+        return engine, pids
+
+    alone, alone_pids = outside(None, cores[:-1] or cores)
+    decodes = {
+        "memory": outside("kv_consumer", cores[-1:]),
+        "link": over_link("tandem", "kv_consumer"),
+        "nixl": over_link("pull", "kv_consumer"),
+    }
+    prefills = {
+        "memory": outside("kv_producer", cores[:-1] or cores),
+        "link": over_link("tandem", "kv_producer"),
+        "nixl": over_link("pull", "kv_producer"),
+    }
+    pairs = {
+        name: Arm(sorted(prefills[name][1] | decodes[name][1]), name, prefills[name][0], decodes[name][0])
+        for name in decodes
+    }
+    bench = Bench(pairs, alone, Processes(sorted(alone_pids)), {})
+    stack.callback(bench.wake)  # before the engines' shutdown, which a stopped process would not see
+    return bench
 
 
 @contextlib.contextmanager
 def running(bench: Bench, arm: str, method: str) -> Iterator[None]:
-    """Let the processes of ``arm`` run in the block; with ``stopped``, no others do."""
+    """Run the processes of ``arm`` during the block; with ``stopped``, no others run."""
     if method == "stopped" or arm == "nixl":
         with bench.processes(arm).awake():
             yield
@@ -172,35 +191,32 @@ def running(bench: Bench, arm: str, method: str) -> Iterator[None]:
 async def rounds(bench: Bench, method: str, requests: int, lengths: list[int], rng: random.Random) -> Times:
     """Return the times of ``requests`` requests per length and arm, after one round of warm-up."""
     found: Times = defaultdict(list)
-    everyone = {id(bench.processes(arm)): bench.processes(arm) for arm in ARMS if method == "stopped" or arm == "nixl"}
-    for processes in everyone.values():
-        processes.sleep()
+    for arm in ARMS:
+        if method == "stopped" or arm == "nixl":
+            bench.processes(arm).sleep()
     for number in range(-1, requests):
         for length in lengths:
             for arm in rng.sample(ARMS, len(ARMS)):
                 prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
                 with running(bench, arm, method):
-                    if method == "alive":
-                        await asyncio.sleep(PAUSE_S)
+                    await asyncio.sleep(PAUSE_S)
                     sample = await asyncio.wait_for(bench.ask(arm, prompt), 120)
                 if number >= 0:
                     found[length, arm].append(sample)
-    for processes in everyone.values():
-        processes.wake()
+        print(f"{method}: round {number + 1} of {requests}", flush=True)
+    bench.wake()
     return found
 
 
 async def measure(
-    model: SizedModel, place: Namespace, requests: int, lengths: list[int], rate: str, methods: list[str]
+    model: SizedModel, prefill_host: Namespace, requests: int, lengths: list[int], rate: str, methods: list[str]
 ) -> dict[str, Any]:
-    bench = start_all(model.path, place)
     rng = random.Random(0)
-    try:
+    with contextlib.ExitStack() as stack:
+        bench = start_all(stack, model.path, prefill_host)
         for name in ("link", "memory"):
             bench.addresses[name] = await describe(bench.pairs[name].prefill)
         found = {method: await rounds(bench, method, requests, lengths, rng) for method in methods}
-    finally:
-        bench.shutdown()
     rows = []
     for method, length in ((method, length) for method in methods for length in lengths):
         size_bytes = length * model.shape["token_bytes_a_layer"] * model.shape["full_layers"]
@@ -213,11 +229,12 @@ async def measure(
                 if which == token:
                     row[token][f"{arm}_over_{other}"] = ratios(times[arm], times[other])
         rows.append(row)
-    return {"rate": rate, "requests": requests, "rows": rows, "other_first_tokens": bench.other_first_tokens}
+    counts = {"handed_over": bench.handed_over, "other_first_tokens": bench.other_first_tokens}
+    return {"rate": rate, "requests": requests, "rows": rows, **counts}
 
 
 def show(document: dict[str, Any]) -> None:
-    print("method   tokens  link ms   token   " + "".join(f"{arm:>8}" for arm in ARMS) + "   ratios (quartiles), in ms")
+    print("method   tokens  link ms   token   " + "".join(f"{arm:>8}" for arm in ARMS) + "  (ms)   ratios (quartiles)")
     for row in document["rows"]:
         for token in ("first", "second"):
             one = row[token]
@@ -235,7 +252,7 @@ def show(document: dict[str, Any]) -> None:
                 + ", ".join(shown),
                 flush=True,
             )
-    print(f"first tokens of prefill that decode did not repeat: {document['other_first_tokens']}")
+    print(f"decode repeated another first token {document['other_first_tokens']} of {document['handed_over']} times")
 
 
 def main() -> None:
@@ -248,11 +265,13 @@ def main() -> None:
     bits_a_second(arguments.rate)
     lengths = [int(length) for length in arguments.lengths.split(",")]
     methods = arguments.methods.split(",")
+    if arguments.requests < 2:
+        parser.error(f"--requests {arguments.requests}: quartiles need at least 2")
     if not set(methods) <= set(METHODS):
         parser.error(f"--methods {arguments.methods!r}: write names of {', '.join(METHODS)}, separated by commas")
-    with tempfile.TemporaryDirectory() as folder, namespace(arguments.rate) as place:
+    with tempfile.TemporaryDirectory() as folder, namespace(arguments.rate) as prefill_host:
         model = wide_llama(Path(folder) / "model")
-        document = asyncio.run(measure(model, place, arguments.requests, lengths, arguments.rate, methods))
+        document = asyncio.run(measure(model, prefill_host, arguments.requests, lengths, arguments.rate, methods))
     show(document)
     print("\nwritten:", write(f"first_token_{arguments.rate}", document))
 

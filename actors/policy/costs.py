@@ -118,7 +118,7 @@ class Costs:
         ``prefilled_tokens``  mean number of prompt tokens that a step computes
         """
         step_s = self.settings.assumed_step_s
-        # Fast path: each decision calls this twice, without prefilled tokens.
+        # Fast path: decisions pass no prefilled tokens.
         token_s = self.local.role.parts(self.local_parts(1, 0, 0, 0, now), now)[1] if prefilled_tokens else 0.0
         return step_s, step_s * streams / BUSY_STREAMS, prefilled_tokens * token_s
 

@@ -57,10 +57,7 @@ class Options:
         return max(self.prefill.get(prefill, 0), len(self.prefill_loads.get(prefill, NOTHING).calls))
 
     def streams(self, decode: str) -> int:
-        """Return the number of other streams on a replica.
-
-        Sequences beyond this router's requests count as streams: only their number is known.
-        """
+        """Return the number of other streams on a decode replica."""
         return _streams(self.decode[decode], self._decode_load(decode))
 
     def local(self, decode: str) -> Estimate:
@@ -163,14 +160,17 @@ class Options:
 
 
 def _stored(stored: Mapping[str, int], replicas: Mapping[str, int]) -> Any:
-    """Return the tokens to load of each replica, as an array, or 0 if no replica loads any."""
+    """Return the tokens to load of each replica, as an array; 0 if `stored` is empty."""
     if not stored:  # the usual case, and a decision has little time
         return 0
     return np.array([stored.get(replica, 0) for replica in replicas], float)
 
 
 def _streams(ongoing: int, load: EngineLoad) -> int:
-    """Return the number of other streams on a decode replica, as `Options.streams`."""
+    """Return the number of other streams on a decode replica.
+
+    Sequences beyond this router's requests count as streams: only their number is known.
+    """
     return len(load.streams) + max(ongoing - len(load.calls), 0)
 
 

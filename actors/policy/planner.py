@@ -330,7 +330,7 @@ class Planner:
             most = self._tokens(passage, len(passage.data)) - 1
             last, own = None, 0
             for holder, held in zip(found, prefixes.held_by(found, passage), strict=True):
-                if held is not last:  # most engines hold the same prefix
+                if held is not last:  # `held_by` repeats one object for most engines
                     own = self._tokens(passage, held.data_bytes) + held.answer_tokens
                     last, own = held, max(min(own, most), 0)
                 found[holder] += own

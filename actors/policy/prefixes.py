@@ -104,7 +104,8 @@ class Prefixes:
     def held_by(self, engines: Iterable[str], passage: Passage) -> list[Held]:
         """Return the longest prefix of `passage` that each engine is assumed to have cached."""
         found, size = [], len(passage.data)
-        # The prefix of this many whole pieces and its last piece: equal for most engines.
+        # By number of cached whole pieces, which is equal for most engines: their prefix, and the
+        # last piece or the seed.
         whole = {0: (NOTHING, passage.seed)}
         for engine in engines:
             if (tree := self._trees.get(engine)) is None:
@@ -116,8 +117,8 @@ class Prefixes:
             held, before = known
             at = held.data_bytes
             for end in tree.pieces.get(before, ()):
-                # The prefix can end within a piece, where an earlier prompt ended. Its answer is
-                # part of this prompt only if something follows it.
+                # An earlier prompt may have ended within the next piece. Its answer counts only
+                # if this prompt has more bytes.
                 after = at + end.tail_bytes
                 if held.data_bytes <= after < size and _digest(passage.data[at:after], before) == end.digest:
                     held = Held(after, end.answer_tokens)

@@ -25,7 +25,8 @@ from connectors.store.tiers.lanes import CallState, Lane
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import AttachedStaging, Staging
 from tests.campaigns.store import campaign
-from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles, content, store_plan
+from tests.campaigns.store.faults import extend
+from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles, World, content, store_plan
 from tests.store.test_fetch import ALL, NEEDED_384
 
 NAMES = {ref: ObjectName(SPACES[0], bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big")) for ref in ALL}
@@ -615,3 +616,14 @@ def test_the_campaign_finds_a_store_that_does_not_check_its_payloads(
     monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda *_: None)
     outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
     assert outcome.wrong
+
+
+def test_files_that_the_campaign_extends_many_times_fit_into_the_budget(tmp_path: Path) -> None:
+    world = World(tmp_path, tmp_path, seed=1)
+    for turn in range(40):
+        world.ask(turn % 2)
+    for _ in range(40):
+        extend(world)
+        world.check_budget()
+    world.close()
+    assert world.outcome.right, world.outcome

@@ -14,6 +14,7 @@ from pathlib import Path
 from connectors.errors import StoreError
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import HEADER_BYTES
+from connectors.store.tiers.usage_file import allocated
 from tests.campaigns.store.world import DISK_BUDGET, SIZES, World, content, held
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,8 +35,9 @@ def truncate(world: World) -> None:
 
 
 def extend(world: World) -> None:
-    # Less than a block: other programs' files in the folder are not part of the budget.
-    _rewrite(world, lambda data: data + bytes(world.random.randrange(1, 800)))
+    # Within the last block, also if a file is extended again: the store does not know of bytes that
+    # others add.
+    _rewrite(world, lambda data: data + bytes(world.random.randrange(allocated(len(data)) - len(data) + 1)))
 
 
 def swap_objects(world: World) -> None:

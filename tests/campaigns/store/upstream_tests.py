@@ -1,16 +1,23 @@
 """Run vLLM's own tests of offloading tiers on TandemStoreTier (``make store-upstream-tests``).
 
-    python -m tests.campaigns.store.upstream_tests vllm-0.32.0.tar.gz
+    HF_HUB_OFFLINE=1 python -m tests.campaigns.store.upstream_tests vllm-0.32.0.tar.gz
 
-vLLM's wheel has no tests; its source distribution on the package index has them. The tests run as
-they are, with TandemStoreTier in place of ExampleSecondaryTierManager and FileSystemTierManager.
-Both are replaced by subclasses here, which have those tiers' arguments and wait for each operation,
-because the tests were written for tiers that answer at once. DIFFERENT lists the tests that do not
-apply, with reasons; all others must pass.
+vLLM's wheel has no tests; its source distribution on the package index has them. Their files are
+not changed, but these names in them are replaced:
+
+ExampleSecondaryTierManager  ``ExampleTier``: waits for each operation, as the example answers at
+                             once
+FileSystemTierManager        ``FileTier``
+drain                        helper of the tests, which calls ``drain_jobs``; Tandem's also forgets
+                             all chunks
+offloading specs and views   those that are mocks
+
+NOT_APPLICABLE lists the tests that do not run, with reasons; all others must pass.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tarfile
 import tempfile
@@ -46,7 +53,7 @@ from connectors.vllm_hma.offloading_tier import TandemStoreTier
 FILES = ("test_factory.py", "test_fs_tier.py", "test_tiering_offloading.py")
 """Tests of vLLM that create one of the two tiers; the folder's other tests define their own."""
 
-DIFFERENT = {
+NOT_APPLICABLE = {
     "test_invalid_path_raises_at_construction": "an unusable path raises ConfigurationError, not OSError",
     "test_invalid_locality_raises_at_construction": "an unknown locality raises ConfigurationError with another text",
     "test_shutdown_discards_pending_tasks": "inspects the queues of vLLM's thread pool",
@@ -55,19 +62,19 @@ DIFFERENT = {
     "test_batch_lookup_c_extension": "tests vLLM's C extension",
     "test_batch_lookup_dispatch": "tests vLLM's C extension",
     "test_mixed_job_results_emit_event_only_for_successful_job": "replaces vLLM's function that writes files",
-    "test_batched_load_first_block_fails_marks_whole_batch": "a load goes on after a failed chunk and keeps the others",
+    "test_batched_load_first_block_fails_marks_whole_batch": "a failed chunk does not end a load of other chunks",
     "test_transient_load_failure_leaves_file": "replaces the file by a symbolic link, which the store removes",
-    "test_partially_failed_store_emits_no_event": "replaces vLLM's function that writes files",
+    "test_partially_failed_store_emits_no_event": "a store that fails in part reports the chunks it stored",
 }
 """Tests that do not apply to TandemStoreTier, with the reason."""
 
 _WAIT_S = 10.0
 
 
-class _Direct(TandemStoreTier):
-    """TandemStoreTier that returns from each call with its result, as vLLM's example tier does."""
+class _Adapted(TandemStoreTier):
+    """TandemStoreTier with the arguments of vLLM's tiers, patient, and without a real model."""
 
-    alive: ClassVar[list[_Direct]] = []
+    started: ClassVar[list[_Adapted]] = []
 
     def __init__(
         self,
@@ -94,7 +101,23 @@ class _Direct(TandemStoreTier):
             load_s=_WAIT_S,
             store_s=_WAIT_S,
         )
-        self.alive.append(self)
+        self.started.append(self)
+
+    def wait(self) -> None:
+        """Wait until the calls of all jobs have ended."""
+        _wait(lambda: self._read_lane.pending == 0 and self._write_lane.pending == 0)
+
+
+class ExampleTier(_Adapted):
+    """Replaces ``ExampleSecondaryTierManager``; the tests set and read its dictionary of chunks."""
+
+    medium: ClassVar[Medium] = Medium.CPU
+    parent: ClassVar[str]
+
+    def __init__(self, *args: Any, custom_param: int = 0, **options: Any) -> None:
+        del custom_param
+        super().__init__(*args, path=tempfile.mkdtemp(dir=ExampleTier.parent), **options)
+        self.chunks = _Chunks(self)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if super().lookup(key, req_context) is LookupResult.RETRY:
@@ -110,26 +133,6 @@ class _Direct(TandemStoreTier):
         super().submit_load(job_metadata)
         self.wait()
 
-    def wait(self) -> None:
-        """Wait until the calls of all jobs have ended."""
-        _wait(lambda: self._read_lane.pending == 0 and self._write_lane.pending == 0)
-
-    def path_of(self, key: OffloadKey) -> str:
-        name = self.name(key)
-        return str(Path(self._settings.path) / "objects" / name.space.hex() / name.key.hex())
-
-
-class DirectExample(_Direct):
-    """Replaces ``ExampleSecondaryTierManager``; the tests set and read its dictionary of chunks."""
-
-    medium: ClassVar[Medium] = Medium.CPU
-    parent: ClassVar[str]
-
-    def __init__(self, *args: Any, custom_param: int = 0, **options: Any) -> None:
-        del custom_param
-        super().__init__(*args, path=tempfile.mkdtemp(dir=DirectExample.parent), **options)
-        self.chunks = _Chunks(self)
-
     @property
     def completed_jobs(self) -> list[JobResult]:
         self._end_jobs(time.monotonic())
@@ -142,19 +145,19 @@ class DirectExample(_Direct):
 class _Chunks:
     """Stores the first chunk of the CPU tier under each key that a test sets."""
 
-    def __init__(self, tier: DirectExample) -> None:
+    def __init__(self, tier: ExampleTier) -> None:
         self._tier = tier
 
     def __setitem__(self, key: OffloadKey, present: bool) -> None:
         assert present
-        context = ReqContext(req_id="placed by a test")
+        context = ReqContext(req_id="stored by a test")
         self._tier.submit_store(TransferJob(-1, [key], np.zeros(1, np.int64), False, context))
         finished = self._tier.completed_jobs
         assert [each.success for each in finished if each.job_id == -1] == [True]
         finished[:] = [each for each in finished if each.job_id != -1]
 
 
-class DirectFileSystem(_Direct):
+class FileTier(_Adapted):
     """Replaces ``FileSystemTierManager``; the tests read the paths of its files."""
 
     def __init__(
@@ -162,15 +165,19 @@ class DirectFileSystem(_Direct):
     ) -> None:
         del n_read_threads, n_write_threads
         super().__init__(*args, path=root_dir, **options)
-        self.file_mapper = SimpleNamespace(get_file_name=self.path_of, base_path=self.space.hex())
+        self.file_mapper = SimpleNamespace(get_file_name=self._path_of, base_path=self.space.hex())
 
-    # Attributes of vLLM's tier that the tests read: queued lookups, whether KV events are on, and
-    # the keys of store jobs in progress.
+    def _path_of(self, key: OffloadKey) -> str:
+        name = self.name(key)
+        return str(Path(self._settings.path) / "objects" / name.space.hex() / name.key.hex())
+
+    # Attributes of vLLM's tier that the tests read: answered and queued lookups, whether KV events
+    # are on, and the keys of store jobs in progress.
 
     @property
     def _lookup_manager(self) -> SimpleNamespace:
-        queue = SimpleNamespace(empty=lambda: bool(self._asked))
-        return SimpleNamespace(_pending_results=queue, _lookup_batch=self._unasked)
+        answered = SimpleNamespace(empty=lambda: not any(call.over for _, call in self._asked))
+        return SimpleNamespace(_pending_results=answered, _lookup_batch=self._unasked)
 
     @property
     def events(self) -> object | None:
@@ -181,8 +188,14 @@ class DirectFileSystem(_Direct):
         return {each.job.job_id: each.job.keys for each in self._jobs if not each.job.is_promotion}
 
 
-def _drain(tier: _Direct) -> list[JobResult]:
-    """Replaces the tests' helper, which calls ``drain_jobs``: Tandem's also forgets all chunks."""
+class _NotReplaced:
+    """Fails a test that still gets one of vLLM's two tiers."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise AssertionError("this test creates a tier of vLLM, so its name for the tier was not replaced")
+
+
+def _drain(tier: _Adapted) -> list[JobResult]:
     tier.wait()
     return list(tier.get_finished_jobs())
 
@@ -224,21 +237,30 @@ def _wait(done: Any) -> None:
 
 
 class Plugin:
-    """Pytest plugin: deselects DIFFERENT, closes the tiers of each test, counts outcomes."""
+    """Pytest plugin: deselects NOT_APPLICABLE, closes the tiers of each test, counts outcomes.
+
+    ``with_tier``  number of tests that created the tier, by file
+    ``repeated``   number of deselected tests that differ from another one in ``use_c_ext`` only, a
+                   switch of vLLM's file tier
+    """
 
     def __init__(self) -> None:
         self.passed = 0
         self.skipped = 0
         self.failed: list[str] = []
-        self.different: dict[str, int] = dict.fromkeys(DIFFERENT, 0)
-        self.with_tier = 0
+        self.not_applicable: dict[str, int] = dict.fromkeys(NOT_APPLICABLE, 0)
+        self.repeated = 0
+        self.with_tier = dict.fromkeys(FILES, 0)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = []
         for item in items:
             name = getattr(item, "originalname", item.name)
-            if name in DIFFERENT:
-                self.different[name] += 1
+            if name in NOT_APPLICABLE:
+                self.not_applicable[name] += 1
+                config.hook.pytest_deselected(items=[item])
+            elif isinstance(item, pytest.Function) and _parameters(item).get("use_c_ext"):
+                self.repeated += 1
                 config.hook.pytest_deselected(items=[item])
             else:
                 kept.append(item)
@@ -251,10 +273,10 @@ class Plugin:
         try:
             return (yield)
         finally:
-            self.with_tier += bool(_Direct.alive)
-            for tier in _Direct.alive:
+            self.with_tier[item.path.name] += bool(_Adapted.started)
+            for tier in _Adapted.started:
                 tier.shutdown()
-            _Direct.alive.clear()
+            _Adapted.started.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -263,6 +285,10 @@ class Plugin:
             self.skipped += 1
         elif report.when == "call":
             self.passed += 1
+
+
+def _parameters(item: pytest.Function) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def unpack(sdist: Path, folder: Path) -> Iterable[str]:
@@ -283,28 +309,42 @@ def unpack(sdist: Path, folder: Path) -> Iterable[str]:
             yield str(folder / name)
 
 
-def main(argv: list[str]) -> int:
-    """Return 0 if all tests that apply pass, and each entry of DIFFERENT names a test."""
-    example.ExampleSecondaryTierManager = DirectExample
-    fs.FileSystemTierManager = DirectFileSystem
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 if all tests that apply pass.
+
+    Return 1 also if NOT_APPLICABLE names a test that does not exist, or if a file has no test that
+    creates the tier.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sdist", type=Path, help="source distribution of the installed vLLM, from the package index")
+    sdist = parser.parse_args(argv).sdist
+    if not sdist.is_file():
+        parser.error(
+            f"no file {str(sdist)!r}: give vLLM's source distribution (of make: SDIST), from the package index"
+        )
+    for tier in (example.ExampleSecondaryTierManager, fs.FileSystemTierManager):
+        tier.__init__ = _NotReplaced.__init__
+    example.ExampleSecondaryTierManager = ExampleTier
+    fs.FileSystemTierManager = FileTier
     with tempfile.TemporaryDirectory() as temporary:
-        DirectExample.parent = temporary
+        ExampleTier.parent = temporary
         plugin = Plugin()
-        paths = list(unpack(Path(argv[0]), Path(temporary)))
-        options = ["-q", "-p", "no:cacheprovider", "--rootdir", temporary, "--no-header", "--tb=short", *argv[1:]]
+        paths = list(unpack(sdist, Path(temporary)))
+        options = ["-q", "-p", "no:cacheprovider", "--rootdir", temporary, "--no-header", "--tb=short"]
         status = pytest.main([*paths, *options], plugins=[plugin])
-    for name, count in plugin.different.items():
-        print(f"not applicable ({count}): {name}: {DIFFERENT[name]}")
-    gone = [name for name, count in plugin.different.items() if not count]
+    for name, count in plugin.not_applicable.items():
+        print(f"not applicable ({count}): {name}: {NOT_APPLICABLE[name]}")
+    unused = [name for name, count in plugin.not_applicable.items() if not count]
+    unused += [name for name, count in plugin.with_tier.items() if not count]
     print(
-        f"vLLM {vllm.__version__}: {plugin.passed} passed ({plugin.with_tier} create the tier), "
+        f"vLLM {vllm.__version__}: {plugin.passed} passed ({sum(plugin.with_tier.values())} create the tier), "
         f"{len(plugin.failed)} failed, {plugin.skipped} skipped by vLLM, "
-        f"{sum(plugin.different.values())} not applicable"
+        f"{sum(plugin.not_applicable.values())} not applicable, {plugin.repeated} repetitions"
     )
-    if gone:
-        print(f"DIFFERENT names tests that do not exist: {', '.join(gone)}")
-    return 1 if status or plugin.failed or gone else 0
+    if unused:
+        print(f"tests that do not exist, or files whose tests do not create the tier: {', '.join(unused)}")
+    return 1 if status or plugin.failed or unused else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
