@@ -112,7 +112,7 @@ class SlotPool:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests, later prompts of lists included."""
+        """Number of requests that wait for a slot; each later prompt of a list counts as one."""
         return len(self._waiting)
 
     @property

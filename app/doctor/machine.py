@@ -91,7 +91,7 @@ def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> It
     needed = RAY_STORE_BYTES + 2 * ENGINE_QUEUE_BYTES
     state = os.statvfs(path)
     free = state.f_bavail * state.f_frsize
-    what = f"{path}: {free / 2**20:,.0f} MiB free, {needed / 2**20:,.0f} MiB for Ray and one engine of each role"
+    what = f"{path}: {free / 2**20:,.0f} MiB free; Ray and one engine of each role need {needed / 2**20:,.0f} MiB"
     yield Finding(
         "shared-memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
     )

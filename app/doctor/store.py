@@ -30,7 +30,7 @@ def check_store(settings: ServiceSettings) -> Iterator[Finding]:
     needed, free = 2 * store.staging_mib * 2**20, shutil.disk_usage(STAGING_FOLDER).free
     yield Finding(
         "store",
-        f"{STAGING_FOLDER}: {free / 2**20:,.0f} MiB free, {needed / 2**20:,.0f} MiB for the staging of two engines",
+        f"{STAGING_FOLDER}: {free / 2**20:,.0f} MiB free; the staging of two engines needs {needed / 2**20:,.0f} MiB",
         "" if free >= needed else f"enlarge {STAGING_FOLDER}, or lower store.staging_mib",
     )
 

@@ -150,11 +150,13 @@ class ServiceSettings(ModelSettings):
                 f"models: several models or adapters have the name {', '.join(twice)}; set different names in "
                 "served_model_name or frontend.lora_modules"
             )
-        if len(self.each_model()) < len(self.models):
-            raise ValueError(
-                "models: names that differ only in characters other than letters, digits and `._-` give two "
-                "deployments one name; rename one of the models"
-            )
+        for one in self.models:
+            same = [other.model_name for other in self.models if _suffix(other) == _suffix(one)]
+            if len(same) > 1:
+                raise ValueError(
+                    f"models: {' and '.join(map(repr, same))} give two deployments the name Prefill{_suffix(one)}, "
+                    "because `-` replaces all characters but letters, digits and `._-`; set another served_model_name"
+                )
         return self
 
     @model_validator(mode="after")
@@ -198,9 +200,7 @@ class ServiceSettings(ModelSettings):
             return {"": self}
         fields = ModelSettings.model_fields
         return {
-            f"-{UNNAMEABLE.sub('-', one.model_name)}": self.model_copy(
-                update={"models": [], **{name: getattr(one, name) for name in fields}}
-            )
+            _suffix(one): self.model_copy(update={"models": [], **{name: getattr(one, name) for name in fields}})
             for one in self.models
         }
 
@@ -211,3 +211,8 @@ class ServiceSettings(ModelSettings):
         """
         secret = self.transfer.operators_secret() or fallback
         return self.model_copy(update={"transfer": self.transfer.model_copy(update={"secret": secret})})
+
+
+def _suffix(model: ModelSettings) -> str:
+    """Return the suffix of a model's deployment names."""
+    return f"-{UNNAMEABLE.sub('-', model.model_name)}"

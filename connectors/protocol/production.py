@@ -60,7 +60,7 @@ class Production:
         if self._being_written(peer, message.transfer_id) or self._too_early(peer, message.transfer_id):
             return ""
         if message.number <= self._overtaken.get(peer, -1):
-            return "this message arrived too late for its transfer"
+            return f"{type(message).__name__} arrived after its transfer had ended and been forgotten"
         transfer = self._transfer_for(peer, message, now)
         if transfer is None:
             return "this transfer has ended or belongs to another consumer"

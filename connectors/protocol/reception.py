@@ -90,12 +90,15 @@ class RequestQueue:
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
     def connect_failed(self, incarnation: str, reason: str) -> list[Due]:
-        """End the waits of requests that waited for this handshake, without Cancel."""
+        """End the wait of each request queued for this failed handshake.
+
+        Sends no Cancel, because it has sent no AwaitStart.
+        """
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
 
     def engine_lost(self, incarnation: str, reason: str) -> list[Due]:
-        """End the waits of all requests for a dead engine, without Cancel."""
+        """End the waits of all requests for a dead engine. Sends no Cancel to it."""
         return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:

@@ -46,7 +46,10 @@ class _MeanCost:
 
 @dataclass(slots=True)
 class Governor:
-    """Choice of the mode of each step that ends a prompt."""
+    """Decides for each step that ends a prompt whether to send its last chunks layer by layer.
+
+    In AUTO, compares the measured mean costs of both modes.
+    """
 
     streaming: Streaming
     _costs: dict[bool, _MeanCost] = field(default_factory=lambda: {False: _MeanCost(), True: _MeanCost()})

@@ -66,7 +66,10 @@ def test_the_deployments_of_a_service(args: dict[str, Any] | None, deployments: 
         ({"models": [{"frontend": {"lora_modules": ["sql"]}}]}, "'path': ''} must be `name=path`"),
         ({"frontend": {"lora_modules": [{"lora_name": "x", "lora_path": "/x"}]}}, "must be `name=path`"),
         ({"frontend": {"lora_modules": "x=/x"}}, "must be a list of `name=path`"),
-        ({"models": [{"served_model_name": "x/y"}, {"served_model_name": "x y"}]}, "give two deployments one name"),
+        (
+            {"models": [{"served_model_name": "x/y"}, {"served_model_name": "x y"}]},
+            "'x/y' and 'x y' give two deployments the name Prefill-x-y",
+        ),
         ({"models": [{"modle": "x"}]}, "models.0.modle: no such setting; did you mean model?"),
         ({"models": [{"prefill": {"replica": 1}}]}, "models.0.prefill.replica: no such setting; did you mean replicas"),
         (

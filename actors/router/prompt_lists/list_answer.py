@@ -107,7 +107,7 @@ class ListAnswer:
         return self._answers[self._lead].accounted
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until `accounted` is true, at most `at_most_s` seconds."""
+        """Wait at most `at_most_s` seconds until `accounted` is true for the lead prompt."""
         await self._answers[self._lead].account(at_most_s)
 
     async def open(self) -> None:

@@ -38,14 +38,16 @@ _NICE = 5
 
 
 class MetadataProcess:
-    """Process that serves one engine's agent metadata and states of processes until ``close``.
+    """Subprocess that runs one engine's side channel until ``close``.
+
+    Peers fetch the agent metadata from it, and ask it whether a process of this host is alive.
 
     ``port``           port to listen on; 0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
     ``identity``       key of the TLS certificate (``Keys.identity``); empty: no TLS
 
-    Raises ConfigurationError if the process cannot listen, ends or does not start within _START_S,
-    and OSError if it cannot be created.
+    Raises ConfigurationError if the subprocess cannot listen, exits during its start or does not
+    report a port within _START_S, and OSError if it cannot be created.
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:

@@ -1,4 +1,4 @@
-r"""The side channel: a TCP server from which peers fetch agent metadata and states of processes.
+r"""The side channel: a TCP server for agent metadata and for the liveness of processes.
 
 Each connection carries one request and one response. A decode rank fetches an engine's metadata in
 each handshake. It also requests the state of a prefill worker's process if this worker may still
@@ -67,8 +67,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Server of one engine's agent metadata, and of the states of its host's processes, until
-    ``close``.
+    """Server of one engine's agent metadata until ``close``.
+
+    It also reports whether a process of its host is alive.
 
     ``port``           port to listen on; 0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank

@@ -55,7 +55,7 @@ class StoreWorker:
         self._reported: dict[Adapter, str] = {}
 
     def register(self, layout: EngineLayout) -> None:
-        """Plan the copies of this rank's cache.
+        """Plan the copies between staging memory and this rank's KV blocks.
 
         Raises ConfigurationError if the cache is not in host memory or does not fit the settings,
         and PlanError or CoverError if it cannot be mapped to objects (``plan_rank``).
