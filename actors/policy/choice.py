@@ -172,7 +172,8 @@ def _route(
         return "remote", UNSEEN
     if settings.policy != "cost":
         return "remote", POLICY
-    if local.uncached_tokens < settings.local_below_tokens:
+    # A load of stored tokens has a cost too.
+    if local.uncached_tokens + local.loaded_tokens < settings.local_below_tokens:
         return "local", SHORT
     key = _key(settings, options, asked.session)
     return ("local" if key(local) <= key(remote) else "remote"), CHEAPER

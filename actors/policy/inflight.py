@@ -20,7 +20,6 @@ class InflightRequest:
     ``streams``                 this router's streams on the decode engine at `began_at`
     ``began_at``                time of `Planner.begin`
     ``added``                   prefix pieces that each engine caches only if its leg succeeds
-    ``added_stored``            prefix pieces that each engine stores only if its leg succeeds
     ``prefilled_at``            time at which prefill had computed the prompt; None until reported
     ``opened_at``               time of the first token of a stream; None until then
     ``opened_stream_seconds``   `EngineLoad.stream_seconds` of the decode engine at `opened_at`
@@ -39,7 +38,6 @@ class InflightRequest:
     streams: int
     began_at: float
     added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    added_stored: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     prefilled_at: float | None = None
     opened_at: float | None = None

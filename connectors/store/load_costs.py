@@ -40,6 +40,8 @@ class LoadCosts:
         self._tiers: dict[str, _Tier] = {}
         self._transfers: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
         self._copies: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
+        # Whether the next copy replaces all earlier ones: a trial of a slow tier has begun.
+        self._copies_on_trial = False
         # Mean context of the tokens of a step, and seconds per token.
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)
         # Seconds of a token without context, and per token of context; None: steps have changed.
@@ -55,6 +57,9 @@ class LoadCosts:
     def copied(self, size_bytes: int, seconds: float) -> None:
         """Record the bytes and duration of copies into blocks; ignore them if either is 0."""
         if size_bytes > 0 and seconds > 0:
+            if self._copies_on_trial:
+                self._copies.clear()
+                self._copies_on_trial = False
             self._copies.append((size_bytes, seconds))
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
@@ -123,6 +128,7 @@ class LoadCosts:
             return 0.0
         for tier in slow:
             tier.begin_trial()
+        self._copies_on_trial = True
         return otherwise_s
 
     def _copy_s(self, sizes: Mapping[str, int]) -> float:

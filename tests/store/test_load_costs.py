@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.store.load_costs import FIRST_PAUSE, LOADS, LONGEST_PAUSE, LoadCosts
+from connectors.store.load_costs import FIRST_PAUSE, LOADS, LONGEST_PAUSE, SAMPLES, LoadCosts
 
 MB = 1_000_000
 DISK = "disk"
@@ -150,6 +150,18 @@ def test_a_tier_that_has_recovered_is_used_again() -> None:
     for _ in range(LOADS):
         costs.read(DISK, MB, 0.1)
     assert trials(costs, 6, 0.001) == [4, 5]
+
+
+def test_a_trial_also_replaces_the_copies() -> None:
+    """Copies were slow while the host was overloaded."""
+    costs = LoadCosts()
+    for _ in range(SAMPLES):
+        costs.copied(MB, 0.02)
+    assert [costs.patience_s({DISK: MB}, 0.01) for _ in range(5)] == [0, 0, 0, 0, 0.01]
+    costs.read(DISK, MB, 0.001)
+    costs.copied(MB, 0.001)
+    assert costs.load_s({DISK: MB}) == pytest.approx(0.002)
+    assert costs.patience_s({DISK: MB}, 0.01) == 0.01
 
 
 def test_requests_that_arrive_during_a_trial_do_not_load() -> None:

@@ -248,4 +248,5 @@ def test_the_campaign_finds_a_tier_that_does_not_check_its_payloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda *_: None)
-    assert tier_campaign.run(tmp_path, seed=2, faults=30).wrong
+    # On a busy machine, many lookups are late, so few chunks are loaded.
+    assert tier_campaign.run(tmp_path, seed=2, faults=150).wrong

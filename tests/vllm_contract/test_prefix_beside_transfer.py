@@ -138,6 +138,30 @@ def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) ->
     assert decode.load_prefix(other, tables(), 0, END) == 64
 
 
+def test_a_read_that_a_due_transfer_cuts_short_measures_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request was queued, and its transfer became due before the first byte of a slow tier."""
+    host.fill(64)
+    release, reading = threading.Event(), threading.Event()
+    read = FolderTier.read
+
+    def read_later(self: FolderTier, *arguments: object) -> object:
+        reading.set()
+        release.wait(30.0)
+        return read(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FolderTier, "read", read_later)
+    decode = host.start(load_s=30.0)
+    decode.costs.transferred(1 << 40, 1.0)
+    decode.costs.read("disk", 1, 1.0)
+    request = new_request(decode)
+    until(lambda: ready(decode, request, queued=True)() or reading.is_set())
+    assert decode.prefix_ready(request, 0, END, False)
+    assert decode.load_prefix(request, tables(), 0, END) == 0
+    assert decode.costs.load_s({"disk": 1}) == 1.0
+    release.set()
+    assert left(decode) == 0
+
+
 def test_a_transfer_that_fails_before_it_begins_loads_as_any_request(host: Host) -> None:
     """The first fetch had no windows, so another one is started."""
     host.fill(64)

@@ -132,12 +132,15 @@ class Attempt:
         return self
 
     def opened_by_prefill(self) -> Self:
-        """Keep the calls open after prefill's first token, before decode's answer."""
+        """Keep the calls open after prefill's first token, before decode's answer.
+
+        Decode may not have received the KV.
+        """
         assert self.prefill is not None
         assert self.prefill.start is not None, "prefill has answered"
         self.sampled_by = "prefill"
         self.start, self.items = self.prefill.start, []
-        self._is_open = self._answered = True
+        self._is_open = True
         self._report_prefilled()
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 import time
 import uuid
@@ -26,12 +27,13 @@ def folder_id(path: Path) -> str:
     with (path / MARKER).open("r+", encoding="ascii", errors="replace") as file:
         _lock(file.fileno())
         found = file.read()
-        if len(found) != 32:
+        if not re.fullmatch("[0-9a-f]{32}", found):
             found = uuid.uuid4().hex
             file.seek(0)
             file.truncate()
             file.write(found)
             file.flush()
+            os.fsync(file.fileno())
         return found
 
 

@@ -47,6 +47,11 @@ class BoundedFetch:
         # Start of the reads: a step may lie between the first poll and the next one.
         self._reading_at = 0.0
 
+    @property
+    def waits(self) -> bool:
+        """Whether the request waits for the reads; False if it reads only while it is queued."""
+        return self._patience_s > 0
+
     def begin(self, names: Mapping[ObjectRef, ObjectName], start_token: int, limit_token: int) -> None:
         """Start the fetch.
 

@@ -440,7 +440,9 @@ class StoreScheduler:
         known.present = fetched.present
         self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
         for tier, (size_bytes, seconds) in fetched.reads.items():
-            self.costs.read(tier, size_bytes, seconds)
+            # Reads that were cut short because the request waited no longer measure nothing.
+            if size_bytes or (known.fetch is not None and known.fetch.waits):
+                self.costs.read(tier, size_bytes, seconds)
 
     def _begin_fetch(self, known: _Known, local_tokens: int, limit_token: int, beside_transfer: bool = False) -> bool:
         """Start a fetch beyond ``local_tokens``; return False if no object can exist there."""

@@ -141,6 +141,9 @@ def test_calls_of_other_routers_count():
         ({"d": busy(0.2), "p": busy(0.2)}, "local", "cheaper", "d", None),
         ({"d": busy(streams=1), "p": busy(3.0)}, "local", "cheaper", "d", None),
         ({"held": [("p", 900)]}, "remote", "cheaper", "d", "p"),
+        # Stored tokens have a cost: the load may be slow.
+        ({"stored": [("d", 1000)]}, "local", "cheaper", "d", None),
+        ({"stored": [("d", 1000)], "d": busy(streams=50)}, "remote", "cheaper", "d", "p"),
         ({"stored": [("p", 900)]}, "remote", "cheaper", "d", "p"),
         ({"stored": [("p", 900), ("d", 900)]}, "local", "cheaper", "d", None),
         # A cached prefix is better than a stored one, and a stored one better than none.

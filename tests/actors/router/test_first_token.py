@@ -295,6 +295,16 @@ async def test_decode_that_dies_around_its_first_token(dies_after: int):
     await at_rest(p, d)
 
 
+async def test_decode_that_dies_after_prefills_first_token_is_not_expected_to_hold_the_prompt():
+    router, p, d = fleet([samples()], [later(engine(1, [1], dies_after=0)), later(engine(2, [1]))])
+    await ask(router, request(prompt="word " * 400))
+    assert [len(replica.calls) for replica in d.replicas] == [1, 1]
+    await at_rest(p, d)
+    held = router.models[0].feedback.planner._prefixes.snapshot()  # noqa: SLF001
+    assert held["d1"]
+    assert not held["d0"]
+
+
 async def test_prefill_that_dies_after_its_first_token():
     """A later attempt repeats the token, and the client receives each event once."""
     gate = asyncio.Event()
