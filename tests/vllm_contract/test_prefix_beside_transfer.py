@@ -162,6 +162,20 @@ def test_a_read_that_a_due_transfer_cuts_short_measures_nothing(host: Host, monk
     assert left(decode) == 0
 
 
+def test_a_queued_request_leaves_half_of_staging_to_others(host: Host) -> None:
+    """It may wait for prefill for long; it fetches at the latest when its transfer is due."""
+    host.fill(64)
+    decode = host.start()
+    staging, request = decode.store.staging, new_request(decode)
+    held = staging.take(staging.size_bytes * 6 // 10)
+    assert held is not None
+    assert not decode.prefix_ready(request, 0, END, True)
+    assert decode.store.fetches.pending == 0
+    until(ready(decode, request))
+    assert decode.load_prefix(request, tables(), 0, END) == 64
+    staging.give_back(held)
+
+
 def test_a_transfer_that_fails_before_it_begins_loads_as_any_request(host: Host) -> None:
     """The first fetch had no windows, so another one is started."""
     host.fill(64)

@@ -242,9 +242,10 @@ class StoreScheduler:
         Return whether the transfer may start.
 
         The first call starts a fetch of full attention beyond ``local_tokens``, unless no object
-        can exist there. The fetch ends when all needed objects are verified, after ``load_s``, when
-        none of its reads has progressed for ``lookup_s``, or when a transfer that could start has
-        waited for ``LoadCosts.patience_s``, which is 0 if the transfer would be as fast.
+        can exist there. While more than half of staging is used, a queued request starts none. The
+        fetch ends when all needed objects are verified, after ``load_s``, when none of its reads
+        has progressed for ``lookup_s``, or when a transfer that could start has waited for
+        ``LoadCosts.patience_s``, which is 0 if the transfer would be as fast.
 
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
@@ -253,6 +254,11 @@ class StoreScheduler:
             return True
         if known.fetched is not None:
             return True
+        staging = self.store.staging
+        if known.fetch is None and queued and 2 * staging.used_bytes > staging.size_bytes:
+            # A fetched prefix stays in staging until the request runs, which may take long: leave
+            # the rest to stores and to requests that can run.
+            return False
         if known.fetch is None and not self._begin_fetch(known, local_tokens, end_token - 1, beside_transfer=True):
             return True
         assert known.fetch is not None
