@@ -13,7 +13,7 @@ before the cost.
 """
 
 SHORT = "short_uncached"
-"""The best option of decode alone has fewer uncached tokens than `local_below_tokens`."""
+"""Decode alone would compute and load fewer tokens than `local_below_tokens`."""
 
 NO_PREFILL = "no_prefill"
 """No prefill replica accepts calls, or this request got no slot on one.

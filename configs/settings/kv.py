@@ -189,8 +189,8 @@ class KVStoreSettings(Frozen):
     )
     lookup_s: Seconds = Field(
         0.015,
-        description="time after which lookups count as misses if the tier answers none, and after which a fetch ends "
-        "if the tiers deliver no bytes to it; also the limit for the lookups of each 64 objects of a prompt",
+        description="time after which a lookup without an answer counts as a miss, and after which a fetch ends if the "
+        "tiers deliver no bytes to it",
     )
     load_s: Seconds = Field(
         2.0,

@@ -30,7 +30,7 @@ class RoutingSettings(Frozen):
         "prefill replica, and for requests that need one engine: a decode replica, chosen in the same way",
     )
     local_below_tokens: int = Field(
-        32, ge=0, description="policy cost: decode computes prompts with fewer uncached tokens than this"
+        32, ge=0, description="policy cost: decode serves prompts alone if it computes and loads fewer tokens than this"
     )
     decode_weight: float = Field(
         1.0,

@@ -28,7 +28,6 @@ from connectors.store.tiers.staging import Staging, slot_bytes
 from connectors.store.writer import ObjectWriter
 
 _LOOKUPS_PER_CALL = 64
-"""Objects per lookup call. Each call may take ``lookup_s``: a long prompt has many objects."""
 
 Accept = Callable[[int, int, Mapping[str, int]], bool]
 """Called with the first token, the end token, and the payload bytes by tier label of a load.
@@ -105,7 +104,7 @@ class _Fetch:
                     verified object, and a failed read that starts again on another tier set it to
                     the time of the event. A start of reads while none is queued or running sets
                     it to the time of the event minus ``looked_s``
-    ``looked_s``    longest duration of a lookup per object, at most ``lookup_s``, in seconds
+    ``looked_s``    duration of the slowest lookup that has ended, at most ``lookup_s``, in seconds
     ``accept``      decides after the lookups whether to read
     ``decided``     whether the lookups have ended and ``accept`` was called if they found anything
     ``declined``    whether ``accept`` has returned False
@@ -195,13 +194,12 @@ class Fetches:
         fetch = _Fetch(machine, accept, dict(names), now, now)
         self._fetches[request_id] = fetch
         candidates = [ref for ref in machine.candidates if ref in names]
-        starts = range(0, len(candidates), _LOOKUPS_PER_CALL)
-        parts = [candidates[start : start + _LOOKUPS_PER_CALL] for start in starts]
         fetch.unanswered = {ref: set() for ref in candidates}
         for number, tier in enumerate(self._tiers):
-            for part, refs in enumerate(parts, 1):
+            for first in range(0, len(candidates), _LOOKUPS_PER_CALL):
+                refs = candidates[first : first + _LOOKUPS_PER_CALL]
                 asked = [fetch.names[ref] for ref in refs]
-                call = tier.lookups.submit(partial(tier.folder.find_all, asked), now + part * self._limits.lookup_s)
+                call = tier.lookups.submit(partial(tier.folder.find_all, asked), now + self._limits.lookup_s)
                 if call is not None:
                     fetch.lookups.append((number, refs, call))
                     for ref in refs:
@@ -255,10 +253,11 @@ class Fetches:
             self._settle(fetch)
 
     def idle_s(self, request_id: str) -> float:
-        """Return the time for which a fetch has waited for answers or bytes of the tiers.
+        """Return the time for which a fetch has waited for bytes of the tiers, in seconds.
 
-        In seconds. Lookups and bytes of other requests count while this one's are queued at the
-        same tier. A read that starts again on another tier sets the time back to 0.
+        Before the first bytes this is the time that its lookups and reads have taken. Bytes of any
+        read of a tier count for the queued reads of this tier. A read that starts again on another
+        tier sets the time back to 0.
         """
         return self._idle_s(self._fetches[request_id], time.monotonic())
 
@@ -343,9 +342,8 @@ class Fetches:
             self._staging.give_back(fetch.offsets.pop(ref))
 
     def _idle_s(self, fetch: _Fetch, now: float) -> float:
-        heard = [self._tiers[each.tier].verified.progress_at(each.progress) for each in fetch.readings]
-        answered = [self._tiers[number].lookups.ended_at for number, _, _ in fetch.lookups]
-        return now - max(fetch.read_at, *heard, *answered)
+        heard = (self._tiers[each.tier].verified.progress_at(each.progress) for each in fetch.readings)
+        return now - max(fetch.read_at, *heard, 0.0)
 
     def _take_lookups(self, fetch: _Fetch, now: float) -> None:
         waiting = []
@@ -353,28 +351,25 @@ class Fetches:
             if not call.over:
                 waiting.append((number, refs, call))
                 continue
-            fetch.looked_s = max(fetch.looked_s, min(call.seconds / len(refs), self._limits.lookup_s))
+            fetch.looked_s = max(fetch.looked_s, min(call.seconds, self._limits.lookup_s))
             fetch.lookups_s[number] += call.seconds
             if not call.started:
-                self.counts["late_lookups"] += 1
+                self.counts["late_lookups"] += 1  # its deadline passed while other lookups ran
             answers = call.result if call.state is CallState.ENDED and call.result is not None else [False] * len(refs)
             for ref, found in zip(refs, answers, strict=True):
                 fetch.unanswered[ref].discard(number)
                 if found:
                     fetch.tiers.setdefault(ref, []).append(number)
             self._decide(fetch, refs)
-        fetch.lookups = []
-        for number, refs, call in waiting:
-            lane = self._tiers[number].lookups
-            hangs_at = max(fetch.began_at, lane.ended_at) + self._limits.lookup_s
-            if now >= min(hangs_at, call.deadline):
-                self.counts["late_lookups"] += 1
-                lane.cancel(call)
+        fetch.lookups = waiting
+        if waiting and now >= fetch.began_at + self._limits.lookup_s:
+            self.counts["late_lookups"] += len(waiting)
+            fetch.lookups = []
+            for _, refs, _ in waiting:
                 for ref in refs:
-                    fetch.unanswered[ref].discard(number)
+                    fetch.unanswered[ref].clear()
                 self._decide(fetch, refs)
-            else:
-                fetch.lookups.append((number, refs, call))
+            fetch.machine.stop_looking()
 
     def _decide(self, fetch: _Fetch, refs: Sequence[ObjectRef]) -> None:
         """Record which of ``refs`` have a known fastest tier, and which are in no tier."""

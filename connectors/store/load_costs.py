@@ -40,7 +40,7 @@ class LoadCosts:
         self._tiers: dict[str, _Tier] = {}
         self._transfers: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
         self._copies: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
-        # Whether the next copy replaces all earlier ones: a trial of a slow tier has begun.
+        # Whether the next copy replaces all earlier ones.
         self._copies_on_trial = False
         # Mean context of the tokens of a step, and seconds per token.
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)
@@ -128,7 +128,8 @@ class LoadCosts:
             return 0.0
         for tier in slow:
             tier.begin_trial()
-        self._copies_on_trial = True
+        # Copies are on trial if the reads alone were fast enough.
+        self._copies_on_trial = any(tier.read_s(size) < otherwise_s for tier, size in tiers if tier in slow)
         return otherwise_s
 
     def _copy_s(self, sizes: Mapping[str, int]) -> float:

@@ -28,9 +28,8 @@ class StoreSettings:
     ``memory_path``   folder on a tmpfs; engines of one model with the same folder share its objects
     ``chunk_tokens``  tokens per chunk; ``planning/spans.py`` derives each group's objects from it
     ``staging_mib``   size of this engine's shared memory between files and KV blocks, in MiB
-    ``lookup_s``      time in seconds after which lookups are misses if the tier answers none, and
-                      after which a fetch ends if none of its reads progresses
-                      (``tiers/reads.py``). Also the limit for each 64 objects of a fetch's lookups
+    ``lookup_s``      time after which an unanswered lookup is a miss, and after which a fetch ends
+                      if none of its reads progresses (``tiers/reads.py``), in seconds
     ``load_s``        time from the start of a fetch after which unverified objects are not loaded,
                       in seconds
     ``store_s``       time for which a write of an object to a tier may wait for a thread, a lock or

@@ -208,8 +208,7 @@ class TandemStoreTier(SecondaryTierManager):
         """Return HIT or MISS once the lookup is answered, MISS if it is late, and RETRY before.
 
         The first call for a key records a new lookup. ``on_schedule_end`` submits it; it is late
-        when the tier has answered nothing for ``lookup_s``, or after ``lookup_s`` for each call of
-        _KEYS_PER_LOOKUP keys.
+        ``lookup_s`` after that.
         """
         self._take_lookups()
         found = self._lookups.get(key)
@@ -239,12 +238,11 @@ class TandemStoreTier(SecondaryTierManager):
         """
         self._take_lookups()
         waiting, self._unasked = [each for each in self._unasked if each.request_ids], []
-        now = deadline = time.monotonic()
+        now = time.monotonic()
         for begin in range(0, len(waiting), _KEYS_PER_LOOKUP):
-            deadline += self._settings.lookup_s
             asked = waiting[begin : begin + _KEYS_PER_LOOKUP]
             names = [self.name(each.key) for each in asked]
-            call = self._lookup_lane.submit(partial(self.folder.find_all, names), deadline)
+            call = self._lookup_lane.submit(partial(self.folder.find_all, names), now + self._settings.lookup_s)
             for each in asked:
                 each.asked_at = now
                 if call is None:
@@ -260,17 +258,13 @@ class TandemStoreTier(SecondaryTierManager):
                 for each, exists in zip(asked, answers, strict=True):
                     if each.exists is None:  # else a job with this key has ended meanwhile
                         each.exists = exists
-            elif asked[0].asked_at is not None and now >= min(self._hangs_at(asked[0].asked_at), call.deadline):
+            elif asked[0].asked_at is not None and now >= asked[0].asked_at + self._settings.lookup_s:
                 for each in asked:
                     if each.exists is None:
                         each.exists = False
             else:
                 waiting.append((asked, call))
         self._asked = waiting
-
-    def _hangs_at(self, asked_at: float) -> float:
-        """Return when lookups submitted at ``asked_at`` are late if none is answered before."""
-        return max(asked_at, self._lookup_lane.ended_at) + self._settings.lookup_s
 
     # Transfers.
 

@@ -80,6 +80,14 @@ def test_beside_a_transfer_only_full_attention_is_read() -> None:
     assert fetch.end_token == 128, "what has been read in time is used"
 
 
+def test_a_lookup_without_answer_is_a_miss() -> None:
+    fetch = Fetch(PLAN, 0, 500)
+    fetch.found(refs((128, 0), (128, 1), (128, 2)), ())
+    assert not fetch.settled
+    fetch.stop_looking()
+    assert fetch.end_token == 128
+
+
 def test_too_short_a_prompt_is_settled_at_once() -> None:
     fetch = Fetch(PLAN, 0, 127)
     assert fetch.candidates == ()

@@ -49,10 +49,10 @@ def test_the_wait_is_counted_from_the_reads(host: Host) -> None:
     """A step, which takes longer than the computation of the prompt, lies between two polls."""
     host.fill(64)
     engine = host.start()
-    engine.take(StoreReport(timed_tokens=1000, timed_s=5.0))
+    engine.take(StoreReport(timed_tokens=1000, timed_s=15.0))
     request = new_request(engine)
     assert engine.matched_tokens(request, 0) is None
-    threading.Event().wait(0.5)
+    threading.Event().wait(1.2)
     assert matched(engine, request) == 64
 
 

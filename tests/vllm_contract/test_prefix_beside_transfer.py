@@ -162,7 +162,7 @@ def test_a_read_that_a_due_transfer_cuts_short_measures_nothing(host: Host, monk
     assert left(decode) == 0
 
 
-def test_a_queued_request_leaves_half_of_staging_to_others(host: Host) -> None:
+def test_a_queued_request_fetches_nothing_while_half_of_staging_is_used(host: Host) -> None:
     """It may wait for prefill for long; it fetches at the latest when its transfer is due."""
     host.fill(64)
     decode = host.start()

@@ -2,8 +2,8 @@
 
 A fetch brings the objects of the longest usable prefix from the tiers into staging memory.
 
-    lookup   the caller looks ``candidates`` up; ``found`` records which ones exist, and which do
-             not or have no answer in time
+    lookup   the caller looks ``candidates`` up; ``found`` records which ones exist;
+             ``stop_looking`` ends the lookup at its deadline
     reading  ``fit`` limits the reads to the free memory; the caller reads ``next_reads`` into
              staging; ``read`` and ``failed`` record the results; ``give_up`` ends the fetch
              early, for example at its deadline
@@ -55,7 +55,7 @@ class Fetch:
 
     @property
     def looking(self) -> bool:
-        """True until all candidates have an answer or ``give_up`` was called."""
+        """True until all candidates have an answer, or the lookup has ended early."""
         return bool(self._looking)
 
     @property
@@ -74,10 +74,15 @@ class Fetch:
         return self._given_up or (not self._looking and self._verified.issuperset(self.needed))
 
     def found(self, refs: Iterable[ObjectRef], missing: Iterable[ObjectRef]) -> None:
-        """Record answers of the lookup: a tier has ``refs``, no tier has ``missing`` in time."""
+        """Record answers of the lookup: a tier has ``refs``, no tier has ``missing``."""
         refs, missing = set(refs), set(missing)
         self._present |= refs & self._looking
         self._looking -= refs | missing
+        self._choose()
+
+    def stop_looking(self) -> None:
+        """End the lookup at its deadline: objects without an answer count as missing."""
+        self._looking.clear()
         self._choose()
 
     def fit(self, sizes: Mapping[int, int], room_bytes: int) -> bool:

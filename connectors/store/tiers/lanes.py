@@ -61,16 +61,11 @@ class LaneCall(Generic[T]):
 
 @dataclass
 class Lane:
-    """A pool of ``threads`` threads with a queue of at most ``queue_calls`` calls.
-
-    ``ended_at``  end of the latest call that a thread has run, in ``time.monotonic()`` seconds; 0
-                  before the first one
-    """
+    """A pool of ``threads`` threads with a queue of at most ``queue_calls`` calls."""
 
     name: str
     threads: int
     queue_calls: int
-    ended_at: float = field(default=0.0, init=False)
     _queue: deque[LaneCall[object]] = field(default_factory=deque)
     _calls: dict[int, LaneCall[object]] = field(default_factory=dict)
     _closed: bool = False
@@ -150,6 +145,4 @@ class Lane:
             call.seconds = call.ended_at - started_at
             with self._condition:
                 del self._calls[number]
-            if call.started:
-                self.ended_at = call.ended_at
             call.state = state

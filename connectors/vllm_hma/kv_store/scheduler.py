@@ -446,7 +446,7 @@ class StoreScheduler:
         known.present = fetched.present
         self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
         for tier, (size_bytes, seconds) in fetched.reads.items():
-            # Reads that were cut short because the request waited no longer measure nothing.
+            # A read that ended because the transfer became due is no measurement.
             if size_bytes or (known.fetch is not None and known.fetch.waits):
                 self.costs.read(tier, size_bytes, seconds)
 
