@@ -49,7 +49,7 @@ class BoundedFetch:
 
     @property
     def waits(self) -> bool:
-        """Whether the request waits for the reads; False if it reads only while it is queued."""
+        """True if the request waits for its reads; False if it reads only while it is queued."""
         return self._patience_s > 0
 
     def begin(self, names: Mapping[ObjectRef, ObjectName], start_token: int, limit_token: int) -> None:
