@@ -156,6 +156,11 @@ def start_all(stack: contextlib.ExitStack, model: str, prefill_host: Namespace) 
     def over_link(name: str, role: str) -> tuple[AsyncLLM, set[int]]:
         engine, pids = start(name, role, model, prefill_host)
         stack.callback(engine.shutdown)
+        if name == "pull":
+            # Its progress threads spin, and other engines would not get a core to start.
+            processes = Processes(sorted(pids))
+            processes.sleep()
+            stack.callback(processes.wake)
         return engine, pids
 
     alone, alone_pids = outside(None, cores[:-1] or cores)
