@@ -113,6 +113,9 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._store_scheduler: StoreScheduler | None = None
         self._store_worker: StoreWorker | None = None
+        # Steps, including the current one, that vLLM may have scheduled with blocks of a failed
+        # load of another child of TandemMultiConnector.
+        self._spoiled_steps, self._batches = 0, vllm_config.max_concurrent_batches
         max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
@@ -142,7 +145,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
             if config.store is not None:
-                self._store_worker = StoreWorker(config.store, max_model_len, vllm_config.max_concurrent_batches)
+                self._store_worker = StoreWorker(config.store, max_model_len, self._batches)
 
     @property
     def scheduler(self) -> SchedulerConnector:
@@ -268,6 +271,10 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # Before the report: objects of a failed load must not be stored. The load may be that of
+        # another child of a MultiConnector.
+        if self._store_scheduler is not None and connector_output.invalid_block_ids:
+            self._store_scheduler.spoil()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self.scheduler.quarantine.take(report.quarantine)
@@ -360,6 +367,17 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.worker.after_forward(orders)
         if self._store_worker is not None and orders.store is not None:
             self._store_worker.store(orders.store)
+        self._spoiled_steps = max(0, self._spoiled_steps - 1)
+
+    def spoil(self) -> None:
+        """Neither send nor store KV of this step and of steps already scheduled.
+
+        TandemMultiConnector calls this on the worker side after a child's load has failed.
+        """
+        self._spoiled_steps = self._batches
+        if self._store_worker is not None:
+            self._store_worker.spoil()
+        self._spoil(self._orders())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._store_worker is None else self._store_worker.not_loaded()
@@ -407,9 +425,9 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def _spoil(self, orders: Orders) -> None:
         """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
-        if self._store_worker is not None and self._store_worker.spoiled:
+        if self._spoiled_steps or (self._store_worker is not None and self._store_worker.spoiled):
             requests = {chunk.request_id for chunk in orders.chunks}
-            self.worker.runtime.spoil(requests, "the load of a stored prefix failed")
+            self.worker.runtime.spoil(requests, "a load of KV failed")
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()

@@ -30,8 +30,11 @@ from connectors.vllm_hma.plugin import register
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -66,6 +69,7 @@ class TandemMultiConnector(MultiConnector):
             _check_hma(transfer)
         _check_roles(transfer)
         self._weights = _parse_weights(transfer)
+        self._not_loaded: set[int] = set()
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -106,6 +110,42 @@ class TandemMultiConnector(MultiConnector):
             own = {rank: each for rank, all_of in metadata.items() if (each := _of_child(all_of, number)) is not None}
             if own:
                 child.set_xfer_handshake_metadata_pp_aware(own)
+
+    # Worker side. A failed load within a step makes the KV that this step computes invalid, so
+    # errors are read before each call in which a child may send or store this KV. vLLM reads them
+    # once, after all these calls (vllm/v1/worker/kv_connector_model_runner_mixin.py).
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self._read_load_errors()
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        self._read_load_errors()
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def wait_for_save(self) -> None:
+        self._read_load_errors()
+        super().wait_for_save()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self._read_load_errors()
+        found, self._not_loaded = self._not_loaded, set()
+        return found
+
+    def _read_load_errors(self) -> None:
+        """Read the blocks of failed loads; if there are any, children send and store no KV of them.
+
+        Applies to the children of Tandem. Other children store what they are given.
+        """
+        found = super().get_block_ids_with_load_errors()
+        if not found:
+            return
+        self._not_loaded |= found
+        for child in self._connectors:
+            if isinstance(child, (TandemConnector, TandemStoreConnector)):
+                child.spoil()
 
 
 def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnectorHandshakeMetadata | None:

@@ -134,6 +134,10 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # Before the report: objects of a failed load must not be stored. The load may be that of
+        # another child of a MultiConnector.
+        if connector_output.invalid_block_ids:
+            self.scheduler.spoil()
         if isinstance(connector_output.kv_connector_worker_meta, StoreReport):
             self.scheduler.take(connector_output.kv_connector_worker_meta)
 
@@ -188,6 +192,13 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.not_loaded()
+
+    def spoil(self) -> None:
+        """Store no KV of this step and of steps already scheduled.
+
+        TandemMultiConnector calls this on the worker side after a child's load has failed.
+        """
+        self.worker.spoil()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.report()

@@ -14,6 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.store.planning.prefix import ObjectRef
@@ -21,8 +22,11 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.orders import Load, Store, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.reports import WorkerReport
+from connectors.vllm_hma.store_connector import TandemStoreConnector
 from connectors.vllm_hma.streaming import Streaming
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, Host, host, tables
@@ -74,8 +78,34 @@ def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
     assert not worker.spoiled
 
 
-def test_no_request_is_stored_later(host: Host) -> None:
-    """A request's first chunks may have been computed from the blocks of the failed load."""
+def after_another_childs_failed_load(
+    child: type[TandemConnector | TandemStoreConnector], scheduler: StoreScheduler, report: StoreReport
+) -> None:
+    """Pass the output of a step in which another child's load failed to a child's scheduler."""
+    transfer = KVTransferConfig(
+        kv_connector=child.__name__,
+        kv_connector_module_path=child.__module__,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"store": {"path": "/unused"}},
+    )
+    config = vllm_config.__wrapped__(kv_transfer_config=transfer)
+    connector = child(config, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
+    output = KVConnectorOutput(invalid_block_ids={1}, kv_connector_worker_meta=report)
+    if isinstance(connector, TandemConnector):
+        connector._store_scheduler = scheduler  # noqa: SLF001
+        output.kv_connector_worker_meta = WorkerReport(store=report)
+    else:
+        connector._scheduler = scheduler  # noqa: SLF001
+    connector.update_connector_output(output)
+
+
+@pytest.mark.parametrize("child", [TandemConnector, TandemStoreConnector, None])
+def test_no_request_is_stored_later(host: Host, child: type[TandemConnector | TandemStoreConnector] | None) -> None:
+    """A request's first chunks may have been computed from the blocks of the failed load.
+
+    With ``child``, the load is that of another child of a MultiConnector.
+    """
     scheduler = host.start()
     requests = [Request(name, PROMPT, SamplingParams(max_tokens=1), None) for name in "ab"]
     for request in requests:
@@ -85,7 +115,11 @@ def test_no_request_is_stored_later(host: Host) -> None:
     known = scheduler._requests["b"]  # noqa: SLF001
     known.filling[offset] = ObjectRef(16, 0)
     scheduler._filling[offset] = (known, 0, False)  # noqa: SLF001
-    scheduler.take(StoreReport(filled={offset: 1}, broken=True))
+    report = StoreReport(filled={offset: 1}, broken=child is None)
+    if child is None:
+        scheduler.take(report)
+    else:
+        after_another_childs_failed_load(child, scheduler, report)
     assert scheduler.store.counts["dropped_stores"] == 1
     assert scheduler.store.staging.used_bytes == 0
     for request in requests:

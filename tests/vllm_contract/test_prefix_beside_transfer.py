@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +16,28 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from connectors.planning.layout import GroupKind
+from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.folder import FolderTier
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Orders
 from tests.campaigns.schedules.scheduling import Engine
-from tests.vllm_contract.stored_prompt import CHUNK, END, FULL, PROMPT, RANK, Host, host, left, new_request, tables
+from tests.planning.builders import Shape, make_engine
+from tests.vllm_contract.stored_prompt import (
+    CACHE,
+    CHUNK,
+    END,
+    FULL,
+    PROMPT,
+    RANK,
+    Host,
+    host,
+    left,
+    new_request,
+    tables,
+)
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 __all__ = ["host"]
@@ -240,3 +256,26 @@ def test_only_the_rest_is_written(worker: Callable[..., Worker]) -> None:
     assert results(consumer) == (set(), {"r"}, set())
     assert (consumer.cache[3] == 0x11).all()
     assert np.count_nonzero(consumer.cache[5]) > 0
+
+
+@pytest.mark.parametrize(
+    ("end_token", "failed", "stored"), [(58, False, True), (63, False, False), (63, True, True)], ids=str
+)
+def test_a_window_of_which_the_transfer_sent_a_part_is_not_stored(
+    host: Host, end_token: int, failed: bool, stored: bool
+) -> None:
+    """The object keeps tokens 48 to 63. After 63 tokens, a window of 12 reads from token 52 on."""
+    groups = ((GroupKind.FULL, None, 1), (GroupKind.SLIDING, 12, 1))
+    layout = make_engine(Shape(2, "head_major", 8, 8, 40, 0, True, groups, 8), 1)[0].layout
+    decode = StoreScheduler(host.settings, 4096)
+    decode.publish([replace(CACHE, layout=layout)])
+    host.schedulers.append(decode)
+    request = new_request(decode)
+    decode.load_prefix(request, tables(), 0, end_token)
+    step = SchedulerOutput.make_empty()
+    step.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: tables())  # type: ignore[assignment]
+    known = decode._requests["r"]  # noqa: SLF001
+    orders = decode._completed(known, 0 if failed else end_token, len(PROMPT), step)  # noqa: SLF001
+    assert orders is not None
+    assert (ObjectRef(64, 1) in orders.offsets) is stored
+    assert ObjectRef(64, 0) in orders.offsets

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
+from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,12 +30,13 @@ from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
-from connectors.vllm_hma.orders import EncodedAgentMetadata
+from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
+from connectors.vllm_hma.streaming import Streaming
 from tests.store.test_service import until
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
-from tests.vllm_contract.workers import IDENTITY, layout_of
+from tests.vllm_contract.workers import DIGEST, IDENTITY, Worker, layout_of, receive, results
 
 TANDEM = {
     "kv_connector": "TandemConnector",
@@ -54,6 +57,11 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         self.answers: list[int | None] = list(self._kv_transfer_config.kv_connector_extra_config["answers"])
         self.allocated: list[int] = []
         self.preempted: list[KVConnectorMetadata] = []
+        self.not_loaded: set[int] = set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        found, self.not_loaded = self.not_loaded, set()
+        return found
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]), False
@@ -268,6 +276,50 @@ def test_preemptions_reach_every_child(make: Make) -> None:
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize("streaming", [Streaming.CHUNK, Streaming.LAYER])
+@pytest.mark.parametrize("fails_in", ["start_load_kv", "wait_for_layer_load"])
+@pytest.mark.parametrize("later", [False, True], ids=["this step", "the next step"])
+def test_kv_of_another_childs_failed_load_is_not_sent(
+    make: Make, worker: Callable[..., Worker], streaming: Streaming, fails_in: str, later: bool
+) -> None:
+    """With asynchronous scheduling, the next step is scheduled before vLLM knows of the failure."""
+    producer, consumer = worker("p", streaming=streaming), worker("c")
+    producer.cache[:] = 0xEE
+    connector = make(TandemMultiConnector, scripted(0), TANDEM, role=KVConnectorRole.WORKER)
+    other, tandem = connector.sub_connectors
+    assert isinstance(other, ScriptedConnector)
+    assert isinstance(tandem, TandemConnector)
+    tandem.worker._runtime = producer.runtime  # noqa: SLF001
+    tandem._batches = 2  # noqa: SLF001
+
+    def step(orders: Orders, fails: bool = False) -> set[int]:
+        metadata = MultiKVConnectorMetadata((KVConnectorMetadata(), orders))
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        if fails and fails_in == "start_load_kv":
+            other.not_loaded = {1}
+        connector.start_load_kv(ForwardContext.__new__(ForwardContext))
+        if fails and fails_in == "wait_for_layer_load":
+            other.not_loaded = {1}
+        connector.save_kv_layer("layer", torch.empty(0), None)  # type: ignore[arg-type]
+        connector.wait_for_save()
+        not_loaded = connector.get_block_ids_with_load_errors()
+        connector.clear_connector_metadata()
+        return not_loaded
+
+    assert not step(Orders(expects=[Expect("q", "t", 7, DIGEST)], starts=["q"]))
+    consumer.step(receives=[receive(producer.address)])
+    until(lambda: producer.runtime.counts()["live"] == 1)
+    chunks = [Chunk("q", ((1, 2),), 7, last=True)]
+    assert step(Orders(chunks=[] if later else chunks), fails=True) == {1}, "vLLM still learns of it"
+    if later:
+        assert not step(Orders(chunks=chunks))
+    assert not step(Orders(finished=[Finished("q", True, "")]))
+    assert results(consumer) == (set(), {"r"}, {"r"})
+    assert results(producer) == ({"q"}, set(), set())
+    assert (consumer.cache == 0).all(), "nothing of the step was written"
 
 
 def test_every_child_gets_its_own_handshake(make: Make) -> None:

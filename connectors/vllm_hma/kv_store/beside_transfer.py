@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 
-from connectors.planning.layout import GroupKind
+from connectors.planning.blocks import first_needed_token
+from connectors.planning.layout import WINDOWED, GroupKind
 from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.prefix import ObjectRef, completed_objects
 from connectors.store.service import KVStore
@@ -25,6 +26,7 @@ class TransferredTokens:
         # First token whose objects are not stored yet.
         self._start_token = start_token
         self._end_token = end_token
+        self._failed = False
         groups = self._plan.full_attention.groups
         per_token = sum(store.object_bytes([ObjectRef(0, each.index)]) / each.span_tokens for each in groups)
         # Estimated bytes of full attention.
@@ -46,10 +48,22 @@ class TransferredTokens:
         """
         if computed < self._end_token:
             # The transfer failed and this engine computes the tokens.
-            self._start_token = self._end_token
+            self._start_token, self._failed = self._end_token, True
         if self._start_token >= self._end_token:
             return []
         start, stop = self._start_token, min(self._end_token, self._start_token + self._plan.chunk_tokens)
         self._start_token = stop
         full = {spans.index for spans in self._plan.groups if spans.group.kind is GroupKind.FULL}
         return [ref for ref in completed_objects(self._plan, start, stop) if ref.group in full]
+
+    def has_tokens_of(self, ref: ObjectRef) -> bool:
+        """Return whether the engine has all tokens of an object that ends after the transfer.
+
+        A transfer sends windows only from the first token that attention at its end reads. The
+        block of this token may have earlier tokens, which are then not sent. Call after
+        ``take_objects``.
+        """
+        spans = self._plan.groups[ref.group]
+        if self._failed or spans.group.kind not in WINDOWED:
+            return True
+        return ref.end_token - spans.kept_tokens >= first_needed_token(spans.group, self._end_token)

@@ -348,8 +348,7 @@ class StoreScheduler:
                 )
             self._adapters[adapter] = identity
         if report.broken:
-            for known in self._requests.values():
-                known.void = True
+            self.spoil()
         self.costs.computed(report.timed_tokens, report.timed_context_tokens, report.timed_s)
         self._attached += report.attached
         self._detached += report.detached
@@ -370,6 +369,11 @@ class StoreScheduler:
                 continue
             del self._filling[offset]
             self._filled(known, offset, failed)
+
+    def spoil(self) -> None:
+        """Store no further KV of current requests: blocks of a failed load may be part of it."""
+        for known in self._requests.values():
+            known.void = True
 
     def reset(self) -> None:
         """End all fetches and change the namespace: the weights in memory may have been changed.
@@ -475,7 +479,8 @@ class StoreScheduler:
         if not self._answers:
             after = min(after, known.request.num_prompt_tokens)
         if before < after:
-            refs += completed_objects(self.store.plan, before, after)
+            completed = completed_objects(self.store.plan, before, after)
+            refs += [ref for ref in completed if known.transferred is None or known.transferred.has_tokens_of(ref)]
         refs = [ref for ref in refs if ref not in known.present]
         if not refs:
             return None

@@ -83,6 +83,11 @@ class StoreWorker:
         """
         return self._spoiled_steps > 0
 
+    def spoil(self) -> None:
+        """Treat KV that this step and steps already scheduled compute as invalid (``spoiled``)."""
+        self._report.broken = True
+        self._spoiled_steps = self._batches
+
     def begin_step(self) -> None:
         """Start to measure a step. Call before the forward pass.
 
@@ -127,8 +132,7 @@ class StoreWorker:
                 else:
                     # vLLM finds the request by these blocks (``not_loaded``).
                     self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
-                    self._report.broken = True
-                    self._spoiled_steps = self._batches
+                    self.spoil()
             self._report.loaded[load.load_id] = 1
         self._loads_s = time.monotonic() - loads_began_at
         if all_copied:
