@@ -60,7 +60,9 @@ from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane, LaneCall
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.reads import Progress, TierReads
+from connectors.vllm_hma.handshake.processes import process_start_s
 from connectors.vllm_hma.model.identity import is_commit, named_weights
+from connectors.vllm_hma.model.media import processor_files
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -460,8 +462,9 @@ def _namespace(spec: OffloadingSpec, block_bytes: int, revision: str | None, ide
     described = {
         "layout": layout.get_run_config() | {"model_name": "", "rank": layout.rank},
         "kv_cache_layout": [spec.config.kv_cache_layout, os.environ.get("VLLM_KV_CACHE_LAYOUT")],
-        "weights": named_weights(model, revision, stored=True),
+        "weights": named_weights(model, revision, True, process_start_s()),
         "config": hashlib.blake2b(config.read_bytes() if config.is_file() else b"").hexdigest(),
+        "image_processing": processor_files(model),
         "identity": identity,
         "block_bytes": block_bytes,
         "engine_version": vllm.__version__,

@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
 from connectors.store.settings import parse_settings
+from connectors.vllm_hma.handshake.processes import process_start_s
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
@@ -170,7 +171,8 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.worker.register(engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.rank_cache(store_fingerprint(model_identity(self._vllm_config, stored=True)))
+        identity = model_identity(self._vllm_config, stored=True, unchanged_since_s=process_start_s())
+        return self.worker.rank_cache(store_fingerprint(identity))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

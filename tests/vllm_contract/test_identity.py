@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from huggingface_hub import ResolvedRevision
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import connectors.vllm_hma.model.weights as weights
 from app.demo.paths import MODEL_DIR
 from connectors.errors import ConfigurationError
+from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.connector import TandemConnector
+from connectors.vllm_hma.handshake.processes import process_start_s
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.model.drafts import draft_identity
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.weights import digest_weights
+from connectors.vllm_hma.store_connector import TandemStoreConnector
 from tests.vllm_contract.caches import cache_config, full, vllm_config
+from tests.vllm_contract.stored_prompt import CACHE
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -235,3 +244,85 @@ def test_the_same_quantization_of_other_weights() -> None:
         for arguments in ({"linear": "fp8_per_tensor"}, {"linear": "fp8_per_block"})
     }
     assert len(identities) == 2
+
+
+def test_weights_that_changed_after_the_start_are_refused(model: Path) -> None:
+    """vLLM loads weights before the connector reads them, so it may have loaded others."""
+    file = model / "model.safetensors"
+    changed_s = file.stat().st_ctime
+    before = digest_weights(model)
+    assert digest_weights(model, changed_s) == before, "written just before the start"
+    for started_s in (changed_s - 3.0, changed_s - 1e6):
+        with pytest.raises(ConfigurationError, match=r"changed after this process started.*restart the engine"):
+            digest_weights(model, started_s)
+
+
+def test_a_file_server_with_a_fast_clock_is_no_change(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times are later than now, so they cannot be compared with this host's."""
+    changed_s = (model / "model.safetensors").stat().st_ctime
+    monkeypatch.setattr("connectors.vllm_hma.model.weights.time.time", lambda: changed_s - 1.0)
+    assert digest_weights(model, changed_s - 60.0)
+
+
+def test_the_start_of_this_process() -> None:
+    """Within coarse clocks, it is that of psutil."""
+    assert abs(process_start_s() - psutil.Process().create_time()) < 2.0
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["transfers", "store"])
+def test_connectors_refuse_weights_that_changed_after_the_start(model: Path, stored: bool) -> None:
+    """The copy of the model is newer than this process."""
+    kind = TandemStoreConnector if stored else TandemConnector
+    transfer = KVTransferConfig(
+        kv_connector=kind.__name__,
+        kv_connector_module_path=kind.__module__,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"store": {"path": "/disk"}} if stored else {},
+    )
+    made = config(model, kv_transfer_config=transfer)
+    connector = kind(made, KVConnectorRole.WORKER, cache_config((["f"], full())))
+    read = (
+        connector.get_handshake_metadata if isinstance(connector, TandemStoreConnector) else connector.worker.identity
+    )
+    with pytest.raises(ConfigurationError, match="changed after this process started"):
+        read()
+
+
+def test_a_store_is_refused_if_ranks_have_other_weights() -> None:
+    """One rank hashed its files before, the other after a change."""
+    other = replace(CACHE, model=replace(CACHE.model, weights="others"))
+    scheduler = StoreScheduler(StoreSettings("/unused", chunk_tokens=16), 4096)
+    with pytest.raises(ConfigurationError, match="ranks have loaded different weights"):
+        scheduler.publish([CACHE, other])
+
+
+def test_the_draft_models_weights_are_checked_too(model: Path) -> None:
+    speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    made = config(MODEL_DIR, speculative_config=speculative)
+    assert draft_identity(made)
+    with pytest.raises(ConfigurationError, match="changed after this process started"):
+        draft_identity(made, 0.0)
+
+
+def test_image_processing_is_part_of_the_identity(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's name of an image has neither the engine's settings nor the folder's files."""
+    made = config(model)
+    text_only = model_identity(made)
+    (model / "preprocessor_config.json").write_text('{"do_normalize": true}')
+    assert model_identity(made) == text_only, "a text model reads no such file"
+
+    def identity(**settings: Any) -> str:
+        monkeypatch.setattr(made.model_config, "multimodal_config", MultiModalConfig(**settings))
+        return model_identity(made).model
+
+    found = [
+        text_only.model,
+        identity(),
+        identity(mm_processor_kwargs={"max_pixels": 100}),
+        identity(video_pruning_rate=0.5),
+    ]
+    assert identity(mm_processor_kwargs={"device": "cpu"}) == found[1], "the device computes the same tensors"
+    (model / "preprocessor_config.json").write_text('{"do_normalize": false}')
+    found.append(identity())
+    assert len({*found}) == len(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,6 +76,26 @@ def test_another_engine_loads_stored_chunks(host: Host) -> None:
 def test_chunks_of_another_model_are_not_found(host: Host) -> None:
     stored(host.start())
     assert found(host.start(model="/nowhere/other")) == 0
+
+
+def test_other_image_processing_is_another_namespace(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's name of an image does not depend on the files of the model's folder."""
+    monkeypatch.setattr("connectors.vllm_hma.offloading_tier.process_start_s", lambda: math.inf)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    stored(host.start(model=str(model)))
+    assert found(host.start(model=str(model))) == len(KEYS)
+    (model / "preprocessor_config.json").write_text("{}")
+    assert found(host.start(model=str(model))) == 0
+
+
+def test_weights_that_changed_after_the_start_are_refused(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(ConfigurationError, match="changed after this process started"):
+        host.start(model=str(tmp_path))
 
 
 def test_a_corrupt_chunk_is_a_miss_and_the_others_are_kept(host: Host) -> None:
@@ -190,8 +211,11 @@ def test_a_model_of_the_hub_needs_its_commit(host: Host, revision: str | None) -
         ({"model_type": "phi4mm", "img_processor": {}}, "img_processor"),
     ],
 )
-def test_models_with_images_need_hashed_images(tmp_path: Path, config: dict[str, object], key: str) -> None:
+def test_models_with_images_need_hashed_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], key: str
+) -> None:
     """vLLM may name images by counters, which begin anew with each process."""
+    monkeypatch.setattr("connectors.vllm_hma.offloading_tier.process_start_s", lambda: math.inf)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))

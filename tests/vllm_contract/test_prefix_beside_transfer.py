@@ -273,7 +273,7 @@ def test_a_window_of_which_the_transfer_sent_a_part_is_not_stored(
     request = new_request(decode)
     decode.load_prefix(request, tables(), 0, end_token)
     step = SchedulerOutput.make_empty()
-    step.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: tables())  # type: ignore[assignment]
+    step.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: tables())
     known = decode._requests["r"]  # noqa: SLF001
     orders = decode._completed(known, 0 if failed else end_token, len(PROMPT), step)  # noqa: SLF001
     assert orders is not None

@@ -303,7 +303,7 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
         connector.start_load_kv(ForwardContext.__new__(ForwardContext))
         if fails and fails_in == "wait_for_layer_load":
             other.not_loaded = {1}
-        connector.save_kv_layer("layer", torch.empty(0), None)  # type: ignore[arg-type]
+        connector.save_kv_layer("layer", torch.empty(0), None)
         connector.wait_for_save()
         not_loaded = connector.get_block_ids_with_load_errors()
         connector.clear_connector_metadata()

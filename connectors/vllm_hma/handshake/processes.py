@@ -8,7 +8,9 @@ namespace is UNKNOWN, never GONE.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -37,6 +39,18 @@ def own_process() -> ProcessIdentity:
         return ProcessIdentity(_host(), os.getpid(), int(_stat(os.getpid())[_STARTED_AT]))
     except OSError:
         return NO_PROCESS
+
+
+def process_start_s() -> float:
+    """Return the time at which this process started, in ``time.time()`` seconds.
+
+    Infinity without a readable ``/proc``.
+    """
+    try:
+        ticks = int(_stat(os.getpid())[_STARTED_AT])
+    except OSError:
+        return math.inf
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def liveness(process: ProcessIdentity) -> Liveness:

@@ -135,10 +135,16 @@ class StoreScheduler:
     def publish(self, rank_caches: Sequence[RankCache]) -> None:
         """Open the store with the layouts of all ranks.
 
-        Raises ConfigurationError if settings do not fit the cache, or if folders or staging memory
-        cannot be used, PlanError and CoverError if the cache cannot be mapped to objects
-        (``prove_store``), and OSError if the staging file cannot be created.
+        Raises ConfigurationError if ranks have different models, if settings do not fit the cache,
+        or if folders or staging memory cannot be used. Raises PlanError and CoverError if the cache
+        cannot be mapped to objects (``prove_store``), and OSError if the staging file cannot be
+        created.
         """
+        if len({rank_cache.model for rank_cache in rank_caches}) > 1:
+            raise ConfigurationError(
+                "store: the engine's ranks have loaded different weights; restart the engine when the copy of the "
+                "weights is complete"
+            )
         settings = self._settings
         plan = plan_store(rank_caches[0].layout.groups, settings.chunk_tokens, self._max_model_len)
         for warning in plan.warnings:

@@ -8,6 +8,7 @@ the target model verifies every token.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING
 
 from connectors.errors import ConfigurationError
@@ -57,16 +58,18 @@ def reads_next_token(config: VllmConfig) -> bool:
     return config.num_prefill_lookahead_tokens > 0
 
 
-def draft_identity(config: VllmConfig) -> str:
+def draft_identity(config: VllmConfig, unchanged_since_s: float = math.inf) -> str:
     """Return a digest of method and draft model; empty if the cache holds no KV of drafts.
 
     The digest excludes the number of speculated tokens, which may differ between two engines.
-    Raises as ``weights_identity`` for the draft's weights.
+    ``unchanged_since_s`` as in ``digest_weights``. Raises as ``weights_identity`` for the draft's
+    weights.
     """
     speculative = drafting(config)
     if speculative is None:
         return ""
-    weights = weights_identity(speculative.draft_model_config, config.load_config.load_format)
+    draft, load_format = speculative.draft_model_config, config.load_config.load_format
+    weights = weights_identity(draft, load_format, unchanged_since_s=unchanged_since_s)
     return hashlib.blake2b(f"{speculative.method}:{weights}".encode(), digest_size=16).hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from vllm.transformers_utils.config import iter_rope_parameters
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.keys.names import ModelFingerprint
+from connectors.vllm_hma.model.media import image_processing
 from connectors.vllm_hma.model.weights import digest_weights
 
 if TYPE_CHECKING:
@@ -25,20 +27,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) -> ModelIdentity:
+def model_identity(
+    config: VllmConfig, draft: str = "", stored: bool = False, unchanged_since_s: float = math.inf
+) -> ModelIdentity:
     """Return the identity of an engine's model.
 
-    ``draft``   identity of the draft model (``drafts.py``); empty: none
-    ``stored``  whether KV with this identity outlives the engine, in a KV store
+    ``draft``              identity of the draft model (``drafts.py``); empty: none
+    ``stored``             whether KV with this identity outlives the engine, in a KV store
+    ``unchanged_since_s``  as in ``digest_weights``
 
     Reads all weights of a local model, or their cached digests (``weights.py``), unless vLLM's load
-    format is ``dummy``. Raises ConfigurationError if a local model has no weight files or one keeps
-    changing, or if ``stored`` and the weights are in object storage or their commit is unknown.
-    Raises OSError if a weight file cannot be read.
+    format is ``dummy``. Raises as ``weights_identity``, and OSError if a file of the model cannot
+    be read.
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{weights_identity(model, config.load_config.load_format, stored)}:".encode())
+    weights = weights_identity(model, config.load_config.load_format, stored, unchanged_since_s)
+    digest.update(f"{weights}:".encode())
     # The configuration as loaded, which includes hf_overrides.
     effective = {key: value for key, value in model.hf_config.to_dict().items() if key != "_name_or_path"}
     effective["tandem"] = [
@@ -46,6 +51,7 @@ def model_identity(config: VllmConfig, draft: str = "", stored: bool = False) ->
         repr(model.quantization_config),
         config.load_config.load_format == "dummy",
         _uses_long_rope(model),
+        image_processing(model),
     ]
     digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
     return ModelIdentity(
@@ -88,14 +94,17 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
     return name
 
 
-def weights_identity(model: ModelConfig, load_format: str, stored: bool = False) -> str:
+def weights_identity(
+    model: ModelConfig, load_format: str, stored: bool = False, unchanged_since_s: float = math.inf
+) -> str:
     """Return a string that identifies a model's weights.
 
     ``dummy`` for weights that vLLM makes itself; the address of weights in object storage, with a
     warning in the log; else the result of ``named_weights``.
 
-    ``load_format``  vLLM's ``load_format``
-    ``stored``       whether KV with this identity outlives the engine, in a KV store
+    ``load_format``        vLLM's ``load_format``
+    ``stored``             whether KV with this identity outlives the engine, in a KV store
+    ``unchanged_since_s``  as in ``digest_weights``
 
     Raises as ``named_weights``, and ConfigurationError for object storage if ``stored``.
     """
@@ -103,10 +112,10 @@ def weights_identity(model: ModelConfig, load_format: str, stored: bool = False)
         return "dummy"
     if model.model_weights:  # `model` is then a local folder without them (vllm/config/model.py)
         return _unverified(f"the weights in {model.model_weights}", "use a local copy", model.model_weights, stored)
-    return named_weights(model.model, model.revision, stored)
+    return named_weights(model.model, model.revision, stored, unchanged_since_s)
 
 
-def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
+def named_weights(name: str, revision: str | None, stored: bool = False, unchanged_since_s: float = math.inf) -> str:
     """Return a string that identifies the weights of a local path or a Hugging Face Hub model.
 
     It is the digest of the weight files for a local path, and name and commit for a hub model. If
@@ -117,7 +126,7 @@ def named_weights(name: str, revision: str | None, stored: bool = False) -> str:
     """
     path = Path(name)
     if path.exists():
-        return digest_weights(path)
+        return digest_weights(path, unchanged_since_s)
     commit = _commit(name, revision)
     if commit is None:
         revision = revision or DEFAULT_REVISION  # the hub's default

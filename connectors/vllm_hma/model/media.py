@@ -6,14 +6,19 @@ end within an image.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from connectors.errors import ConfigurationError
+from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.upstream.vllm_media_names import is_digest
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.request import Request
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model's folder with the settings of its Hugging Face processor."""
 
 
 def check_media(config: VllmConfig) -> None:
@@ -29,6 +34,36 @@ def check_media(config: VllmConfig) -> None:
         "mm_processor_cache_gb: with 0 and without prefix caching, vLLM does not hash images, so KV of different "
         "images cannot be told apart; set mm_processor_cache_gb above 0, or enable_prefix_caching"
     )
+
+
+def image_processing(model: ModelConfig) -> dict[str, Any] | None:
+    """Return what determines the KV of an image beside its content and the weights.
+
+    vLLM's names of images contain neither the engine's settings nor the model folder's files, only
+    the request's ``mm_processor_kwargs`` (vllm/renderers/base.py). Return None for a model without
+    images. A hub model's files are those of its commit. Raises OSError if a file cannot be read.
+    """
+    media = model.multimodal_config
+    if media is None:
+        return None
+    scales = media.mm_encoder_fp8_scale_path
+    return {
+        # The device computes the same tensors, but for rounding.
+        "kwargs": {key: value for key, value in (media.mm_processor_kwargs or {}).items() if key != "device"},
+        "pruning": media.get_video_pruning_spec(),
+        "encoder_dtype": media.mm_encoder_attn_dtype,
+        "encoder_scales": None if scales is None else digest_file(Path(scales)),
+        "files": processor_files(model.model),
+    }
+
+
+def processor_files(model: str) -> dict[str, str]:
+    """Return digests by name of the files with settings of a local model's Hugging Face processor.
+
+    Empty for a hub model. Raises OSError if a file cannot be read.
+    """
+    paths = [Path(model) / name for name in _PROCESSOR_FILES]
+    return {path.name: digest_file(path) for path in paths if path.is_file()}
 
 
 def named_by_content(request: Request) -> bool:

@@ -12,7 +12,9 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import math
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,13 +30,22 @@ _KINDS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.
 """File patterns of weights in vLLM's order: vLLM loads the first kind that the folder has."""
 _THREADS = 4
 _ATTEMPTS = 3
+_IMPORTS_S = 2.0
+"""Duration, at least, of vLLM's imports, before which no process reads weights.
+
+A file that was written just before the process started passes in spite of coarse clocks.
+"""
 
 
-def digest_weights(path: Path) -> str:
+def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
     """Return a digest of a folder's weight files and their names, or of a single weight file.
 
-    Raises ConfigurationError if there are no weight files, or if one keeps changing while it is
-    read, and OSError if one cannot be read.
+    ``unchanged_since_s``  time in ``time.time()`` seconds before which vLLM has not read the files,
+                           for example the start of its process; infinity: not checked
+
+    Raises ConfigurationError if there are no weight files, if one has changed since
+    ``unchanged_since_s``, so that vLLM may have read another, or if one keeps changing while it is
+    read. Raises OSError if one cannot be read.
     """
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
@@ -42,6 +53,8 @@ def digest_weights(path: Path) -> str:
             f"{path} has no weight files ({', '.join(kinds[0] for kinds in _KINDS)}), so its weights cannot be told "
             "from others; use a folder with the weights, or a model of the Hugging Face Hub"
         )
+    for file in files:
+        _check_unchanged(file, unchanged_since_s)
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(_cached_digest, files))
     names = [""] if path.is_file() else [file.name for file in files]
@@ -49,6 +62,19 @@ def digest_weights(path: Path) -> str:
     for name, digest in zip(names, digests, strict=True):
         whole.update(f"{name}:{digest};".encode())
     return whole.hexdigest()
+
+
+def _check_unchanged(file: Path, since_s: float) -> None:
+    """Raise ConfigurationError if ``file`` has changed after ``since_s``.
+
+    Later than now is the time of a file server whose clock is ahead of this host's: not checked.
+    """
+    changed_s = file.stat().st_ctime
+    if since_s + _IMPORTS_S < changed_s <= time.time():
+        raise ConfigurationError(
+            f"the weights in {file} changed after this process started, so the engine may run earlier ones; restart "
+            "the engine when the copy is complete"
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
 from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.message_sender import agent_name
-from connectors.vllm_hma.handshake.processes import own_process
+from connectors.vllm_hma.handshake.processes import own_process, process_start_s
 from connectors.vllm_hma.model.adapters import adapter_loads
 from connectors.vllm_hma.model.drafts import draft_identity, drafting
 from connectors.vllm_hma.model.identity import model_identity
@@ -74,7 +74,7 @@ class WorkerConnector:
         transport.register(layout.regions)
         agent_metadata = AgentMetadata(
             self._incarnation,
-            model_identity(self._vllm_config, draft_identity(self._vllm_config), stored=self._config.store is not None),
+            self.identity(),
             layout,
             transport.kind,
             transport.metadata(),
@@ -91,6 +91,15 @@ class WorkerConnector:
             sum(region.length_bytes for region in layout.regions),
             len(layout.groups),
         )
+
+    def identity(self) -> ModelIdentity:
+        """Return the identity of the engine's model and draft model.
+
+        Raises as ``model_identity``, also if weights have changed since this process started.
+        """
+        started_s = process_start_s()
+        draft = draft_identity(self._vllm_config, started_s)
+        return model_identity(self._vllm_config, draft, self._config.store is not None, started_s)
 
     @property
     def runtime(self) -> WorkerRuntime:
