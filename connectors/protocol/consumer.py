@@ -248,8 +248,13 @@ class Consumer:
         return self._answered(reception, partner, message, now)
 
     def verified(self, transfer_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
-        """Handle the result of a Verify. ``problem`` is None if the digests are equal."""
-        reception = self._by_transfer[transfer_id]
+        """Handle the result of a Verify. ``problem`` is None if the digests are equal.
+
+        A result after the deadline has no effect.
+        """
+        reception = self._by_transfer.get(transfer_id)
+        if reception is None or peer not in reception.verifying:
+            return []
         reception.verifying.remove(peer)
         if problem is not None:
             return self._fail(reception, f"prefill rank {peer.rank}: {problem}", now)
@@ -345,6 +350,14 @@ class Consumer:
 
         Messages only postpone a deadline, so no deadline passes before ``check_at``.
         """
+        if reception.verifying and not reception.writing:
+            hang_s = self._limits.hang_s
+            reception.check_at = reception.verifying_since + hang_s
+            if now < reception.check_at:
+                return []
+            # The comparison only reads, so vLLM may reuse the blocks meanwhile.
+            reception.verifying.clear()
+            return self._fail(reception, f"the comparison of digests took longer than {hang_s:g} s", now)
         if reception.stage in GIVEN_UP:
             # Each handshake repeats Cancel, and must not postpone the end of the request's wait.
             ending = reception.stage is ReceptionStage.ENDING
@@ -389,6 +402,7 @@ class Consumer:
                         reception, f"prefill rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
                     )
                 reception.verifying.add(partner.peer)
+                reception.verifying_since = now
                 units = units_from(partner, self._groups, reception.order)
                 transfer_id = reception.order.transfer_id
                 return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]

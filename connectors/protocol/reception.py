@@ -179,17 +179,20 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 class Reception:
     """One request with blocks, from ``start`` until its blocks are safe.
 
-    Blocks are safe when no partner may write to them and no verification reads them.
+    Blocks are safe when no partner may write to them. The result of a verification is valid only
+    while the blocks are this request's, so its end is waited for, until a deadline.
 
-    ``since``         time of ``start``, in seconds
-    ``number``        message number of its Offers; 0 before them
-    ``writing``       partners that may still write
-    ``heard_at``      time of each partner's last Alive or Starting, else of the Offer, in seconds
-    ``verifying``     partners whose bytes are being compared with a digest
-    ``failure``       first failure, or None
-    ``ending_since``  time at which it entered ENDING, in seconds
-    ``cancelled_at``  time of the last Cancel, in seconds
-    ``check_at``      time before which no deadline passes, in seconds
+    ``since``            time of ``start``, in seconds
+    ``number``           message number of its Offers; 0 before them
+    ``writing``          partners that may still write
+    ``heard_at``         time of each partner's last Alive or Starting, else of the Offer, in
+                         seconds
+    ``verifying``        partners whose bytes are being compared with a digest
+    ``verifying_since``  time of the last ``Verify``, in seconds
+    ``failure``          first failure, or None
+    ``ending_since``     time at which it entered ENDING, in seconds
+    ``cancelled_at``     time of the last Cancel, in seconds
+    ``check_at``         time before which no deadline passes, in seconds
     """
 
     order: Order
@@ -199,6 +202,7 @@ class Reception:
     writing: dict[Peer, Partner] = field(default_factory=dict)
     heard_at: dict[Peer, float] = field(default_factory=dict)
     verifying: set[Peer] = field(default_factory=set)
+    verifying_since: float = 0.0
     failure: str | None = None
     ending_since: float = 0.0
     cancelled_at: float = 0.0

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
@@ -93,6 +94,11 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
                     f"{option}: turn it off; with it, vLLM may release the KV cache while NIXL has it registered and "
                     "peers may write to it"
                 )
+        if current_platform.is_cpu() and vllm_config.use_v2_model_runner:
+            raise ConfigurationError(
+                "VLLM_USE_V2_MODEL_RUNNER: set it to 0; on CPUs, vLLM's V2 model runner zeroes reallocated blocks "
+                "before it calls the connector, which may still be sending them"
+            )
         config = parse_config(transfer.kv_connector_extra_config)
         check_method(vllm_config)
         check_media(vllm_config)

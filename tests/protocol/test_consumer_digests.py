@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from connectors.protocol.actions import Forget, Received, Verify
+from connectors.protocol.actions import Forget, Freed, Received, Verify
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.wire import Cancelled, Fin, Peer
 from tests.campaigns.schedules.tally import Tally
@@ -114,7 +114,7 @@ def test_blocks_are_kept_while_they_are_verified() -> None:
     verify(consumer, P0, with_digest(FIN0))
     verify(consumer, P1, with_digest(FIN1))
     assert consumer.abort("r", 2.0) == []
-    assert consumer.tick(50.0) == []
+    assert consumer.tick(1.0 + LIMITS.hang_s - 0.1) == []
     assert consumer.counts()["quarantined"] == 0
     assert consumer.verified("t", P0, None, 51.0) == []
     assert consumer.verified("t", P1, "other bytes", 51.0) == [Received("r", "the request was aborted")]
@@ -126,7 +126,7 @@ def test_a_verification_is_not_silence() -> None:
     consumer = checked()
     verify(consumer, P0, with_digest(FIN0))
     verify(consumer, P1, with_digest(FIN1))
-    assert consumer.tick(100.0) == []
+    assert consumer.tick(1.0 + LIMITS.hang_s - 0.1) == []
     assert consumer.engine_lost("engine-a", "it is gone", 101.0) == [Forget(P0), Forget(P1)]
     consumer.verified("t", P0, None, 102.0)
     assert consumer.verified("t", P1, None, 102.0) == [Received("r", None)]
@@ -146,4 +146,39 @@ def test_a_dead_engine_during_a_verification() -> None:
     verify(consumer, P0, with_digest(FIN0))
     assert consumer.engine_lost("engine-a", "it is gone", 2.0) == [Forget(P0), Forget(P1)]
     assert consumer.verified("t", P0, None, 3.0) == [Received("r", "it is gone")]
+    assert empty(consumer)
+
+
+def test_a_verification_that_hangs_fails_the_transfer() -> None:
+    """OFFERED -> Received(failed) after hang_s; a late result has no effect."""
+    consumer = checked()
+    verify(consumer, P0, with_digest(FIN0))
+    verify(consumer, P1, with_digest(FIN1))
+    assert consumer.verified("t", P0, None, 2.0) == []
+    (received,) = consumer.tick(1.0 + LIMITS.hang_s)
+    assert received == Received("r", f"the comparison of digests took longer than {LIMITS.hang_s:g} s")
+    assert empty(consumer)
+    assert consumer.verified("t", P1, None, 200.0) == []
+
+
+def test_the_wait_of_an_aborted_request_ends_if_its_verification_hangs() -> None:
+    """ENDING -> Received(failed), with the first failure; another rank's Cancel comes first."""
+    consumer = checked()
+    verify(consumer, P0, with_digest(FIN0))
+    assert consumer.abort("r", 2.0) == cancels(P1)
+    assert consumer.message(P1, Cancelled("t"), 3.0) == []
+    assert consumer.tick(1.0 + LIMITS.hang_s - 0.1) == []
+    assert consumer.tick(1.0 + LIMITS.hang_s) == [Received("r", "the request was aborted")]
+    assert empty(consumer)
+
+
+def test_blocks_in_quarantine_are_freed_if_a_verification_hangs() -> None:
+    """QUARANTINE -> Freed after hang_s, once no rank may write."""
+    consumer = checked()
+    verify(consumer, P0, with_digest(FIN0))
+    consumer.abort("r", 2.0)
+    found = consumer.tick(2.0 + LIMITS.cancel_s)
+    assert Received("r", "the request was aborted", quarantine="t") in found
+    assert consumer.message(P1, Cancelled("t"), 10.0) == []
+    assert consumer.tick(1.0 + LIMITS.hang_s) == [Freed("r", "t")]
     assert empty(consumer)

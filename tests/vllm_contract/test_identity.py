@@ -225,6 +225,15 @@ def test_memory_that_vllm_may_release_is_refused(option: str) -> None:
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
 
 
+def test_the_v2_model_runner_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It zeroes reallocated blocks before it calls the connector."""
+    transfer = KVTransferConfig(kv_connector="TandemConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
+    made = config(MODEL_DIR, kv_transfer_config=transfer)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ConfigurationError, match="VLLM_USE_V2_MODEL_RUNNER: set it to 0"):
+        TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
+
+
 def test_a_length_that_selects_other_positions() -> None:
     """LongRoPE uses other factors, for all positions, beyond the original length."""
     positions = {"original_max_position_embeddings": 512, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

@@ -10,6 +10,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from connectors.vllm_hma.orders import Orders
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, Engine, Rank
 
 STEPS = 600
@@ -132,6 +133,32 @@ def test_a_session_of_streamed_input_sends_no_kv() -> None:
         while engine.scheduler.has_requests():
             engine.step()
         assert engine.pool.get_num_free_blocks() == engine.baseline
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_request_id_that_is_used_again_within_a_step_sends_no_kv(steps: int) -> None:
+    """Workers would apply the end of the earlier request to the later one (with
+    VLLM_DISABLE_REQUEST_ID_RANDOMIZATION, a client's ids are the engine's).
+    """
+    engine = Engine(0, 60, True, asynchronous=False)
+    try:
+
+        def add(transfer: str) -> None:
+            produce = {"do_remote_decode": True, "transfer_id": transfer}
+            sampling = SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": produce})
+            engine.scheduler.add_request(Request("r", list(range(10, 400)), sampling, None, block_hasher=engine.hasher))
+
+        add("first")
+        for _ in range(steps):
+            engine.step()
+        engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+        add("second")
+        orders = engine.scheduler.schedule().kv_connector_metadata
+        assert isinstance(orders, Orders)
+        assert [(each.request_id, each.held) for each in orders.finished] == [("r", False)]
+        assert [each.transfer_id for each in orders.expects] == ([] if steps else ["first"])
     finally:
         engine.close()
 

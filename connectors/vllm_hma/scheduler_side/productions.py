@@ -128,6 +128,14 @@ class Productions:
                 request.max_tokens,
             )
             return
+        if any(ended.request_id == request.request_id for ended in self._outbox.orders.finished):
+            # Workers apply a step's ends after its new prompts.
+            logger.warning(
+                "the KV of request %s is not sent, so decode computes the prompt: an earlier request with this id "
+                "ended in the same step",
+                request.request_id,
+            )
+            return
         if request.resumable:
             # The session continues after the prompt, and vLLM frees blocks of its windows.
             logger.warning(

@@ -21,7 +21,8 @@ class Verifier:
     ``set_device``  called in the thread before each comparison; if it raises, the comparison fails
     ``verified``    called in the thread with the action, the problem (None if the digests match)
                     and the start of the comparison in ``time.monotonic()`` seconds. It is called
-                    for each comparison that starts: the blocks stay allocated until then.
+                    for each comparison that starts and ends: the blocks stay allocated until then,
+                    or until the consumer's deadline
 
     Raises RuntimeError if the thread cannot start.
     """
