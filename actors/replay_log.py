@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.errors import CannotResumeError, TandemError
-from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenGroup
+from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenChunk, TokenGroup
 from actors.telemetry.timestamps import CallTimestamps
 
 
@@ -72,6 +72,8 @@ class ServedCall:
 
     Set with the first token that a prefill engine samples for the client; None before and after.
     """
+    prompt_digest: bytes | None = None
+    """Digest of the prompt, for the next chunk with a token group; None before and after."""
     split_first: bool = False
     """Whether the outputs of this call's next engine request pass through a `ReplayCollector`."""
     unfinished: bool = False
@@ -106,8 +108,8 @@ class ServedCall:
     def chunk(self, body: bytes) -> bytes | StreamChunk:
         """Return `body`, as a StreamChunk if tokens or timings are new since the last chunk.
 
-        The StreamChunk has the token groups recorded since then; it is a FirstTokenChunk if
-        `prompt_tokens` is set.
+        The StreamChunk has the token groups recorded since then, and `prompt_digest` if it has any;
+        it is a FirstTokenChunk if `prompt_tokens` is set.
         """
         timings = self.timestamps.take_timings()
         if not self._sampled and not self._new and timings is None:
@@ -115,10 +117,13 @@ class ServedCall:
         self._sampled = False
         groups = tuple(self._new)
         self._new.clear()
+        digest = None
+        if groups:
+            digest, self.prompt_digest = self.prompt_digest, None
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
-            return FirstTokenChunk(body, groups, timings, prompt_tokens)
-        return StreamChunk(body, groups, timings)
+            return FirstTokenChunk(body, groups, timings, prompt_tokens, digest)
+        return TokenChunk(body, groups, timings, digest)
 
     def fail(self, why: str) -> TandemError:
         """Record and return the error of a replay log that the engine cannot repeat."""

@@ -159,7 +159,7 @@ class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
         )
 
 
-class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
     """Part of a response body that comes with new tokens or with timings.
 
     ``groups``  token groups recorded since the previous chunk; empty if the answer is not recorded.
@@ -175,12 +175,24 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """
 
 
+class TokenChunk(StreamChunk, frozen=True, array_like=True, tag=3):
+    """Chunk of any engine and token, but for a FirstTokenChunk."""
+
+    prompt_digest: bytes | None = None
+    """Digest of the prompt that the engine computes, in the first chunk with a recorded group.
+
+    None in other chunks, for a prompt of embeddings, and from an engine of an earlier release.
+    """
+
+
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
     """Chunk with the first token, from a prefill engine that the router asked to sample it."""
 
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""
+    prompt_digest: bytes | None = None
+    """As in a `TokenChunk`."""
 
 
-Item = Accepted | Heartbeat | ResponseStart | StreamChunk | FirstTokenChunk | bytes
+Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | bytes
 """Item of an answer; `bytes` is a part of the body without tokens or timings."""

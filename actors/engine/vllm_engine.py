@@ -225,6 +225,9 @@ class VllmEngine:
                             streams = streams or isinstance(item, ResponseStart)
                             yield item
         except Exception as error:
+            # The responses API lets the error of a dead engine pass, after the start of a stream.
+            served.check()
+            self._check_alive()
             refusal = _refusal(error) if streams else None
             if refusal is None:
                 raise

@@ -71,13 +71,28 @@ def read_prompt(body: Mapping[str, Any]) -> Prompt:
     seed = _seed(body)
     limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((limit for limit in limits if limit is not None), None)
-    copies = body.get("n")
     passages = tuple(_passages(body, seed))
     return Prompt(
         passages,
-        max(len(passages), 1) * (copies if type(copies) is int and copies > 0 else 1),
+        max(len(passages), 1) * answers_each(body),
         most if type(most) is int and most >= 0 else None,
     )
+
+
+def answers_each(body: Mapping[str, Any]) -> int:
+    """Return the number of answers to each prompt, `n`, as vLLM converts it; 1 if vLLM refuses it.
+
+    Pydantic also accepts numbers in strings, and floats without a fraction.
+
+    >>> [answers_each({"n": n}) for n in (3, "3", 3.0, None, 0, 2.5, "many", 1e999)]
+    [3, 3, 3, 1, 1, 1, 1, 1]
+    """
+    given: Any = body.get("n")
+    try:
+        number = float(given) if isinstance(given, float | str) else given
+        return max(int(number), 1) if number == int(number) else 1
+    except (TypeError, ValueError, OverflowError):
+        return 1
 
 
 def passage(data: bytes, ids: bool, seed: int) -> Passage:

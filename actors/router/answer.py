@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.errors import CannotResumeError, HandoverError, UnavailableError
 from actors.replay_log import RecordedGroups
-from actors.request import StreamChunk, TokenGroup
+from actors.request import FirstTokenChunk, StreamChunk, TokenChunk, TokenGroup
 from actors.router.client_request import ClientRequest
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.dispatcher import Dispatcher
@@ -44,6 +44,8 @@ class Answer:
         """The attempt that produced the first bytes; another attempt may continue the stream."""
         self._metrics = metrics
         self._replay_log = RecordedGroups()
+        self._prompt_digest: bytes | None = None
+        """Digest of the prompt of the recorded tokens; None if unknown."""
         request = attempts.request
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
         self._has_tokens = False
@@ -132,7 +134,7 @@ class Answer:
                     if stream.sent == 0:
                         # Prefill has sent no whole event, so the client receives decode's token.
                         self._attempt.sampled_by, self._first_group = "decode", None
-                        replay_log.clear()
+                        self._forget_tokens()
                     stream.restart()
                 known = len(replay_log)
                 items = deque(self._attempt.items)
@@ -141,6 +143,7 @@ class Answer:
                     if self._resumable and isinstance(item, StreamChunk):
                         # A resumed stream starts with the groups of the replay log.
                         repeated = min(known, len(item.groups))
+                        self._check_prompt(item)
                         self._check_first(item)
                         known -= repeated
                         replay_log.extend(item.groups[repeated:])
@@ -185,6 +188,7 @@ class Answer:
         async with aclosing(self._attempts.first_token(self._attempt)) as items:
             async for item in items:
                 if isinstance(item, StreamChunk):
+                    self._check_prompt(item)
                     self._replay_log.extend(item.groups)
                     self._first_group = item.groups[0]
                 events = comments + stream.feed(_bytes_of(item))
@@ -198,6 +202,28 @@ class Answer:
                     yield events
                 if stream.done:
                     return
+
+    def _forget_tokens(self) -> None:
+        """Forget the recorded tokens and their prompt: the client has not received them."""
+        self._replay_log.clear()
+        self._prompt_digest = None
+
+    def _check_prompt(self, item: StreamChunk) -> None:
+        """Raise CannotResumeError if the engine computes another prompt than that of the tokens.
+
+        The engines may have fetched different content from one image URL, or a chat template may
+        have inserted another date.
+        """
+        digest = item.prompt_digest if isinstance(item, TokenChunk | FirstTokenChunk) else None
+        if digest is None:
+            return
+        if self._prompt_digest is None:
+            self._prompt_digest = digest
+        elif self._prompt_digest != digest:
+            raise CannotResumeError(
+                "the engine that should continue the stream computes another prompt, for example because an image URL "
+                "returned other content; send the request again"
+            )
 
     def _check_first(self, item: StreamChunk) -> None:
         """Compare decode's first token with prefill's, once, and count the result in the metrics.
@@ -235,7 +261,7 @@ class Answer:
             self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
         try:
             if stream.sent == 0:
-                replay_log.clear()  # the client has received nothing: a new answer may differ
+                self._forget_tokens()  # the client has received nothing: a new answer may differ
             else:
                 _check_resumable(self._attempts.request, replay_log)
             self._first_group = None  # the next engine repeats the replay log

@@ -6,6 +6,7 @@ that concern only the output. If prefill samples the first token, its leg is the
 too. The router then adds the same `seed` to both legs if they need one (`needs_seed`).
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -220,7 +221,8 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
 def _names_tool(choice: Any) -> bool:
     """Return whether an Anthropic `tool_choice`, plain or encoded, names a tool."""
     if isinstance(choice, msgspec.Raw):
-        choice = msgspec.json.decode(choice)
+        # The parser of the request's body: msgspec copies a value that it may refuse to decode.
+        choice = json.loads(bytes(choice))
     return isinstance(choice, Mapping) and choice.get("type") == "tool"
 
 

@@ -6,16 +6,18 @@ interrupted call. Source:
 https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/async_llm.py
 """
 
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import xxhash
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerFactory
@@ -279,6 +281,23 @@ class ReplayingLLM(AsyncLLM):
             served.split_first = False  # later requests of this call have another reader
             queue = ReplayCollector(queue, served)
             served.taken = queue.release
+            served.prompt_digest = _prompt_digest(request)
             if served.unfinished:
                 self._outputs.unfinished.add(request.request_id)
-        await super()._add_request(request, prompt, parent_req, index, queue)
+        try:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+        except BaseException:
+            # vLLM may refuse it (`max_num_queued_reqs`) before `timestamps` has its id.
+            self._outputs.unfinished.discard(request.request_id)
+            raise
+
+
+def _prompt_digest(request: EngineCoreRequest) -> bytes | None:
+    """Return a digest of the token ids and media of a request; None for prompt embeddings."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return None
+    digest = xxhash.xxh3_128(array("q", request.prompt_token_ids).tobytes())
+    for feature in request.mm_features or ():
+        position = feature.mm_position
+        digest.update(f"{feature.identifier} {position.offset} {position.length};".encode())
+    return digest.digest()

@@ -17,6 +17,7 @@ from starlette.types import Message
 
 from actors import large_json
 from actors.large_json import off_loop
+from actors.policy.prompts import answers_each
 from actors.request import TRANSFER_FIELD, Endpoint, Headers
 from actors.router.client_request import ClientRequest
 from app.http.errors import BadRequestError, MalformedError
@@ -196,8 +197,7 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
     if isinstance(chats, list) and chats and isinstance(chats[0], list):
         prompts["messages"] = len(chats)
     field = max(prompts, key=lambda name: prompts[name])
-    copies = body.get("n")
-    copies = copies if type(copies) is int and copies > 1 else 1
+    copies = answers_each(body)
     if prompts[field] * copies > most:
         each = f", {copies} answers each" if copies > 1 else ""
         raise BadRequestError(

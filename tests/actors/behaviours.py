@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk, TokenGroup
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk, TokenGroup
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from configs.settings.router import RouterLimits, RoutingSettings
@@ -44,11 +44,14 @@ def groups_of(sizes: list[int], replay_log: tuple[TokenGroup, ...]) -> list[Toke
     return groups
 
 
-def engine(created: int, sizes: list[int], dies_after: int | None = None, half: bool = False) -> Any:
+def engine(
+    created: int, sizes: list[int], dies_after: int | None = None, half: bool = False, prompt: bytes | None = None
+) -> Any:
     """Return a decode engine that streams forty tokens, one event per group, and repeats a replay
     log first.
 
-    It dies after `dies_after` tokens; with `half`, in the middle of the event after them.
+    It dies after `dies_after` tokens; with `half`, in the middle of the event after them. `prompt`
+    is the digest of the prompt that it computes.
     """
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -61,10 +64,10 @@ def engine(created: int, sizes: list[int], dies_after: int | None = None, half: 
             data += event(created, index=0, text=text, finish_reason="length" if TOKENS - 1 in group else None)
             if dies_after is not None and sent + len(group) > dies_after:
                 if half:
-                    yield StreamChunk(data[: len(data) // 2], (group,))
+                    yield TokenChunk(data[: len(data) // 2], (group,), None, None if sent else prompt)
                 raise EngineDownError("killed")
+            yield TokenChunk(data, (group,), None, None if sent else prompt)
             sent += len(group)
-            yield StreamChunk(data, (group,))
         yield event(created, usage={"completion_tokens": sent}) + b"data: [DONE]\n\n"
 
     return serve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -13,8 +14,10 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.engine.vllm_engine import StopFlag, VllmEngine
+from actors.errors import EngineDownError
 from actors.request import Call
 
 BEGUN = "event: response.created\ndata: {}\n\n"
@@ -24,10 +27,11 @@ async def pinged(_: int) -> None:
     """Answer as the engine core of a running rank."""
 
 
-def engine(error: Exception) -> VllmEngine:
+def engine(error: Exception, dies: bool = False) -> VllmEngine:
     """An engine whose application streams one event and then fails, behind vLLM's error
-    handlers.
+    handlers. With ``dies``, its core is then dead.
     """
+    llm: Any = SimpleNamespace(errored=False, ping_rank=pinged)
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False)
     init_exception_handler(app)
@@ -36,16 +40,17 @@ def engine(error: Exception) -> VllmEngine:
     async def respond() -> StreamingResponse:
         async def events() -> AsyncGenerator[str, None]:
             yield BEGUN
+            await asyncio.sleep(0.05)  # until the event has been read
+            llm.errored = dies
             raise error
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    llm: Any = SimpleNamespace(errored=False, ping_rank=pinged)
     return VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="")
 
 
-async def answer(error: Exception) -> tuple[int, bytes]:
-    items: list[Any] = [item async for item in engine(error).serve(Call("POST", "/v1/responses"))]
+async def answer(error: Exception, dies: bool = False) -> tuple[int, bytes]:
+    items: list[Any] = [item async for item in engine(error, dies).serve(Call("POST", "/v1/responses"))]
     start, *body = items
     return start.status, b"".join(body)
 
@@ -66,3 +71,9 @@ async def test_an_error_of_the_engines_is_none_of_the_clients():
     """An engine's error goes to the router, which retries elsewhere or answers 500."""
     with pytest.raises(KeyError):
         await answer(KeyError("inside"))
+
+
+async def test_an_engine_that_dies_within_a_stream_is_down():
+    """The router can then use another engine; vLLM's responses API lets the error pass."""
+    with pytest.raises(EngineDownError):
+        await answer(EngineDeadError(), dies=True)

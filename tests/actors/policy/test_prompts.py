@@ -70,6 +70,7 @@ def test_the_input_of_a_response():
     [
         ({"prompt": "a"}, 1, None),
         ({"prompt": ["a", "b"], "n": 3, "max_tokens": 5}, 6, 5),
+        ({"prompt": "a", "n": "3"}, 3, None),
         ({"messages": [{}], "max_completion_tokens": 0, "max_tokens": 9}, 1, 0),
         ({"messages": [{}], "max_completion_tokens": None, "max_tokens": 9}, 1, 9),
         ({"input": "a", "max_output_tokens": 7}, 1, 7),

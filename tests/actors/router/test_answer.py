@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.errors import EngineDownError, EngineError
-from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
+from actors.request import Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk
 from tests.actors.behaviours import EVENTS, fleet, request, well
 from tests.actors.fleet import at_rest
 
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 def token(number: int) -> StreamChunk:
-    return StreamChunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),))
+    return TokenChunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),))
 
 
-DONE = StreamChunk(b"data: [DONE]\n\n", ())
+DONE = TokenChunk(b"data: [DONE]\n\n", ())
 
 
 async def pieces(decode: Any) -> list[int]:
@@ -87,7 +87,7 @@ async def test_what_is_put_together_has_bounds() -> None:
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
         for number in range(20):
-            yield StreamChunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((number,),))
+            yield TokenChunk(b'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n' % (b"x" * 20_000), ((number,),))
         yield DONE
 
     found = await pieces(serve)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.timestamps import CallTimestamps, KvTimes
@@ -79,9 +79,9 @@ class Engines:
         await self.stage("detokenizer")
         timings = watch.take_timings()
         await self.stage("hop from decode")
-        yield StreamChunk(event(1, index=0, text="a", finish_reason=None), ((1,),), timings)
+        yield TokenChunk(event(1, index=0, text="a", finish_reason=None), ((1,),), timings)
         await self.stage("streaming")
-        yield StreamChunk(event(1, index=0, text="b", finish_reason="length") + b"data: [DONE]\n\n", ((2,),))
+        yield TokenChunk(event(1, index=0, text="b", finish_reason="length") + b"data: [DONE]\n\n", ((2,),))
 
 
 async def _is_over(role: Handle) -> None:

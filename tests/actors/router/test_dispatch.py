@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
-from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
@@ -318,12 +318,45 @@ async def test_a_stream_that_ends_early_is_not_taken_for_whole():
 
     async def stops(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
-        yield StreamChunk(event(1, index=0, text="<0>"), ((0,),))
+        yield TokenChunk(event(1, index=0, text="<0>"), ((0,),))
 
     router, p, d = fleet([well], [stops, stops])
     with pytest.raises(UnavailableError, match="before its end"):
         await ask(router, request())
     await at_rest(p, d)
+
+
+@pytest.mark.parametrize(("second", "equal"), [(b"one", True), (b"other", False), (None, True)])
+async def test_a_stream_is_resumed_only_with_the_same_prompt(second: bytes | None, equal: bool):
+    """The second engine fetches the image of a URL again; an engine of an earlier release reports
+    no digest.
+    """
+    router, p, d = fleet([well], [engine(2, [1], prompt=second), engine(1, [1], dies_after=5, prompt=b"one")])
+    d.in_order = True  # the last replica is called first
+    if equal:
+        _, body = await ask(router, request())
+        assert said(body)["finish_reason"] == "length"
+    else:
+        with pytest.raises(CannotResumeError, match="an image URL returned other content"):
+            await ask(router, request())
+    await at_rest(p, d)
+    assert len(d.calls) == 2
+
+
+async def test_an_answer_that_replaces_a_stream_may_have_another_prompt():
+    """The client has received nothing of the first engine's answer."""
+
+    async def begun(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        yield ResponseStart(200, EVENTS)
+        yield TokenChunk(b"data: half of an eve", ((0,),), None, b"one")
+        raise EngineDownError("killed")
+
+    router, p, d = fleet([well], [engine(2, [1], prompt=b"other"), begun])
+    d.in_order = True
+    _, body = await ask(router, request())
+    await at_rest(p, d)
+    assert said(body)["finish_reason"] == "length"
+    assert len(d.calls) == 2
 
 
 async def test_a_stream_that_begins_before_its_kv_is_there():
@@ -348,7 +381,7 @@ async def test_a_stream_that_begins_before_its_kv_is_there():
         yield b"event: response.created\ndata: {}\n\n"
         asyncio.get_running_loop().call_later(0.05, computing.set)
         await p.delivered[transfers(d)[0]].wait()
-        yield StreamChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((7,),))
+        yield TokenChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((7,),))
         yield b"event: response.completed\ndata: {}\n\n"
 
     p, d = Handle([Replica("p0", slow_prefill)]), Handle([Replica("d0", eager)])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, StreamChunk
+from actors.errors import CannotResumeError, EngineDownError
+from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, TokenChunk
 from actors.router.answer import Answer
 from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
@@ -23,13 +23,13 @@ FIRST = event(1, index=0, role="assistant", text="") + event(1, index=0, text="<
 LAST = event(1, index=0, text="<0>", finish_reason="length") + b"data: [DONE]\n\n"
 
 
-def samples(body: bytes = FIRST, dies: bool = False) -> Any:
+def samples(body: bytes = FIRST, dies: bool = False, prompt: bytes | None = None) -> Any:
     """A prefill engine that sends the first token, if it is asked for it, and is held."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
         if json.loads(call.body)[TRANSFER_FIELD].get("first_token"):
-            yield FirstTokenChunk(body, ((0,),), None, 9)
+            yield FirstTokenChunk(body, ((0,),), None, 9, prompt)
             if dies:
                 raise EngineDownError("killed")
         else:
@@ -93,6 +93,26 @@ async def test_the_first_token_is_sent_before_decode_answers():
     await at_rest(p, d)
 
 
+async def test_decode_with_another_prompt_does_not_continue_prefills_token():
+    """An image URL may return other content to each engine."""
+    router, p, d = fleet([samples(prompt=b"one")], [later(engine(1, [1], prompt=b"other"))] * 2)
+    async with router.answer(request()) as answer:
+        body = answer.body()
+        assert await anext(body) == FIRST
+        with pytest.raises(CannotResumeError, match="computes another prompt"):
+            async for _ in body:
+                pass
+    assert len(d.calls) == 1, "no other engine is forced to continue"
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("prefill", [b"one", None], ids=["equal", "of an earlier release"])
+async def test_decode_with_prefills_prompt_continues_its_token(prefill):
+    router, p, d = fleet([samples(prompt=prefill)], [later(engine(1, [1], prompt=b"one"))])
+    assert (await ask(router, request()))[1].endswith(b"data: [DONE]\n\n")
+    await at_rest(p, d)
+
+
 async def test_the_deadline_of_the_first_token_ends_with_it():
     """Decode takes over, or another attempt continues, within `idle_timeout_s`."""
     gate = asyncio.Event()
@@ -152,7 +172,7 @@ async def test_the_first_byte_is_that_of_the_answer():
 
     async def ends_within_event(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
-        yield StreamChunk(b"data: {", ())
+        yield TokenChunk(b"data: {", ())
         await asyncio.sleep(7)
         raise EngineDownError("killed")
 
@@ -168,7 +188,7 @@ async def one_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
     """An engine that computes a whole answer of one token."""
     if json.loads(call.body)["stream"]:
         yield ResponseStart(200, EVENTS)
-        yield StreamChunk(LAST, ((0,),), EngineTimings(0, 1e-6, 2e-6, 3e-6))
+        yield TokenChunk(LAST, ((0,),), EngineTimings(0, 1e-6, 2e-6, 3e-6))
     else:
         yield ResponseStart(200, JSON)
         yield b'{"text": "<0>"}'
@@ -199,13 +219,13 @@ async def test_a_request_for_one_token_is_answered_by_prefill_alone(stream: bool
 async def breaks(call: Call, _: int) -> AsyncGenerator[Any, None]:
     """An engine that dies within the first event."""
     yield ResponseStart(200, EVENTS)
-    yield StreamChunk(LAST[:20], ((0,),))
+    yield TokenChunk(LAST[:20], ((0,),))
     raise EngineDownError("killed")
 
 
 async def dies_after_a_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
     yield ResponseStart(200, EVENTS)
-    yield StreamChunk(FIRST, ((0,),))
+    yield TokenChunk(FIRST, ((0,),))
     raise EngineDownError("killed")
 
 
@@ -256,7 +276,7 @@ async def test_another_first_token_of_decode_is_not_sent():
                 yield item
             return
         yield ResponseStart(200, EVENTS)
-        yield StreamChunk(event(1, index=0, role="assistant", text="") + event(1, index=0, text="<7>"), ((7,),))
+        yield TokenChunk(event(1, index=0, role="assistant", text="") + event(1, index=0, text="<7>"), ((7,),))
         await asyncio.sleep(60)
 
     router, p, d = fleet([samples()], [later(serve)])

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from actors.engine.asgi_call import call_asgi
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk, TokenChunk
 from actors.router.peer_routers import STATUS_AGE_S
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
@@ -113,7 +113,7 @@ class Engine:
                 async for item in answer:
                     if item == b"poison":
                         raise EngineDownError(self.role)
-                    yield StreamChunk(item, ()) if item == FIRST_TOKEN else item
+                    yield TokenChunk(item, ()) if item == FIRST_TOKEN else item
         finally:
             self.running -= 1
 

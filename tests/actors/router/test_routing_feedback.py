@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists.merge import COUNTS
 from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
@@ -55,7 +55,7 @@ class Engines:
             yield json.dumps({"choices": [], "usage": dict.fromkeys(COUNTS, 1)}).encode()
             return
         for token in range(body["max_tokens"]):
-            yield StreamChunk(b'data: {"created": 1, "choices": [{"index": 0, "text": "x"}]}\n\n', ((token,),))
+            yield TokenChunk(b'data: {"created": 1, "choices": [{"index": 0, "text": "x"}]}\n\n', ((token,),))
         if body.get("waits"):
             await self.streaming.wait()
         yield b"data: [DONE]\n\n"

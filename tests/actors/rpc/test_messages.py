@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors.request import Accepted, Call, EngineTimings, Heartbeat, ResponseStart, StreamChunk
+from actors.request import Accepted, Call, EngineTimings, Heartbeat, ResponseStart, TokenChunk
 from actors.rpc.messages import (
     LENGTH,
     Ask,
@@ -48,8 +48,8 @@ MESSAGES: dict[int, list[Any]] = {
         StreamItem(1, ResponseStart(200, ((b"content-type", b"text/event-stream"),))),
         StreamItem(1, ResponseStart(200, (), TIMINGS)),
         StreamItem(1, b"data: {}\n\n"),
-        StreamItem(1, StreamChunk(b"data: \xff\n\n", ((1, 2), (3,)))),
-        StreamItem(1, StreamChunk(b"", (), TIMINGS)),
+        StreamItem(1, TokenChunk(b"data: \xff\n\n", ((1, 2), (3,)))),
+        StreamItem(1, TokenChunk(b"", (), TIMINGS)),
         Reply(3, {"host": "a", "tokens": [1, 2.5, None]}),
         EndStream(1),
         EndStream(2, RpcFailure("engine_down", "killed")),
@@ -58,7 +58,7 @@ MESSAGES: dict[int, list[Any]] = {
 """Every message of each version, as an engine or a router of this release encodes it."""
 
 RECORDED = Path(__file__).parent / "frames"
-FILES = {1: ["version-1.hex", "version-1-tokens.hex"]}
+FILES = {1: ["version-1.hex", "version-1-tokens.hex", "version-1-prompt-digest.hex"]}
 """Recorded frames of each version, oldest first: a later release may have appended fields."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.request import Accepted, Call, FirstTokenChunk, Heartbeat, StreamChunk
+from actors.request import Accepted, Call, FirstTokenChunk, Heartbeat, StreamChunk, TokenChunk
 from actors.rpc.messages import (
     Ask,
     CancelStream,
@@ -160,7 +160,7 @@ def test_a_call_that_is_cancelled_before_it_is_sent() -> None:
 def test_pieces_of_an_item(size: int) -> None:
     """Each piece fits its frame, all together equal the item, and tokens precede their bytes."""
     body = random.Random(size).randbytes(size)
-    for item in (body, StreamChunk(body, ((1, 2),)), FirstTokenChunk(body, ((1,),), None, 7)):
+    for item in (body, TokenChunk(body, ((1, 2),)), FirstTokenChunk(body, ((1,),), None, 7)):
         parts: list[Any] = list(pieces(item))
         bodies = [part.body if isinstance(part, StreamChunk) else part for part in parts]
         assert b"".join(bodies) == body

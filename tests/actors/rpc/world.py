@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.engine_pool.engines import EngineCall, EnginePool
 from actors.errors import CannotResumeError, EngineDownError
-from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.request import Accepted, Call, Heartbeat, ResponseStart, TokenChunk
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import Credit, EndStream, FrameReader, RpcRequest, StreamItem, encode
 from actors.rpc.protocol import item_bytes
@@ -22,7 +22,7 @@ ITEMS: list[Any] = [
     Accepted("e", 1),
     Heartbeat(),
     ResponseStart(200, ()),
-    StreamChunk(b"one", ((1,),)),
+    TokenChunk(b"one", ((1,),)),
     b"two" * 100_000,
 ]
 

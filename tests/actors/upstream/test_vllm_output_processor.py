@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 from transformers import AutoTokenizer
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from actors.replay_log import ServedCall
+from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from configs.settings.service import DEMO_MODEL_DIR
 
@@ -20,7 +21,7 @@ PROMPT = 87
 BLOCK = 32
 
 
-def request(params: SamplingParams) -> EngineCoreRequest:
+def request(params: SamplingParams | None) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id="r",
         external_req_id="r",
@@ -67,6 +68,21 @@ def told(local: int, external: int, block_tokens: int | None = BLOCK, now_cached
 def test_what_came_from_another_engine_is_not_called_cached(local, external, block_tokens, expected):
     """The counts are those of one engine that had computed the prompt."""
     assert told(local, external, block_tokens) == expected
+
+
+def test_times_are_collected_for_generation_only():
+    """`AsyncLLM.encode`, for pooling, would not take them."""
+    processor = OutputProcessor(None, log_stats=False)
+    SharedRequestOutputs.take_over(processor, None)
+    processor.arrivals = arrivals = KvArrivals()
+    pooling = request(None)
+    pooling.pooling_params = PoolingParams(task="embed")
+    for added, collected in ((pooling, False), (request(SamplingParams(detokenize=False)), True)):
+        queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request_id="r")
+        ServedCall().context().run(processor.add_request, added, None, queue=queue)
+        processor.abort_requests(["r"], internal=True)
+        arrivals.observe({"fetches": {"r": (1.0, 2.0)}})
+        assert (arrivals.take("r").fetch is not None) is collected
 
 
 @pytest.mark.parametrize("unfinished", [False, True])

@@ -6,16 +6,20 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from vllm.exceptions import QueueOverflowError
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from actors.errors import CannotResumeError, EngineDownError
 from actors.replay_log import SERVED_CALL, ServedCall
-from actors.request import StreamChunk
+from actors.request import TokenChunk
 from actors.telemetry.timestamps import KvArrivals
+from actors.upstream.vllm_output_processor import SharedRequestOutputs
 from actors.upstream.vllm_replaying_llm import ReplayingLLM
 
 
@@ -55,7 +59,7 @@ async def test_an_answer_that_a_stopping_engine_aborts_is_no_answer(n: int, monk
         outputs = llm.generate("x", params, "r")
         assert (await anext(outputs)).outputs[0].token_ids == [5]
         # The router waits for a chunk with tokens, also of several choices, which are not recorded.
-        assert served.chunk(b"x") == StreamChunk(b"x", ((5,),) if n == 1 else ())
+        assert served.chunk(b"x") == TokenChunk(b"x", ((5,),) if n == 1 else ())
         assert served.chunk(b"y") == b"y"
         with pytest.raises(EngineDownError, match="stopped and aborted"):
             await anext(outputs)
@@ -63,3 +67,76 @@ async def test_an_answer_that_a_stopping_engine_aborts_is_no_answer(n: int, monk
         SERVED_CALL.reset(token)
     with pytest.raises(EngineDownError):
         served.check()
+
+
+def engine_request(tokens: list[int] | None, *images: tuple[str, int]) -> EngineCoreRequest:
+    """Return a request with images of these (identifier, offset)."""
+    features = [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(at, 2)) for name, at in images]
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    return EngineCoreRequest("r", tokens, features, params, None, 0.0, None, None, None)
+
+
+async def chunk_of(request: EngineCoreRequest, monkeypatch: pytest.MonkeyPatch) -> TokenChunk:
+    """Return the first chunk of a stream of this request."""
+
+    async def adds(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(AsyncLLM, "_add_request", adds)
+    llm: Any = object.__new__(ReplayingLLM)
+    served = ServedCall(split_first=True)
+    token = SERVED_CALL.set(served)
+    try:
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, request_id="r")
+        await llm._add_request(request, None, None, 0, queue)  # noqa: SLF001
+    finally:
+        SERVED_CALL.reset(token)
+    served.sampled()
+    early = served.chunk(b"no token")
+    assert isinstance(early, TokenChunk)
+    assert early.prompt_digest is None
+    served.record([1])
+    chunk = served.chunk(b"first")
+    served.record([2])
+    later = served.chunk(b"second")
+    assert isinstance(chunk, TokenChunk)
+    assert isinstance(later, TokenChunk)
+    assert later.prompt_digest is None
+    return chunk
+
+
+async def test_the_digest_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, images and their places count; the first chunk with a token has the digest."""
+    requests = [
+        engine_request([1, 2, 3, 4]),
+        engine_request([1, 2, 3, 5]),
+        engine_request([1, 2, 3, 4], ("a", 0)),
+        engine_request([1, 2, 3, 4], ("b", 0)),
+        engine_request([1, 2, 3, 4], ("a", 1)),
+        engine_request([1, 2, 3, 4], ("a", 0), ("b", 2)),
+    ]
+    found = [(await chunk_of(one, monkeypatch)).prompt_digest for one in requests]
+    assert None not in found
+    assert len({*found}) == len(found)
+    assert (await chunk_of(requests[2], monkeypatch)).prompt_digest == found[2]
+    assert (await chunk_of(engine_request(None), monkeypatch)).prompt_digest is None
+
+
+async def test_a_refused_request_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's limit of queued requests refuses it before the output processor knows its id."""
+
+    async def refuses(*_: Any) -> None:
+        raise QueueOverflowError
+
+    monkeypatch.setattr(AsyncLLM, "_add_request", refuses)
+    llm: Any = object.__new__(ReplayingLLM)
+    llm.output_processor = OutputProcessor(None, log_stats=False)
+    SharedRequestOutputs.take_over(llm.output_processor, None)
+    token = SERVED_CALL.set(ServedCall(split_first=True, unfinished=True))
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, request_id="r")
+    try:
+        with pytest.raises(QueueOverflowError):
+            await llm._add_request(engine_request([1]), None, None, 0, queue)  # noqa: SLF001
+    finally:
+        SERVED_CALL.reset(token)
+    assert not llm.output_processor.unfinished

@@ -340,10 +340,16 @@ def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
         ({"prompt": "a", "n": 5}, "n"),
         ({"prompt": ["a", "b"], "n": 3}, "n"),
         ({"messages": [], "n": 10**30}, "n"),
+        ({"prompt": "a", "n": "5"}, "n"),
+        ({"prompt": "a", "n": " 5.0"}, "n"),
+        ({"prompt": "a", "n": 5.0}, "n"),
     ],
 )
 def test_too_many_prompts(body, param):
-    """The router counts answers before an engine creates a request for each."""
+    """The router counts answers before an engine creates a request for each.
+
+    vLLM converts a number in a string, and a float without a fraction.
+    """
     with pytest.raises(BadRequestError, match="at most 4 answers") as raised:
         check_prompts(body, 4)
     assert raised.value.param == param
@@ -356,7 +362,11 @@ def test_too_many_prompts(body, param):
         {"prompt": [1] * 1000},
         {"prompt": ["a", "b"], "n": 2},
         {"prompt": ["a"] * 4, "n": None},
-        {"prompt": ["a"] * 4, "n": "9"},
+        {"prompt": ["a"] * 4, "n": "1"},
+        {"prompt": ["a"] * 4, "n": "nine"},
+        {"prompt": ["a"] * 4, "n": 9.5},
+        {"prompt": ["a"] * 4, "n": float("inf")},
+        {"prompt": ["a"] * 4, "n": [9]},
         {"prompt": ["a"] * 4, "n": -9},
         {"prompt": ["a"] * 4, "n": True},
         {"prompt": []},

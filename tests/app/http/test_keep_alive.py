@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
+from actors.request import Call, Heartbeat, ResponseStart, TokenChunk
 from actors.router.client_request import ClientRequest
 from app.http.parsing import FORM_ENDPOINTS
 from app.http.routes import build_http
@@ -122,7 +122,7 @@ async def test_responses_of_decode_alone_have_comments() -> None:
         for _ in range(5):
             await asyncio.sleep(0.1)
             yield Heartbeat()
-        yield StreamChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((0,),))
+        yield TokenChunk(b"event: response.output_text.delta\ndata: {}\n\n", ((0,),))
         yield b"event: response.completed\ndata: {}\n\n"
 
     body = {"input": "a prompt", "stream": True, "tools": [{"type": "web_search"}]}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from app.http.routes import build_http
 from tests.actors.behaviours import EVENTS, answers, fleet, well
 from tests.actors.fleet import Handle, at_rest
@@ -36,7 +36,7 @@ def message(dies_after: int | None = None) -> Any:
                 raise EngineDownError("killed")
             before = event("message_start") + event("content_block_start", index=0) if token == 0 else b""
             delta = event("content_block_delta", index=0, delta={"type": "text_delta", "text": str(token)})
-            yield StreamChunk(before + delta, ((token,),))
+            yield TokenChunk(before + delta, ((token,),))
         yield event("content_block_stop", index=0) + event("message_delta") + event("message_stop")
 
     return serve

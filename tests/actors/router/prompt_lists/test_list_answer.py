@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.router import Router
 from app.http.routes import build_http
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, OK, ask, fleet, hangs, request, well
@@ -46,7 +46,7 @@ def completes(refuses: str = "", dies: str = "", waits: str = "", refusal: bytes
                 if prompt == dies and number == 1:
                     raise EngineDownError("killed")
                 choices = [{"index": 0, "text": letter}]
-                yield StreamChunk(b"data: %s\n\n" % json.dumps({**head, "choices": choices}).encode(), ((number,),))
+                yield TokenChunk(b"data: %s\n\n" % json.dumps({**head, "choices": choices}).encode(), ((number,),))
                 await asyncio.sleep(0.001)
             yield b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({**head, "choices": [], "usage": counts}).encode()
 
@@ -221,7 +221,7 @@ async def test_started_streams_of_a_list_do_not_wait_for_the_last_prompt() -> No
     async def held(call: Call, _: int) -> AsyncGenerator[Any, None]:
         if json.loads(call.body)["prompt"] == "holds":
             yield ResponseStart(200, EVENTS)
-            yield StreamChunk(b"data: {}\n\n", ((0,),))
+            yield TokenChunk(b"data: {}\n\n", ((0,),))
             await asyncio.sleep(60)
         async for item in completes()(call, 1):
             yield item
