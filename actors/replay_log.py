@@ -106,10 +106,10 @@ class ServedCall:
             self.first_token.set_result(None)
 
     def chunk(self, body: bytes) -> bytes | StreamChunk:
-        """Return `body`, as a StreamChunk if tokens or timings are new since the last chunk.
+        """Return `body`, as a TokenChunk if tokens or timings are new since the last chunk.
 
-        The StreamChunk has the token groups recorded since then, and `prompt_digest` if it has any;
-        it is a FirstTokenChunk if `prompt_tokens` is set.
+        If `prompt_tokens` is also set, it is a FirstTokenChunk. The chunk has the token groups
+        recorded since the last chunk; the first chunk with a group also has `prompt_digest`.
         """
         timings = self.timestamps.take_timings()
         if not self._sampled and not self._new and timings is None:

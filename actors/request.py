@@ -160,7 +160,7 @@ class ResponseStart(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
-    """Part of a response body that comes with new tokens or with timings.
+    """Part of a response body with new tokens or timings: a TokenChunk or a FirstTokenChunk.
 
     ``groups``  token groups recorded since the previous chunk; empty if the answer is not recorded.
                 No other engine can resume such an answer
@@ -176,12 +176,12 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenChunk(StreamChunk, frozen=True, array_like=True, tag=3):
-    """Chunk of any engine and token, but for a FirstTokenChunk."""
+    """Chunk with new tokens or timings, other than a FirstTokenChunk."""
 
     prompt_digest: bytes | None = None
-    """Digest of the prompt that the engine computes, in the first chunk with a recorded group.
+    """Digest of the prompt, in the first chunk with a recorded token group.
 
-    None in other chunks, for a prompt of embeddings, and from an engine of an earlier release.
+    None in other chunks, for prompt embeddings, and from engines of earlier releases.
     """
 
 
@@ -191,7 +191,7 @@ class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""
     prompt_digest: bytes | None = None
-    """As in a `TokenChunk`."""
+    """Digest of the prompt; see `TokenChunk.prompt_digest`."""
 
 
 Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | bytes

@@ -225,7 +225,9 @@ class VllmEngine:
                             streams = streams or isinstance(item, ResponseStart)
                             yield item
         except Exception as error:
-            # The responses API lets the error of a dead engine pass, after the start of a stream.
+            # In a started stream, vLLM's responses API raises EngineDeadError to its caller
+            # (vllm/entrypoints/openai/responses/api_router.py). The router can retry after
+            # EngineDownError only.
             served.check()
             self._check_alive()
             refusal = _refusal(error) if streams else None

@@ -209,7 +209,7 @@ class Answer:
         self._prompt_digest = None
 
     def _check_prompt(self, item: StreamChunk) -> None:
-        """Raise CannotResumeError if the engine computes another prompt than that of the tokens.
+        """Raise CannotResumeError if the engine's prompt differs from that of the recorded tokens.
 
         The engines may have fetched different content from one image URL, or a chat template may
         have inserted another date.
@@ -221,8 +221,8 @@ class Answer:
             self._prompt_digest = digest
         elif self._prompt_digest != digest:
             raise CannotResumeError(
-                "the engine that should continue the stream computes another prompt, for example because an image URL "
-                "returned other content; send the request again"
+                "the stream cannot be continued: the next engine built a different prompt from this request, for "
+                "example because an image URL returned different content; send the request again"
             )
 
     def _check_first(self, item: StreamChunk) -> None:

@@ -221,7 +221,8 @@ def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, A
 def _names_tool(choice: Any) -> bool:
     """Return whether an Anthropic `tool_choice`, plain or encoded, names a tool."""
     if isinstance(choice, msgspec.Raw):
-        # The parser of the request's body: msgspec copies a value that it may refuse to decode.
+        # `json` has parsed the body. `msgspec.Raw` also copies values that msgspec cannot decode,
+        # such as invalid Unicode or 1e999.
         choice = json.loads(bytes(choice))
     return isinstance(choice, Mapping) and choice.get("type") == "tool"
 

@@ -63,7 +63,7 @@ class SharedRequestOutputs(OutputProcessor):
         first = served is not None and served.timestamps.request_id is None
         if served is not None and first:
             served.timestamps.sent_to_engine(request.request_id)
-            # `AsyncLLM.encode`, for pooling, would not take the times.
+            # Only `generate` takes the times: the entry of a pooling request would stay.
             if self.arrivals is not None and request.sampling_params is not None:
                 self.arrivals.expect(request.request_id)
         super().add_request(request, *args, **options)

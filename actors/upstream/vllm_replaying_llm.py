@@ -287,7 +287,8 @@ class ReplayingLLM(AsyncLLM):
         try:
             await super()._add_request(request, prompt, parent_req, index, queue)
         except BaseException:
-            # vLLM may refuse it (`max_num_queued_reqs`) before `timestamps` has its id.
+            # vLLM may raise QueueOverflowError (`max_num_queued_reqs`) before the output processor
+            # registers the request; nothing else would remove its id.
             self._outputs.unfinished.discard(request.request_id)
             raise
 

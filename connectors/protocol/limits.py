@@ -70,8 +70,8 @@ class TransferLimits:
 
         Progress is the start or the end of a write. The producer then abandons the delivery, and
         sends its final message once the writes have ended. The time exceeds progress_s, so the
-        consumer abandons the transfer first. Also the longest comparison of digests for which a
-        consumer waits, counted from the last Fin.
+        consumer abandons the transfer first. A consumer also fails a transfer whose digests are
+        still being compared this time after the last Fin.
         """
         return 2 * self.progress_s
 

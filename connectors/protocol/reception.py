@@ -179,8 +179,9 @@ GIVEN_UP = (ReceptionStage.ENDING, ReceptionStage.QUARANTINE)
 class Reception:
     """One request with blocks, from ``start`` until its blocks are safe.
 
-    Blocks are safe when no partner may write to them. The result of a verification is valid only
-    while the blocks are this request's, so its end is waited for, until a deadline.
+    Blocks are safe when no partner may write to them. The consumer also waits for verifications, at
+    most ``hang_s`` after ``verifying_since``: a verification reads the blocks, and its result would
+    mean nothing once they belong to another request.
 
     ``since``            time of ``start``, in seconds
     ``number``           message number of its Offers; 0 before them

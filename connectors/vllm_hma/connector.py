@@ -277,8 +277,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        # Before the report: objects of a failed load must not be stored. The load may be that of
-        # another child of a MultiConnector.
+        # Spoil before the report is applied: it may complete objects computed from blocks whose
+        # load has failed. A MultiConnector reports the failed loads of all its children.
         if self._store_scheduler is not None and connector_output.invalid_block_ids:
             self._store_scheduler.spoil()
         report = connector_output.kv_connector_worker_meta
@@ -433,7 +433,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
         if self._spoiled_steps or (self._store_worker is not None and self._store_worker.spoiled):
             requests = {chunk.request_id for chunk in orders.chunks}
-            self.worker.runtime.spoil(requests, "a load of KV failed")
+            self.worker.runtime.spoil(requests, "a load of KV failed in this step or a recent one")
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()

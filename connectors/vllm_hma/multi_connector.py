@@ -135,9 +135,10 @@ class TandemMultiConnector(MultiConnector):
         return found
 
     def _read_load_errors(self) -> None:
-        """Read the blocks of failed loads; if there are any, children send and store no KV of them.
+        """Collect the block ids of failed loads; if there are any, spoil the step.
 
-        Applies to the children of Tandem. Other children store what they are given.
+        Tandem's children then discard the KV of this step and of steps already scheduled. Other
+        connectors have no such method, so they may send or store this KV.
         """
         found = super().get_block_ids_with_load_errors()
         if not found:

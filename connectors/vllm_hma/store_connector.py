@@ -135,8 +135,8 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        # Before the report: objects of a failed load must not be stored. The load may be that of
-        # another child of a MultiConnector.
+        # Spoil before the report is applied: it may complete objects computed from blocks whose
+        # load has failed. A MultiConnector reports the failed loads of all its children.
         if connector_output.invalid_block_ids:
             self.scheduler.spoil()
         if isinstance(connector_output.kv_connector_worker_meta, StoreReport):

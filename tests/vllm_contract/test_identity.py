@@ -274,7 +274,7 @@ def test_a_file_server_with_a_fast_clock_is_no_change(model: Path, monkeypatch: 
 
 
 def test_the_start_of_this_process() -> None:
-    """Within coarse clocks, it is that of psutil."""
+    """It equals psutil's within 2 s."""
     assert abs(process_start_s() - psutil.Process().create_time()) < 2.0
 
 
@@ -299,10 +299,10 @@ def test_connectors_refuse_weights_that_changed_after_the_start(model: Path, sto
 
 
 def test_a_store_is_refused_if_ranks_have_other_weights() -> None:
-    """One rank hashed its files before, the other after a change."""
+    """The ranks hashed the files before and after a change."""
     other = replace(CACHE, model=replace(CACHE.model, weights="others"))
     scheduler = StoreScheduler(StoreSettings("/unused", chunk_tokens=16), 4096)
-    with pytest.raises(ConfigurationError, match="ranks have loaded different weights"):
+    with pytest.raises(ConfigurationError, match="ranks report different models"):
         scheduler.publish([CACHE, other])
 
 

@@ -284,7 +284,7 @@ def test_preemptions_reach_every_child(make: Make) -> None:
 def test_kv_of_another_childs_failed_load_is_not_sent(
     make: Make, worker: Callable[..., Worker], streaming: Streaming, fails_in: str, later: bool
 ) -> None:
-    """With asynchronous scheduling, the next step is scheduled before vLLM knows of the failure."""
+    """With asynchronous scheduling, the next step is scheduled before vLLM reads the failure."""
     producer, consumer = worker("p", streaming=streaming), worker("c")
     producer.cache[:] = 0xEE
     connector = make(TandemMultiConnector, scripted(0), TANDEM, role=KVConnectorRole.WORKER)
@@ -313,7 +313,7 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
     consumer.step(receives=[receive(producer.address)])
     until(lambda: producer.runtime.counts()["live"] == 1)
     chunks = [Chunk("q", ((1, 2),), 7, last=True)]
-    assert step(Orders(chunks=[] if later else chunks), fails=True) == {1}, "vLLM still learns of it"
+    assert step(Orders(chunks=[] if later else chunks), fails=True) == {1}, "vLLM gets the failed blocks"
     if later:
         assert not step(Orders(chunks=chunks))
     assert not step(Orders(finished=[Finished("q", True, "")]))

@@ -44,7 +44,7 @@ def own_process() -> ProcessIdentity:
 def process_start_s() -> float:
     """Return the time at which this process started, in ``time.time()`` seconds.
 
-    Infinity without a readable ``/proc``.
+    Infinity if ``/proc`` cannot be read.
     """
     try:
         ticks = int(_stat(os.getpid())[_STARTED_AT])

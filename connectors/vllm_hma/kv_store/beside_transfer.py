@@ -59,9 +59,9 @@ class TransferredTokens:
     def has_tokens_of(self, ref: ObjectRef) -> bool:
         """Return whether the engine has all tokens of an object that ends after the transfer.
 
-        A transfer sends windows only from the first token that attention at its end reads. The
-        block of this token may have earlier tokens, which are then not sent. Call after
-        ``take_objects``.
+        A transfer sends windows only from the first token that attention at its end reads. It does
+        not send earlier tokens of the same block, so an object that keeps them would be incomplete.
+        Call after ``take_objects``.
         """
         spans = self._plan.groups[ref.group]
         if self._failed or spans.group.kind not in WINDOWED:

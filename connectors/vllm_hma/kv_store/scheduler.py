@@ -142,8 +142,8 @@ class StoreScheduler:
         """
         if len({rank_cache.model for rank_cache in rank_caches}) > 1:
             raise ConfigurationError(
-                "store: the engine's ranks have loaded different weights; restart the engine when the copy of the "
-                "weights is complete"
+                "store: the engine's ranks report different models (weights, configuration, image processor files, "
+                "dtype or vLLM version); make the model's files equal on all hosts, and restart the engine"
             )
         settings = self._settings
         plan = plan_store(rank_caches[0].layout.groups, settings.chunk_tokens, self._max_model_len)

@@ -1,7 +1,7 @@
-"""Checks of images and other multimodal inputs, which these docstrings call images.
+"""Checks and identity of images and other multimodal inputs, which these docstrings call images.
 
-They determine whether names of images identify the content, and whether a prompt's first tokens
-end within an image.
+The checks determine whether names of images identify the content, and whether a prompt's first
+tokens end within an image.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def check_media(config: VllmConfig) -> None:
 
 
 def image_processing(model: ModelConfig) -> dict[str, Any] | None:
-    """Return what determines the KV of an image beside its content and the weights.
+    """Return the settings and processor files that affect an image's KV; None for a text model.
 
-    vLLM's names of images contain neither the engine's settings nor the model folder's files, only
-    the request's ``mm_processor_kwargs`` (vllm/renderers/base.py). Return None for a model without
-    images. A hub model's files are those of its commit. Raises OSError if a file cannot be read.
+    vLLM's names of images contain neither, only the content and the request's
+    ``mm_processor_kwargs`` (vllm/renderers/base.py). A hub model's commit already identifies its
+    processor files. Raises OSError if a file cannot be read.
     """
     media = model.multimodal_config
     if media is None:
         return None
     scales = media.mm_encoder_fp8_scale_path
     return {
-        # The device computes the same tensors, but for rounding.
+        # The device changes the tensors only by rounding.
         "kwargs": {key: value for key, value in (media.mm_processor_kwargs or {}).items() if key != "device"},
         "pruning": media.get_video_pruning_spec(),
         "encoder_dtype": media.mm_encoder_attn_dtype,

@@ -30,22 +30,23 @@ _KINDS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.
 """File patterns of weights in vLLM's order: vLLM loads the first kind that the folder has."""
 _THREADS = 4
 _ATTEMPTS = 3
-_IMPORTS_S = 2.0
-"""Duration, at least, of vLLM's imports, before which no process reads weights.
+_TOLERANCE_S = 0.5
+"""Tolerance of the comparison of a file's time with the process's start, both of which are coarse.
 
-A file that was written just before the process started passes in spite of coarse clocks.
+A process needs longer than this before it reads weights.
 """
 
 
 def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
     """Return a digest of a folder's weight files and their names, or of a single weight file.
 
-    ``unchanged_since_s``  time in ``time.time()`` seconds before which vLLM has not read the files,
-                           for example the start of its process; infinity: not checked
+    ``unchanged_since_s``  time in ``time.time()`` seconds; a file that changed later is refused,
+                           because vLLM may have read its earlier contents. Pass the start of the
+                           process. Infinity disables the check
 
-    Raises ConfigurationError if there are no weight files, if one has changed since
-    ``unchanged_since_s``, so that vLLM may have read another, or if one keeps changing while it is
-    read. Raises OSError if one cannot be read.
+    Raises ConfigurationError if there are no weight files, if one changed after
+    ``unchanged_since_s``, or if one keeps changing while it is read. Raises OSError if one cannot
+    be read.
     """
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
@@ -67,13 +68,14 @@ def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
 def _check_unchanged(file: Path, since_s: float) -> None:
     """Raise ConfigurationError if ``file`` has changed after ``since_s``.
 
-    Later than now is the time of a file server whose clock is ahead of this host's: not checked.
+    A time in the future comes from a file server whose clock is ahead. It cannot be compared with
+    this host's times, so the check passes.
     """
     changed_s = file.stat().st_ctime
-    if since_s + _IMPORTS_S < changed_s <= time.time():
+    if since_s + _TOLERANCE_S < changed_s <= time.time():
         raise ConfigurationError(
-            f"the weights in {file} changed after this process started, so the engine may run earlier ones; restart "
-            "the engine when the copy is complete"
+            f"{file} changed after this process started, so vLLM may have loaded its earlier contents; let all changes "
+            "of the file finish, then restart the engine"
         )
 
 

@@ -129,7 +129,8 @@ class Productions:
             )
             return
         if any(ended.request_id == request.request_id for ended in self._outbox.orders.finished):
-            # Workers apply a step's ends after its new prompts.
+            # Workers apply `orders.finished` after `orders.expects`, so the end of the earlier
+            # request would also end this one's transfer.
             logger.warning(
                 "the KV of request %s is not sent, so decode computes the prompt: an earlier request with this id "
                 "ended in the same step",

@@ -20,9 +20,9 @@ class Verifier:
 
     ``set_device``  called in the thread before each comparison; if it raises, the comparison fails
     ``verified``    called in the thread with the action, the problem (None if the digests match)
-                    and the start of the comparison in ``time.monotonic()`` seconds. It is called
-                    for each comparison that starts and ends: the blocks stay allocated until then,
-                    or until the consumer's deadline
+                    and the start of the comparison in ``time.monotonic()`` seconds, once each
+                    comparison has ended. The consumer keeps the blocks allocated until this call,
+                    at most until its deadline (``hang_s``)
 
     Raises RuntimeError if the thread cannot start.
     """

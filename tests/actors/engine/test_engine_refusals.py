@@ -29,7 +29,7 @@ async def pinged(_: int) -> None:
 
 def engine(error: Exception, dies: bool = False) -> VllmEngine:
     """An engine whose application streams one event and then fails, behind vLLM's error
-    handlers. With ``dies``, its core is then dead.
+    handlers. With ``dies``, the engine core dies before the error.
     """
     llm: Any = SimpleNamespace(errored=False, ping_rank=pinged)
     app = FastAPI()
@@ -74,6 +74,6 @@ async def test_an_error_of_the_engines_is_none_of_the_clients():
 
 
 async def test_an_engine_that_dies_within_a_stream_is_down():
-    """The router can then use another engine; vLLM's responses API lets the error pass."""
+    """The router retries after EngineDownError; vLLM's responses API raises EngineDeadError."""
     with pytest.raises(EngineDownError):
         await answer(EngineDeadError(), dies=True)

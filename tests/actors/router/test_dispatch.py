@@ -337,7 +337,7 @@ async def test_a_stream_is_resumed_only_with_the_same_prompt(second: bytes | Non
         _, body = await ask(router, request())
         assert said(body)["finish_reason"] == "length"
     else:
-        with pytest.raises(CannotResumeError, match="an image URL returned other content"):
+        with pytest.raises(CannotResumeError, match="an image URL returned different content"):
             await ask(router, request())
     await at_rest(p, d)
     assert len(d.calls) == 2

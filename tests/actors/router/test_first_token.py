@@ -99,7 +99,7 @@ async def test_decode_with_another_prompt_does_not_continue_prefills_token():
     async with router.answer(request()) as answer:
         body = answer.body()
         assert await anext(body) == FIRST
-        with pytest.raises(CannotResumeError, match="computes another prompt"):
+        with pytest.raises(CannotResumeError, match="built a different prompt"):
             async for _ in body:
                 pass
     assert len(d.calls) == 1, "no other engine is forced to continue"

@@ -185,7 +185,7 @@ def test_prefill_leg_of_a_named_tool(choice, sent, encoded):
     "choice", [b'{"type": "auto", "x": "\xed\xa0\x80"}', b'{"type": "any", "x": 1e999}', b'{"type": "\xed\xa0\x80"}']
 )
 def test_a_tool_choice_that_only_python_can_decode(choice):
-    """vLLM's application decides on it: msgspec skips these values, but cannot decode them."""
+    """The engine validates `tool_choice`; msgspec copies these values, but cannot decode them."""
     raw = b'{"messages": [], "tool_choice": ' + choice + b"}"
     leg = prefill_leg(MESSAGES, as_written(raw, json.loads(raw)), "t")
     assert json.loads(write(leg))["tool_choice"] == json.loads(choice)

@@ -71,7 +71,7 @@ def test_what_came_from_another_engine_is_not_called_cached(local, external, blo
 
 
 def test_times_are_collected_for_generation_only():
-    """`AsyncLLM.encode`, for pooling, would not take them."""
+    """Only `generate` takes them: the entry of a pooling request (`encode`) would stay."""
     processor = OutputProcessor(None, log_stats=False)
     SharedRequestOutputs.take_over(processor, None)
     processor.arrivals = arrivals = KvArrivals()

@@ -106,7 +106,7 @@ async def chunk_of(request: EngineCoreRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_the_digest_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, images and their places count; the first chunk with a token has the digest."""
+    """Token ids, images and their offsets change it; the first chunk with a token has it."""
     requests = [
         engine_request([1, 2, 3, 4]),
         engine_request([1, 2, 3, 5]),
@@ -123,7 +123,7 @@ async def test_the_digest_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_refused_request_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's limit of queued requests refuses it before the output processor knows its id."""
+    """vLLM raises QueueOverflowError before the output processor registers the request."""
 
     async def refuses(*_: Any) -> None:
         raise QueueOverflowError
