@@ -294,13 +294,23 @@ SAMPLING_ARGUMENTS = (
 """Engine arguments for sampling and output. Prefill samples no first token for a decode engine
 whose values differ from its own."""
 
+PROMPT_ARGUMENTS = (
+    "max_model_len",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+"""Engine arguments that may change the prompt of a request; `max_model_len` may truncate it. If the
+roles build different prompts, CannotResumeError ends a stream after prefill's first token."""
+
 
 def why_no_first_token(settings: ServiceSettings) -> str | None:
     """Return why a prefill engine cannot sample the first token of decode's answers, or None."""
     prefill, decode = engine_arguments(settings, "prefill"), engine_arguments(settings, "decode")
     if prefill.get("speculative_config") or decode.get("speculative_config"):
         return "with speculative decoding, a step may generate several tokens"
-    for name in SAMPLING_ARGUMENTS:
+    for name in (*SAMPLING_ARGUMENTS, *PROMPT_ARGUMENTS):
         if prefill.get(name) != decode.get(name):
             return f"prefill.engine.{name} differs from decode.engine.{name}"
     if settings.allow_runtime_lora_updating:

@@ -220,6 +220,10 @@ class Answer:
         if self._prompt_digest is None:
             self._prompt_digest = digest
         elif self._prompt_digest != digest:
+            if self._first_group is None:
+                self._metrics.resumed_streams.labels("refused").inc()
+            else:
+                self._metrics.first_tokens.labels("refused").inc()
             raise CannotResumeError(
                 "the stream cannot be continued: the next engine built a different prompt from this request, for "
                 "example because an image URL returned different content; send the request again"

@@ -278,7 +278,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # Spoil before the report is applied: it may complete objects computed from blocks whose
-        # load has failed. A MultiConnector reports the failed loads of all its children.
+        # load has failed. A MultiConnector reports the failed loads of all its children. After an
+        # asynchronous load this costs stores for nothing, but its blocks cannot be told apart.
         if self._store_scheduler is not None and connector_output.invalid_block_ids:
             self._store_scheduler.spoil()
         report = connector_output.kv_connector_worker_meta

@@ -130,8 +130,10 @@ class TandemMultiConnector(MultiConnector):
         super().wait_for_save()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        self._read_load_errors()
-        found, self._not_loaded = self._not_loaded, set()
+        # Errors that were not reported before are those of asynchronous loads, whose requests are
+        # not running (for example vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py,
+        # ``get_transfer_results``).
+        found, self._not_loaded = self._not_loaded | super().get_block_ids_with_load_errors(), set()
         return found
 
     def _read_load_errors(self) -> None:

@@ -136,7 +136,8 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # Spoil before the report is applied: it may complete objects computed from blocks whose
-        # load has failed. A MultiConnector reports the failed loads of all its children.
+        # load has failed. A MultiConnector reports the failed loads of all its children. After an
+        # asynchronous load this costs stores for nothing, but its blocks cannot be told apart.
         if connector_output.invalid_block_ids:
             self.scheduler.spoil()
         if isinstance(connector_output.kv_connector_worker_meta, StoreReport):

@@ -322,6 +322,23 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
     assert (consumer.cache == 0).all(), "nothing of the step was written"
 
 
+def test_another_childs_asynchronous_load_spoils_no_step(make: Make, worker: Callable[..., Worker]) -> None:
+    """NixlConnector reports it after the step's KV has been handed over; no request of the step
+    reads its blocks.
+    """
+    connector = make(TandemMultiConnector, scripted(0), TANDEM, role=KVConnectorRole.WORKER)
+    other, tandem = connector.sub_connectors
+    assert isinstance(other, ScriptedConnector)
+    assert isinstance(tandem, TandemConnector)
+    tandem.worker._runtime = worker("p").runtime  # noqa: SLF001
+    connector.bind_connector_metadata(MultiKVConnectorMetadata((KVConnectorMetadata(), Orders())))
+    connector.wait_for_save()
+    other.not_loaded = {1}
+    assert connector.get_block_ids_with_load_errors() == {1}
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert not tandem._spoiled_steps  # noqa: SLF001
+
+
 def test_every_child_gets_its_own_handshake(make: Make) -> None:
     """vLLM's own MultiConnector passes the first child's metadata to all children."""
     connector = make(TandemMultiConnector, scripted(0), TANDEM)

@@ -51,8 +51,9 @@ def model_identity(
         repr(model.quantization_config),
         config.load_config.load_format == "dummy",
         _uses_long_rope(model),
-        image_processing(model),
     ]
+    if (processing := image_processing(model)) is not None:
+        effective["tandem"].append(processing)
     digest.update(json.dumps(effective, sort_keys=True, default=str).encode())
     return ModelIdentity(
         model=digest.hexdigest(),

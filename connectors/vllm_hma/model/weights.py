@@ -74,8 +74,8 @@ def _check_unchanged(file: Path, since_s: float) -> None:
     changed_s = file.stat().st_ctime
     if since_s + _TOLERANCE_S < changed_s <= time.time():
         raise ConfigurationError(
-            f"{file} changed after this process started, so vLLM may have loaded its earlier contents; let all changes "
-            "of the file finish, then restart the engine"
+            f"{file} (its content, owner or permissions) changed after this process started, so vLLM may have loaded "
+            "earlier weights; let all changes of the file finish, then restart the engine"
         )
 
 

@@ -208,6 +208,8 @@ def test_a_roles_engine_arguments_win():
         ({"engine": {"logprobs_mode": "raw_logits"}}, None),
         ({"decode": {"engine": {"logprobs_mode": "raw_logits"}}}, "prefill.engine.logprobs_mode differs"),
         ({"decode": {"engine": {"speculative_config": {"method": "ngram"}}}}, "speculative decoding"),
+        ({"prefill": {"engine": {"mm_processor_kwargs": {"max_pixels": 9}}}}, "prefill.engine.mm_processor_kwargs"),
+        ({"prefill": {"engine": {"max_model_len": 512}}}, "prefill.engine.max_model_len differs"),
         ({"store": {"memory_gib": 1}}, "KV store"),
         ({"allow_runtime_lora_updating": True}, "different adapters"),
     ],

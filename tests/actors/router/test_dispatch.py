@@ -341,6 +341,7 @@ async def test_a_stream_is_resumed_only_with_the_same_prompt(second: bytes | Non
             await ask(router, request())
     await at_rest(p, d)
     assert len(d.calls) == 2
+    assert counted(router, "tandem_resumed_streams_total", outcome="refused") == (not equal)
 
 
 async def test_an_answer_that_replaces_a_stream_may_have_another_prompt():

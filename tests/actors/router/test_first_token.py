@@ -103,6 +103,7 @@ async def test_decode_with_another_prompt_does_not_continue_prefills_token():
             async for _ in body:
                 pass
     assert len(d.calls) == 1, "no other engine is forced to continue"
+    assert counted(router, "tandem_first_tokens_total", outcome="refused") == 1
     await at_rest(p, d)
 
 
