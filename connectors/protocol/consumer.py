@@ -19,6 +19,7 @@ the requests and their queue; ``engines.py`` has the producer engines.
                 abort, engine_lost
     OFFERED     Fin, expected byte count   OFFERED     Verify, if a digest was requested
     OFFERED     last Fin, all verified     gone        Received(ok)
+    OFFERED     verification hangs         gone        Received(failed)
     OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
     OFFERED     Aborted, Cancelled, abort, ENDING      Cancel
                 worker_lost, engine_lost,
@@ -33,7 +34,8 @@ the requests and their queue; ``engines.py`` has the producer engines.
     QUARANTINE  connected                  QUARANTINE  Cancel
     QUARANTINE  no partner may write       gone        Freed
 
-Silence is progress_s without a message of one partner; during a handshake, handshake_s if longer.
+Silence is progress_s without a message of one partner; during a handshake, handshake_s if longer. A
+verification hangs if it runs hang_s after the last Fin; it then counts as ended in every stage.
 From OFFERED on, Cancel goes to all partners that may write. If there is none and no verification
 runs, a failed reception skips ENDING. A request of a known engine skips CONNECTING unless the
 engine is stale: its last handshake failed, or since then a message could not be sent, a worker was
@@ -43,9 +45,9 @@ a reception, and for lease_s after its reception has ended.
 A partner *may write* from the Offer until its Fin, Aborted or Cancelled arrives, its Offer cannot
 be sent, or the owner reports its death. Failed does not end this period: parts of a write may still
 arrive. ``Received`` without quarantine and ``Freed`` return blocks to the scheduler: no partner may
-write, and no verification runs. No deadline returns blocks to which a partner may write. The state
-machine ignores messages of transfers that have ended. It removes an engine that is dead, evicted,
-or unused for forget_s / 2, with a Forget per partner.
+write, and all verifications have ended or hang. No deadline returns blocks to which a partner may
+write. The state machine ignores messages of transfers that have ended. It removes an engine that is
+dead, evicted, or unused for forget_s / 2, with a Forget per partner.
 
     worker_lost  one producer rank is dead and cannot write any more
     engine_lost  the producer is dead and none of its ranks can write any more
@@ -55,7 +57,7 @@ or unused for forget_s / 2, with a Forget per partner.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from connectors.planning.layout import Group
 from connectors.protocol.actions import Connect, ConsumerAction, Due, Forget, Freed, Received, Send, Verify
@@ -65,6 +67,7 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import (
     GIVEN_UP,
     Answer,
+    ConsumerSnapshot,
     Order,
     Reception,
     ReceptionStage,
@@ -87,24 +90,6 @@ from connectors.protocol.wire import (
 )
 
 _USED_TWICE = "the transfer id has been used by another request; use a new transfer_id for each request"
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerSnapshot:
-    """Copy of the consumer's state at one moment.
-
-    ``queued``       transfer ids of the queued requests
-    ``receptions``   stage of each reception outside quarantine, by request id
-    ``quarantined``  transfer ids of the receptions in quarantine
-    ``partners``     known producer workers, by engine incarnation
-    ``used``         ids of transfers with a reception, or whose reception ended within lease_s
-    """
-
-    queued: frozenset[str]
-    receptions: Mapping[str, str]
-    quarantined: frozenset[str]
-    partners: Mapping[str, tuple[Peer, ...]]
-    used: frozenset[str]
 
 
 class Consumer:

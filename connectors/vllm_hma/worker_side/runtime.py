@@ -43,11 +43,11 @@ from connectors.protocol.actions import (
     Write,
 )
 from connectors.protocol.agent_metadata import AgentMetadata
-from connectors.protocol.consumer import Consumer, ConsumerSnapshot
+from connectors.protocol.consumer import Consumer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import names_engine
 from connectors.protocol.producer import Producer, ProducerSnapshot
-from connectors.protocol.reception import Order
+from connectors.protocol.reception import ConsumerSnapshot, Order
 from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
