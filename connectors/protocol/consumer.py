@@ -56,7 +56,7 @@ dead, evicted, or unused for forget_s / 2, with a Forget per partner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from connectors.planning.layout import Group
