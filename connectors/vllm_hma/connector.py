@@ -38,6 +38,7 @@ from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
@@ -119,9 +120,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._store_scheduler: StoreScheduler | None = None
         self._store_worker: StoreWorker | None = None
-        # Steps, including the current one, that vLLM may have scheduled with blocks of a failed
-        # load of another child of TandemMultiConnector.
-        self._spoiled_steps, self._batches = 0, vllm_config.max_concurrent_batches
+        # By failed loads of this connector's store, or of another child of TandemMultiConnector.
+        self._spoiled = SpoiledSteps(vllm_config.max_concurrent_batches)
         max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
@@ -151,7 +151,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
             if config.store is not None:
-                self._store_worker = StoreWorker(config.store, max_model_len, self._batches)
+                self._store_worker = StoreWorker(config.store, max_model_len, self._spoiled)
 
     @property
     def scheduler(self) -> SchedulerConnector:
@@ -374,14 +374,14 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.worker.after_forward(orders)
         if self._store_worker is not None and orders.store is not None:
             self._store_worker.store(orders.store)
-        self._spoiled_steps = max(0, self._spoiled_steps - 1)
+        self._spoiled.end_step()
 
     def spoil(self) -> None:
         """Neither send nor store KV of this step and of steps already scheduled.
 
         TandemMultiConnector calls this on the worker side after a child's load has failed.
         """
-        self._spoiled_steps = self._batches
+        self._spoiled.load_failed()
         if self._store_worker is not None:
             self._store_worker.spoil()
         self._spoil(self._orders())
@@ -432,7 +432,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def _spoil(self, orders: Orders) -> None:
         """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
-        if self._spoiled_steps or (self._store_worker is not None and self._store_worker.spoiled):
+        if self._spoiled:
             requests = {chunk.request_id for chunk in orders.chunks}
             self.worker.runtime.spoil(requests, "a load of KV failed in this step or a recent one")
 

@@ -32,6 +32,7 @@ from connectors.vllm_hma.handshake.processes import process_start_s
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_store
@@ -86,8 +87,8 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         else:
             # Refuse unsupported caches before vLLM allocates memory.
             group_shapes(vllm_config, kv_cache_config)
-            max_model_len, batches = vllm_config.model_config.max_model_len, vllm_config.max_concurrent_batches
-            self._worker = StoreWorker(settings, max_model_len, batches)
+            self._spoiled = SpoiledSteps(vllm_config.max_concurrent_batches)
+            self._worker = StoreWorker(settings, vllm_config.model_config.max_model_len, self._spoiled)
 
     @property
     def scheduler(self) -> StoreScheduler:
@@ -192,6 +193,7 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         self.worker.store(self._orders())
+        self._spoiled.end_step()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.not_loaded()

@@ -27,6 +27,7 @@ from connectors.store.planning.prefix import ObjectRef
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterLoads, adapter_loads
 from connectors.vllm_hma.model.weights import digest_file
@@ -313,10 +314,8 @@ def fill(scheduler: StoreScheduler, name: str, end_token: int) -> list[int]:
     """Reserve slots for the objects of a chunk, as a request's step does."""
     known, offsets = scheduler._requests[name], []  # noqa: SLF001
     for ref in (ObjectRef(end_token, 0), ObjectRef(end_token, 1)):
-        offset = scheduler.store.writer.reserve(ref)
+        offset = scheduler.filling.reserve(known, ref)
         assert offset is not None
-        known.filling[offset] = ref
-        scheduler._filling[offset] = (known, 0, False)  # noqa: SLF001
         offsets.append(offset)
     return offsets
 
@@ -373,7 +372,7 @@ def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> No
 
 def test_workers_report_each_load_once(host: Host, old: Path, new: Path) -> None:
     engine = Engine()
-    worker = StoreWorker(host.settings, 4096)
+    worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker._adapters = engine.loads  # noqa: SLF001
     assert worker.report() is None
     engine.load(old)

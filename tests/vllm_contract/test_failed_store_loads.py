@@ -23,6 +23,7 @@ from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.orders import Load, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.reports import WorkerReport
@@ -46,8 +47,8 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
     made.close()
 
 
-def store_worker(batches: int) -> StoreWorker:
-    made = StoreWorker(StoreSettings("unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, batches)
+def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
+    made = StoreWorker(StoreSettings("unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, spoiled)
     made.register(RANK.layout)
     return made
 
@@ -64,18 +65,19 @@ def storing(staging: Staging) -> StoreOrders:
 
 def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
     """With asynchronous scheduling, the next step is scheduled before vLLM knows."""
-    worker = store_worker(batches=2)
+    worker = store_worker(spoiled := SpoiledSteps(batches=2))
     reports = []
     for orders in (failing(staging), storing(staging), storing(staging)):
         worker.load(orders)
         worker.store(orders)
+        spoiled.end_step()
         reports.append(worker.report())
     assert reports == [
         StoreReport(attached=1, loaded={0: 1}, failed={8192: 1}, broken=True),
         StoreReport(failed={8192: 1}),
         StoreReport(filled={8192: 1}),
     ]
-    assert not worker.spoiled
+    assert not spoiled
 
 
 def after_another_childs_failed_load(
@@ -110,11 +112,8 @@ def test_no_request_is_stored_later(host: Host, child: type[TandemConnector | Ta
     requests = [Request(name, PROMPT, SamplingParams(max_tokens=1), None) for name in "ab"]
     for request in requests:
         scheduler.new_request(request)
-    offset = scheduler.store.writer.reserve(ObjectRef(16, 0))
+    offset = scheduler.filling.reserve(scheduler._requests["b"], ObjectRef(16, 0))  # noqa: SLF001
     assert offset is not None
-    known = scheduler._requests["b"]  # noqa: SLF001
-    known.filling[offset] = ObjectRef(16, 0)
-    scheduler._filling[offset] = (known, 0, False)  # noqa: SLF001
     report = StoreReport(filled={offset: 1}, broken=child is None)
     if child is None:
         scheduler.take(report)
@@ -139,7 +138,8 @@ def test_no_request_of_the_step_is_sent(
     config = vllm_config.__wrapped__(kv_transfer_config=transfer)
     connector = TandemConnector(config, KVConnectorRole.WORKER, cache_config((["f"], full())))
     connector.worker._runtime = producer.runtime  # noqa: SLF001
-    connector._store_worker = store_worker(batches=2)  # noqa: SLF001
+    connector._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
+    connector._store_worker = store_worker(connector._spoiled)  # noqa: SLF001
 
     def step(orders: Orders) -> None:
         connector.handle_preemptions(orders)

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from connectors.store.tiers.folder import FolderTier
 from connectors.vllm_hma.kv_store.orders import StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from tests.vllm_contract.stored_prompt import RANK, Host, host, left, new_request, tables
 from tests.vllm_contract.workers import until
@@ -104,7 +105,7 @@ def test_the_slowest_rank_measures_a_step(host: Host, load_first: bool) -> None:
     orders = engine.orders(output)
     assert orders.timed_tokens == 128
     assert orders.timed_context_tokens == pytest.approx((600.5 + 127 * 319.5) / 128)
-    worker = StoreWorker(host.settings, 4096)
+    worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker.register(RANK.layout)
     worker.begin_step()
     if load_first:

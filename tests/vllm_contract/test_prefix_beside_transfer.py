@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.folder import FolderTier
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Orders
 from tests.campaigns.schedules.scheduling import Engine
@@ -59,7 +59,7 @@ def test_full_attention_comes_from_the_store_and_the_rest_by_transfer(host: Host
     orders = decode.orders(SchedulerOutput.make_empty())
     (load,) = orders.loads
     assert (load.start_token, load.end_token, set(load.offsets)) == (8, 48, set(FULL[:3]))
-    worker = StoreWorker(host.settings, 4096)
+    worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker.register(RANK.layout)
     assert worker.load(orders) == set()
     report = worker.report()
@@ -231,7 +231,7 @@ def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
     request = new_request(decode)
     until(ready(decode, request))
     assert decode.load_prefix(request, tables(), 0, END) == 64
-    worker = StoreWorker(host.settings, 4096)
+    worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker.register(RANK.layout)
     orders = decode.orders(SchedulerOutput.make_empty())
     orders.staging = "/dev/shm/tandem-staging-that-is-not-there"
@@ -272,10 +272,7 @@ def test_a_window_of_which_the_transfer_sent_a_part_is_not_stored(
     host.schedulers.append(decode)
     request = new_request(decode)
     decode.load_prefix(request, tables(), 0, end_token)
-    step = SchedulerOutput.make_empty()
-    step.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: tables())
     known = decode._requests["r"]  # noqa: SLF001
-    orders = decode._completed(known, 0 if failed else end_token, len(PROMPT), step)  # noqa: SLF001
-    assert orders is not None
-    assert (ObjectRef(64, 1) in orders.offsets) is stored
-    assert ObjectRef(64, 0) in orders.offsets
+    refs = decode.filling.objects(known, 0 if failed else end_token, len(PROMPT))
+    assert (ObjectRef(64, 1) in refs) is stored
+    assert ObjectRef(64, 0) in refs

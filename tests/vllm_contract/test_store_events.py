@@ -18,8 +18,9 @@ from vllm.v1.request import Request
 from connectors.errors import ConfigurationError
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.settings import StoreSettings
+from connectors.vllm_hma.kv_store.capacity import check_sizes
 from connectors.vllm_hma.kv_store.orders import StoreReport
-from connectors.vllm_hma.kv_store.scheduler import StoreScheduler, _check_sizes
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.model.adapters import Adapter
 from tests.store.test_service import until
 from tests.vllm_contract.stored_prompt import CACHE, PROMPT
@@ -40,11 +41,8 @@ def stored(scheduler: StoreScheduler, *refs: ObjectRef, **of_request: Any) -> li
     request = Request("r", PROMPT, SamplingParams(max_tokens=1), None, **of_request)
     scheduler.new_request(request)
     for ref in refs:
-        offset = scheduler.store.writer.reserve(ref)
+        offset = scheduler.filling.reserve(scheduler._requests["r"], ref)  # noqa: SLF001
         assert offset is not None
-        known = scheduler._requests["r"]  # noqa: SLF001
-        known.filling[offset] = ref
-        scheduler._filling[offset] = (known, 0, False)  # noqa: SLF001
         scheduler.take(StoreReport(filled={offset: 1}))
     until(scheduler.store.idle)
     scheduler.finished(request)
@@ -124,9 +122,9 @@ def test_a_chunk_that_never_fits(tmp_path: Path, changed: dict[str, Any], messag
 def test_stores_leave_half_of_staging_to_loads(sizes: list[int], staging_mib: int) -> None:
     """A step completes one object of each group; a single object may use all."""
     settings = StoreSettings("/disk", staging_mib=staging_mib)
-    _check_sizes(sizes, settings)
+    check_sizes(sizes, settings)
     with pytest.raises(ConfigurationError, match=rf"at least {staging_mib}, or"):
-        _check_sizes(sizes, replace(settings, staging_mib=staging_mib - 1))
+        check_sizes(sizes, replace(settings, staging_mib=staging_mib - 1))
 
 
 def test_an_object_that_was_there_already_is_no_event(scheduler: StoreScheduler) -> None:

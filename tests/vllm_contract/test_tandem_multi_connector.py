@@ -336,7 +336,7 @@ def test_another_childs_asynchronous_load_spoils_no_step(make: Make, worker: Cal
     other.not_loaded = {1}
     assert connector.get_block_ids_with_load_errors() == {1}
     assert connector.get_block_ids_with_load_errors() == set()
-    assert not tandem._spoiled_steps  # noqa: SLF001
+    assert not tandem._spoiled  # noqa: SLF001
 
 
 def test_every_child_gets_its_own_handshake(make: Make) -> None:

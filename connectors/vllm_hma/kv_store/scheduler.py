@@ -1,4 +1,4 @@
-"""Scheduler side of the KV store: decides which objects to load and to store, and names them.
+"""Scheduler side of the KV store: orders loads before a step and stores after it.
 
     load   the first call of ``matched_tokens``, or of ``prefix_ready`` for a request with a
            transfer, may start a fetch: objects are read into staging memory and verified. vLLM
@@ -8,8 +8,8 @@
            staging, which the ranks fill after the step. Once all ranks have filled a slot, its
            object is written to the tiers
 
-Names of objects depend on all tokens up to their end: those of the prompt, then of the answer.
-``bounded_fetch.py`` decides how long a request waits for a fetch.
+``requests.py`` names objects, ``bounded_fetch.py`` decides how long a request waits for a fetch,
+and ``filling.py`` chooses the objects to store.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from connectors.errors import ConfigurationError, PlanError
+from connectors.errors import ConfigurationError
 from connectors.store.fetches import Fetched
 from connectors.store.keys.names import NAMESPACE_BYTES, Feature, PrefixChain, namespace
 from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
-from connectors.store.planning.moves import object_in_blocks
-from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
+from connectors.store.planning.prefix import possible_objects
 from connectors.store.planning.spans import plan_store
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
 from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.objects import ObjectName
-from connectors.store.tiers.staging import Staging, slot_bytes
+from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.kv_store.beside_transfer import TransferredTokens
 from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
+from connectors.vllm_hma.kv_store.capacity import check_sizes
 from connectors.vllm_hma.kv_store.description import describe_store
 from connectors.vllm_hma.kv_store.events import StoreEvents
-from connectors.vllm_hma.kv_store.orders import Load, RankCache, Store, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.filling import SlotFilling
+from connectors.vllm_hma.kv_store.orders import Load, RankCache, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.requests import StoreRequest
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, adapter_of
 from connectors.vllm_hma.model.media import named_by_content
@@ -53,41 +53,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Not measured: objects of one model only need to compare by tokens per byte.
-_COST_NS_PER_TOKEN = 100_000
-
 _TIMED_TOKENS = 64
 """Minimum number of tokens of one request in a step whose duration is measured.
 
 Steps of generated tokens take longer per token than prompts.
 """
-
-
-@dataclass(slots=True)
-class _Known:
-    """State of one request.
-
-    ``chain``        digests of its prefixes
-    ``fetched``      result of its fetch, until its load is ordered or the fetch is discarded
-    ``present``      objects that a tier had at the request's last fetch; not stored again
-    ``tier``         ``Fetched.tier`` of the last fetch whose load was ordered; empty before
-    ``fetch``        its fetch, or the last one whose load is not ordered; None without one
-    ``transferred``  tokens that its last transfer supplies; None before a transfer
-    ``filling``      objects whose slots ranks are filling, by offset
-    ``ended``        whether vLLM has finished the request
-    ``void``         whether its KV must not be stored
-    """
-
-    request: Request
-    chain: PrefixChain
-    fetched: Fetched | None = None
-    present: frozenset[ObjectRef] = frozenset()
-    tier: str = ""
-    fetch: BoundedFetch | None = None
-    transferred: TransferredTokens | None = None
-    filling: dict[int, ObjectRef] = field(default_factory=dict)
-    ended: bool = False
-    void: bool = False
 
 
 class StoreScheduler:
@@ -100,20 +70,18 @@ class StoreScheduler:
     def __init__(self, settings: StoreSettings, max_model_len: int, answers: bool = True, events: bool = False) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
-        # Speculative decoding rejects tokens after it has computed their KV.
         self._answers = answers
         self._reports_events = events
         self._events: StoreEvents | None = None
         # Identities of the adapters that the workers have loaded.
         self._adapters: dict[Adapter, str] = {}
         self._store: KVStore | None = None
+        self._filling: SlotFilling | None = None
         self.description: dict[str, Any] | None = None
         """Identity and capacity of the store, for routers (``describe_store``); None if unknown."""
         self.costs = LoadCosts()
         self._ranks = self._attached = self._detached = 0
-        self._requests: dict[str, _Known] = {}
-        # Request, number of ranks that have reported, and whether one failed, by offset of a slot.
-        self._filling: dict[int, tuple[_Known, int, bool]] = {}
+        self._requests: dict[str, StoreRequest] = {}
         self._loads: list[Load] = []
         self._load_ids = itertools.count()
         # Slots and bytes of unfinished loads, and the number of ranks that have reported, by id.
@@ -128,9 +96,14 @@ class StoreScheduler:
         return self._store
 
     @property
+    def filling(self) -> SlotFilling:
+        assert self._filling is not None, "workers register their caches before the first request"
+        return self._filling
+
+    @property
     def remembered(self) -> int:
         """Number of known requests, unfinished loads, and slots that ranks are filling."""
-        return len(self._requests) + len(self._loading) + len(self._filling)
+        return len(self._requests) + len(self._loading) + len(self._filling or ())
 
     def publish(self, rank_caches: Sequence[RankCache]) -> None:
         """Open the store with the layouts of all ranks.
@@ -156,7 +129,7 @@ class StoreScheduler:
         tiers = [
             FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
         ]
-        _check_sizes(sizes.values(), settings)
+        check_sizes(sizes.values(), settings)
         self.description = describe_store(tiers[-1], space, plan, sizes)
         limits = StoreLimits(settings.lookup_s, settings.load_s, settings.store_s)
         self._ranks = len(rank_caches)
@@ -164,6 +137,7 @@ class StoreScheduler:
         if self._reports_events:
             self._store.record_changes()
             self._events = StoreEvents(plan)
+        self._filling = SlotFilling(self._store, self._ranks, self._answers, self._events)
         logger.info(
             "Tandem: KV store with namespace %s and chunks of %d tokens in %s",
             space.hex(),
@@ -195,7 +169,7 @@ class StoreScheduler:
             return
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
         chain = PrefixChain(self.store.space, self.store.plan.spans, identity, request.cache_salt, features)
-        self._requests[request.request_id] = _Known(request, chain)
+        self._requests[request.request_id] = StoreRequest(request, chain)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Start or continue a fetch; return the number of tokens to load after ``local_tokens``.
@@ -338,8 +312,13 @@ class StoreScheduler:
             orders.timed_context_tokens = sum(contexts) / orders.timed_tokens
         for request_id, computed in scheduled:
             known = self._requests.get(request_id)
-            if known is not None and not known.void and not self._detached:
-                store = self._completed(known, computed, computed + output.num_scheduled_tokens[request_id], output)
+            if known is None or known.void or self._detached:
+                continue
+            if refs := self.filling.objects(known, computed, computed + tokens[request_id]):
+                assert output.kv_connector_block_state is not None
+                tables = output.kv_connector_block_state.get_block_ids(request_id)
+                assert tables is not None, f"scheduled request {request_id} has no block table"
+                store = self.filling.order(known, refs, tables)
                 orders.stores += [store] if store is not None else []
         return orders
 
@@ -366,15 +345,8 @@ class StoreScheduler:
                 del self._loading[load_id]
                 for offset in slots:
                     self.store.staging.give_back(offset)
-        for offset in {**report.filled, **report.failed}:
-            known, before, failed = self._filling[offset]
-            after = before + report.filled.get(offset, 0) + report.failed.get(offset, 0)
-            failed = failed or offset in report.failed
-            if after < self._ranks:
-                self._filling[offset] = (known, after, failed)
-                continue
-            del self._filling[offset]
-            self._filled(known, offset, failed)
+        for known in self.filling.take(report):
+            self._forget(known)
 
     def spoil(self) -> None:
         """Store no further KV of current requests: blocks of a failed load may be part of it."""
@@ -427,14 +399,16 @@ class StoreScheduler:
 
     # Helpers.
 
-    def _give_up(self, requests: Iterable[_Known]) -> None:
+    def _give_up(self, requests: Iterable[StoreRequest]) -> None:
         """Load and store no further KV of these requests. Loads that are ordered still run."""
         for known in requests:
             self.store.fetches.end(known.request.request_id)
             known.void = True
             self._requests.pop(known.request.request_id, None)
 
-    def _order_load(self, known: _Known, fetched: Fetched, tables: tuple[list[int], ...], start_token: int) -> None:
+    def _order_load(
+        self, known: StoreRequest, fetched: Fetched, tables: tuple[list[int], ...], start_token: int
+    ) -> None:
         known.tier = fetched.tier
         # The load owns the slots now: after a preemption, the request may start another fetch.
         load_id = next(self._load_ids)
@@ -452,7 +426,7 @@ class StoreScheduler:
             )
         )
 
-    def _fetch_ended(self, known: _Known, fetched: Fetched) -> None:
+    def _fetch_ended(self, known: StoreRequest, fetched: Fetched) -> None:
         known.present = fetched.present
         self._unreported.fetched(known.request.request_id, fetched.ended_at - fetched.seconds, fetched.ended_at)
         for tier, (size_bytes, seconds) in fetched.reads.items():
@@ -460,87 +434,23 @@ class StoreScheduler:
             if size_bytes or (known.fetch is not None and known.fetch.waits):
                 self.costs.read(tier, size_bytes, seconds)
 
-    def _begin_fetch(self, known: _Known, local_tokens: int, limit_token: int, beside_transfer: bool = False) -> bool:
+    def _begin_fetch(
+        self, known: StoreRequest, local_tokens: int, limit_token: int, beside_transfer: bool = False
+    ) -> bool:
         """Start a fetch beyond ``local_tokens``; return False if no object can exist there."""
         plan, request_id = self.store.plan, known.request.request_id
         possible = possible_objects(plan.full_attention if beside_transfer else plan, local_tokens, limit_token)
-        names = self._names(known, possible)
+        names = known.names(self.store.space, possible)
         if names:
             known.fetch = BoundedFetch(self.store, self.costs, self._settings, request_id, beside_transfer)
             known.fetch.begin(names, local_tokens, limit_token)
         return bool(names)
 
-    def _end_fetch(self, known: _Known) -> None:
+    def _end_fetch(self, known: StoreRequest) -> None:
         known.fetched = known.fetch = None
         self.store.fetches.end(known.request.request_id)
 
-    def _completed(self, known: _Known, before: int, after: int, output: SchedulerOutput) -> Store | None:
-        """Reserve slots for objects to store after a step that computes ``[before, after)``.
-
-        These are objects that the step completes and objects of transferred tokens, without those
-        that a tier had and those whose blocks are no longer allocated. Return the order to fill the
-        slots; None if no object gets one.
-        """
-        refs = [] if known.transferred is None else known.transferred.take_objects(before)
-        if not self._answers:
-            after = min(after, known.request.num_prompt_tokens)
-        if before < after:
-            completed = completed_objects(self.store.plan, before, after)
-            refs += [ref for ref in completed if known.transferred is None or known.transferred.has_tokens_of(ref)]
-        refs = [ref for ref in refs if ref not in known.present]
-        if not refs:
-            return None
-        assert output.kv_connector_block_state is not None
-        tables = output.kv_connector_block_state.get_block_ids(known.request.request_id)
-        assert tables is not None, f"scheduled request {known.request.request_id} has no block table"
-        offsets: dict[ObjectRef, int] = {}
-        for ref in refs:
-            if object_in_blocks(self.store.plan.groups[ref.group], tables[ref.group], ref):
-                offset = self.store.writer.reserve(ref)
-                if offset is not None:
-                    offsets[ref] = offset
-                    known.filling[offset] = ref
-                    self._filling[offset] = (known, 0, False)
-        if not offsets:
-            return None
-        return Store(known.request.request_id, tuple(tuple(table) for table in tables), offsets)
-
-    def _filled(self, known: _Known, offset: int, failed: bool) -> None:
-        """Write or drop the object in a slot, after all ranks have reported on it."""
-        ref = known.filling.pop(offset)
-        name = self._names(known, [ref]).get(ref)
-        if failed or name is None or known.void:
-            self.store.writer.drop(offset)
-        else:
-            span = self.store.plan.groups[ref.group].span_tokens
-            if self._events is not None:
-                before = ObjectRef(ref.end_token - span, ref.group)
-                names = self._names(known, [ref, before] if before.end_token else [ref])
-                self._events.describe(ref, names, known.request)
-            # A later object costs slightly less, so a prompt loses its last objects first: without
-            # its first object, the others would be of no use.
-            self.store.writer.commit(ref, name, offset, span * _COST_NS_PER_TOKEN - ref.end_token)
-        self._forget(known)
-
-    def _names(self, known: _Known, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Return the names of those of ``refs`` that end within the request's known tokens.
-
-        The last tokens of an answer may not be known yet. Empty while a token id is a negative
-        placeholder for a token that has not been sampled.
-        """
-        request, chain = known.request, known.chain
-        try:
-            chain.extend(request.all_token_ids[chain.tokens :])
-        except PlanError:
-            # A negative id is a placeholder for a token that has not been sampled yet.
-            return {}
-        return {
-            ref: ObjectName(self.store.space, chain.key(ref), ref.group)
-            for ref in refs
-            if ref.end_token <= chain.tokens
-        }
-
-    def _forget(self, known: _Known) -> None:
+    def _forget(self, known: StoreRequest) -> None:
         if known.ended and not known.filling and self._requests.get(known.request.request_id) is known:
             del self._requests[known.request.request_id]
 
@@ -552,26 +462,3 @@ def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
         *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),
         *zip(cached.req_ids, cached.num_computed_tokens, strict=True),
     ]
-
-
-def _check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
-    """Raise ConfigurationError if staging or all tiers are too small for the objects of one chunk.
-
-    A step may complete the objects of all groups together. Stores use at most half of staging,
-    except for a single object (``ObjectWriter.reserve``).
-
-    ``sizes``  payload bytes of one object, for each group that has objects
-    """
-    chunk_bytes = sum(sizes)
-    needed_bytes = sum(map(slot_bytes, sizes)) * (2 if len(sizes) > 1 else 1)
-    if needed_bytes > settings.staging_mib << 20:
-        half = ", and stores use at most half of staging" if len(sizes) > 1 else ""
-        raise ConfigurationError(
-            f"store.staging_mib: {settings.staging_mib} MiB of staging are too small: the objects of one chunk have "
-            f"{chunk_bytes:,} bytes{half}; set it to at least {-(-needed_bytes >> 20)}, or reduce store.chunk_tokens"
-        )
-    if all(chunk_bytes > budget for _, _, budget in settings.tiers):
-        raise ConfigurationError(
-            f"store: the objects of one chunk have {chunk_bytes:,} bytes, more than each tier; increase disk_gib or "
-            "memory_gib, or reduce chunk_tokens"
-        )

@@ -23,6 +23,7 @@ from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import AttachedStaging
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.model.adapters import Adapter, adapter_loads
 
 logger = logging.getLogger(__name__)
@@ -31,21 +32,18 @@ logger = logging.getLogger(__name__)
 class StoreWorker:
     """Worker side of one rank's store. Ready after ``register``.
 
-    ``batches``  number of steps that vLLM schedules before it reads the first one's output
+    ``spoiled``  steps whose KV is not stored
     """
 
-    def __init__(self, settings: StoreSettings, max_model_len: int, batches: int = 1) -> None:
+    def __init__(self, settings: StoreSettings, max_model_len: int, spoiled: SpoiledSteps) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
-        self._batches = batches
+        self._spoiled = spoiled
         self._layout: EngineLayout | None = None
         self._plan: StorePlan | None = None
         self._plans: RankPlans | None = None
         self._staging: AttachedStaging | None = None
         self._tried = False
-        # Number of steps, including the current one, that vLLM may have scheduled with blocks of a
-        # failed load.
-        self._spoiled_steps = 0
         self._report = StoreReport()
         # Start of this step, on `time.monotonic`, and the duration of its loads in seconds.
         self._began_at = 0.0
@@ -74,19 +72,10 @@ class StoreWorker:
         assert self._layout is not None, "vLLM registers the cache before it reads the metadata"
         return RankCache(self._layout, model)
 
-    @property
-    def spoiled(self) -> bool:
-        """True if this step may compute KV from the blocks of a failed load.
-
-        Any request of the step may read these blocks: vLLM's prefix cache has them once the load is
-        ordered.
-        """
-        return self._spoiled_steps > 0
-
     def spoil(self) -> None:
-        """Treat KV that this step and steps already scheduled compute as invalid (``spoiled``)."""
+        """Store no KV that this step and steps already scheduled compute."""
         self._report.broken = True
-        self._spoiled_steps = self._batches
+        self._spoiled.load_failed()
 
     def begin_step(self) -> None:
         """Start to measure a step. Call before the forward pass.
@@ -102,7 +91,7 @@ class StoreWorker:
         The caller makes the transfer fill all their blocks. If a load without a transfer failed,
         vLLM computes the request's prompt (``not_loaded``), or ends an engine with several KV cache
         groups. The scheduler has already counted the request's tokens as computed, so this step,
-        and others already scheduled, are ``spoiled``.
+        and others already scheduled, are spoiled (``SpoiledSteps``).
         """
         broken: set[str] = set()
         loads_began_at, all_copied = time.monotonic(), bool(orders.loads)
@@ -140,10 +129,10 @@ class StoreWorker:
         return broken
 
     def store(self, orders: StoreOrders) -> None:
-        """Copy objects from blocks into staging after the forward pass, and end the step.
+        """Copy objects from blocks into staging after the forward pass.
 
         If a copy fails, the scheduler side drops the request's objects of this step; after a
-        ``spoiled`` step, it drops all objects of the step.
+        spoiled step, it drops all objects of the step.
         """
         assert self._plan is not None
         assert self._plans is not None
@@ -154,7 +143,7 @@ class StoreWorker:
             self._report.timed_s = time.monotonic() - self._began_at - self._loads_s
         for store in orders.stores:
             try:
-                if self.spoiled:
+                if self._spoiled:
                     raise StoreError("a load failed in this or a preceding step, so KV of this step may be invalid")
                 base = self._attach(orders).address
                 addresses = {ref: base + offset for ref, offset in store.offsets.items()}
@@ -165,7 +154,6 @@ class StoreWorker:
                 self._report.failed |= dict.fromkeys(store.offsets.values(), 1)
             else:
                 self._report.filled |= dict.fromkeys(store.offsets.values(), 1)
-        self._spoiled_steps = max(0, self._spoiled_steps - 1)
 
     def not_loaded(self) -> set[int]:
         """Return the block ids of requests whose load has failed since the last call.

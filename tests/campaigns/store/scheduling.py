@@ -42,6 +42,7 @@ from connectors.planning.layout import GroupKind
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.kv_store.orders import StoreOrders
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from tests.planning.builders import Rank, Shape, make_engine, with_field
@@ -140,7 +141,7 @@ class Engine:
         self.ranks = make_engine(shape, tp)
         self.states = states
         settings = parse_settings({"store": store})
-        self.workers = [StoreWorker(settings, MAX_MODEL_LEN) for _ in self.ranks]
+        self.workers = [StoreWorker(settings, MAX_MODEL_LEN, SpoiledSteps(1)) for _ in self.ranks]
         for worker, rank in zip(self.workers, self.ranks, strict=True):
             worker.register(with_field(rank.layout, 2, block_tokens=MAX_MODEL_LEN) if states else rank.layout)
         connector.set_xfer_handshake_metadata_pp_aware(
