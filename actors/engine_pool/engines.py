@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from actors.engine_pool.discovery import EngineReplica, replicas_of, subscribe
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, EngineError, RefusedError
+from actors.moving_timer import MovingTimer
 from actors.policy.stores import EngineStore
 from actors.request import Accepted, Call, Heartbeat, Item
 from actors.rpc.address import RpcAddress
@@ -49,12 +50,12 @@ class Slot:
 
 
 class EngineCall:
-    """A running call. `anext` returns its items; read them to the end or cancel the call.
+    """A running call. `next` returns its items; read them to the end or cancel the call.
 
-    `anext` raises EngineDownError if the connection cannot be opened or is lost, if the engine has
-    died or is stopping, or if the call is cancelled; RefusedError if the engine refuses the call;
-    CannotResumeError if the engine cannot continue the replay log; EngineError after another error
-    in the engine's actor.
+    `next` and `anext` raise EngineDownError if the connection cannot be opened or is lost, if the
+    engine has died or is stopping, or if the call is cancelled; RefusedError if the engine refuses
+    the call; CannotResumeError if the engine cannot continue the replay log; EngineError after
+    another error in the engine's actor.
     """
 
     def __init__(self, slot: Slot, slots: SlotPool) -> None:
@@ -64,6 +65,7 @@ class EngineCall:
         self._slots = slots
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._timer = MovingTimer(self._expired)
         self._channel: Channel | None = None
         self._stream = 0
         self._consumed_bytes = 0
@@ -79,7 +81,9 @@ class EngineCall:
     @property
     def waits(self) -> bool:
         """True while the call runs and no item except heartbeats is queued."""
-        return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
+        if self._is_over or not self._items:
+            return not self._is_over
+        return isinstance(self._items[0], Heartbeat) and all(isinstance(item, Heartbeat) for item in self._items)
 
     def received(self, item: Item) -> None:
         """Queue an item; the credit of the stream limits the size of the queue."""
@@ -92,13 +96,26 @@ class EngineCall:
         self._is_over = True
         self._lost = lost
         self._failure = failure
+        self._timer.close()
         self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _expired(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(TimeoutError())
+
     async def __anext__(self) -> Item:
+        return await self.next()
+
+    async def next(self, until: float | None = None) -> Item:
+        """Return the next item.
+
+        Raises StopAsyncIteration at the end of the call, and TimeoutError if no item arrives until
+        the event loop's clock shows `until`.
+        """
         while not self._items:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -108,7 +125,11 @@ class EngineCall:
                     raise StopAsyncIteration
                 raise EngineDownError(f"{self._slot.replica_id}: {self._lost}")
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._timer.set(until)
+            try:
+                await self._waiter
+            finally:
+                self._timer.set(None)
         item = self._items.popleft()
         self._consumed_bytes += item_bytes(item)
         if self._consumed_bytes >= GRANT_BYTES and self._channel is not None:
@@ -170,20 +191,40 @@ class EnginePool:
         Raises OverloadedError if `max_queued_requests` requests already wait, but not for a `part`
         or while no engine runs.
         """
+        self._follow_replicas()
+        while True:
+            slot = self._slot(await self._slots.take(avoid, prefer, sequences, part), sequences)
+            if slot is not None:
+                return slot
+
+    def take_now(
+        self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1
+    ) -> Slot | None:
+        """Take slots for `sequences` on an engine outside `avoid`.
+
+        Return None if the request must wait.
+        """
+        self._follow_replicas()
+        name = self._slots.take_now(avoid, prefer, sequences)
+        return None if name is None else self._slot(name, sequences)
+
+    def _follow_replicas(self) -> None:
         if self._unsubscribe is None:
             self._unsubscribe = subscribe(
                 self._handle.deployment_id, partial(_call, self._slots.changed, asyncio.get_running_loop())
             )
-        while True:
-            name = await self._slots.take(avoid, prefer, sequences, part)
-            try:
-                engine = (replicas_of(self._handle.deployment_id) or {}).get(name)
-                if engine is not None:
-                    return Slot(name, engine.address, engine.metadata, sequences, self._slots.maybe_full(name))
-            except BaseException:
-                self._slots.give_back(name, sequences, served=False)
-                raise
-            self._slots.give_back(name, sequences, served=False)  # the replica has stopped meanwhile
+
+    def _slot(self, name: str, sequences: int) -> Slot | None:
+        """Return the taken slots of engine `name`, or give them back if its replica has stopped."""
+        try:
+            engine = (replicas_of(self._handle.deployment_id) or {}).get(name)
+            if engine is not None:
+                return Slot(name, engine.address, engine.metadata, sequences, self._slots.maybe_full(name))
+        except BaseException:
+            self._slots.give_back(name, sequences, served=False)
+            raise
+        self._slots.give_back(name, sequences, served=False)
+        return None
 
     def give_back(self, slot: Slot) -> None:
         """Release the slots of `slot` after the end of its call, or if no call is sent."""

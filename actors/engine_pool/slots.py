@@ -149,6 +149,17 @@ class SlotPool:
         """Return whether the replica is believed full, so that it may refuse a granted call."""
         return name in self._full
 
+    def take_now(
+        self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1
+    ) -> str | None:
+        """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
+
+        Prefers the first free replica of `prefer`, else the least busy free one. If none is free,
+        takes a replica that is believed full and may be probed, in the same order. Returns None if
+        the request must wait.
+        """
+        return None if self._waiting else self._grant(avoid, prefer, sequences, self._usable())
+
     async def take(
         self,
         avoid: AbstractSet[str] = frozenset(),
@@ -158,15 +169,14 @@ class SlotPool:
     ) -> str:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
-        Prefers the first free replica of `prefer`, else the least busy free one. If none is free,
-        takes a replica that is believed full and may be probed, in the same order. Waits without a
-        deadline. `part` marks a later prompt of a list, which does not count as waiting: a list
-        counts as one request. Raises OverloadedError if as many requests wait as the replicas allow
-        (`EngineReplica.queue`), but not for a `part` or without replicas.
+        Chooses the replica as `take_now` does. Waits without a deadline. `part` marks a later
+        prompt of a list, which does not count as waiting: a list counts as one request. Raises
+        OverloadedError if as many requests wait as the replicas allow (`EngineReplica.queue`), but
+        not for a `part` or without replicas.
         """
+        if (name := self.take_now(avoid, prefer, sequences)) is not None:
+            return name
         waiting = SlotWaiter(avoid, prefer, sequences, part)
-        if not self._waiting and self._grant(waiting, self._usable()):
-            return waiting.slot.result()
         most = max((engine.queue for engine in self._look().values()), default=None)
         self._waiting[waiting] = None
         self._serve_waiting()  # earlier requests may wait for other engines
@@ -245,26 +255,27 @@ class SlotPool:
         elif full is None or (full.ask_at <= now and not full.asked):
             usable.full[name] = ongoing
 
-    def _grant(self, waiting: SlotWaiter, usable: UsableReplicas) -> bool:
-        """Grant slots on the best replica of `usable` to `waiting`, and update `usable`.
+    def _grant(
+        self, avoid: AbstractSet[str], prefer: Sequence[str], sequences: int, usable: UsableReplicas
+    ) -> str | None:
+        """Take slots on the best replica of `usable`, update `usable`, and return the replica's id.
 
-        Return False if `usable` has no replica outside `waiting.avoid`.
+        Return None if `usable` has no replica outside `avoid`.
         """
         for replicas in (usable.free, usable.full):
-            if ranked := rank(replicas, self._turn + 1, waiting.avoid, waiting.prefer):
+            if ranked := rank(replicas, self._turn + 1, avoid, prefer):
                 break
         else:
-            return False
+            return None
         name, now = ranked[0], _now()
         self._turn += 1
         if replicas is usable.full:
             full = self._full.setdefault(name, FullReplica(now))
             full.ask_at, full.asked = now + full.wait_s, True
-        self._taken[name] += waiting.sequences
-        waiting.slot.set_result(name)
+        self._taken[name] += sequences
         del replicas[name]
         self._add_usable(usable, name, self._look()[name].slots, now)
-        return True
+        return name
 
     def _serve_waiting(self) -> None:
         if not self._waiting:
@@ -273,7 +284,11 @@ class SlotPool:
         for waiting in list(self._waiting):
             if not usable.free and not usable.full:
                 break
-            if not waiting.slot.done() and self._grant(waiting, usable):
+            if waiting.slot.done():
+                continue
+            name = self._grant(waiting.avoid, waiting.prefer, waiting.sequences, usable)
+            if name is not None:
+                waiting.slot.set_result(name)
                 del self._waiting[waiting]
 
     async def _look_again(self) -> None:

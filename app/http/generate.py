@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from contextvars import Context
 from http import HTTPStatus
 from typing import Any
@@ -14,12 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from actors.errors import DeadlineError, with_causes
+from actors.moving_timer import MovingTimer
 from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
 from actors.router.models.model_router import AnyAnswer
 from actors.router.router import Router
 from actors.telemetry.access_log import ENTRY, AccessEntry
 from actors.telemetry.router_metrics import RouterMetrics
+from actors.upstream.uvicorn_protocol import DISCONNECTED
 from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
 from app.http.explain import Observer, wants_explanation
 from app.http.keep_alive import KeepAlive
@@ -87,7 +89,8 @@ class Generate:
                 tally.metrics = model.metrics
                 count(request.sequences)
                 with Observer.of(model, request, self._traces, scope.get(ENTRY)) as observer:
-                    await until_disconnect(receive, self._relay(observer, tally, keep_alive, send))
+                    work = self._relay(observer, tally, keep_alive, send)
+                    await until_disconnect(receive, work, scope.get(DISCONNECTED))
         except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
@@ -202,11 +205,12 @@ class Generate:
         loop, idle_s = asyncio.get_running_loop(), self._router.limits.idle_timeout_s
         try:
             async with asyncio.timeout(None) as unread:
-                async for some in events:
-                    unread.reschedule(loop.time() + idle_s)
-                    await send({"type": "http.response.body", "body": some, "more_body": True})
-                    unread.reschedule(None)
-                    observer.keep(answer)
+                with closing(MovingTimer(lambda: unread.reschedule(loop.time()))) as timer:
+                    async for some in events:
+                        timer.set(loop.time() + idle_s)
+                        await send({"type": "http.response.body", "body": some, "more_body": True})
+                        timer.set(None)
+                        observer.keep(answer)
         except TimeoutError:
             # A client that resumes reading receives this error as the last event.
             last = self._broken(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"), observer)
@@ -240,13 +244,21 @@ def _response_headers(answer: AnyAnswer) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, None], disconnected: asyncio.Future[None] | None = None
+) -> None:
     """Run `work`; cancel it and raise ClientDisconnect if the client disconnects.
 
-    Returns or raises after `work` has ended. `work` runs in an empty context. Otherwise, when
-    Serve's proxy cancels a request, Ray would also cancel each Ray call of `work`, at any point of
-    that call (docs/decisions/0017).
+    Returns or raises after `work` has ended.
+
+    ``disconnected``  done when the client disconnects; None for a request from Serve's proxy, whose
+                      disconnect only `receive` reports
     """
+    if disconnected is not None:
+        await _until_done(disconnected, work)
+        return
+    # In an empty context: otherwise, when Serve's proxy cancels a request, Ray would also cancel
+    # each Ray call of `work`, at any point of that call (docs/decisions/0017).
     working = asyncio.create_task(work, context=Context())
     leaving = asyncio.create_task(_disconnected(receive))
     try:
@@ -258,6 +270,25 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         working.cancel()
         leaving.cancel()
         await asyncio.wait({working, leaving})
+
+
+async def _until_done(disconnected: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in this task; cancel it and raise ClientDisconnect when `disconnected` is done."""
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+
+    def leave(_: asyncio.Future[None]) -> None:
+        task.cancel()
+
+    disconnected.add_done_callback(leave)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if disconnected.done() and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        disconnected.remove_done_callback(leave)
 
 
 async def _disconnected(receive: Receive) -> None:

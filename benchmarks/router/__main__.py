@@ -25,7 +25,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,19 @@ CLIENTS = {1: 30, 8: 64, 64: 192}
 """Requests of a round, by concurrency."""
 
 ANSWER_TOKENS = 8
-STREAM_TOKENS = 200
-PACE_MS = 5.0
-STREAMS = {1: 2, 8: 8}
-"""Streams of a round, by concurrency."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Streams of a round: their number, tokens of each, and milliseconds between engine steps."""
+
+    count: int
+    tokens: int
+    pace_ms: float
+
+
+STREAMS = {1: Streams(2, 200, 5.0), 8: Streams(8, 200, 5.0), 64: Streams(64, 100, 20.0)}
+"""Streams of a round, by concurrency. Two cores cannot relay 64 streams with a step every 5 ms."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,8 @@ async def measure(arms: dict[str, Arm], rounds: int) -> Cells:
         for clients, count in CLIENTS.items()
     ]
     work += [
-        (f"tokens, {clients} at a time", body(SIZES[0], STREAM_TOKENS, PACE_MS), STREAM_TOKENS, clients, count)
-        for clients, count in STREAMS.items()
+        (f"tokens, {clients} at a time", body(SIZES[0], each.tokens, each.pace_ms), each.tokens, clients, each.count)
+        for clients, each in STREAMS.items()
     ]
     timeout = aiohttp.ClientTimeout(total=120)
     for number in range(-1, rounds):
@@ -174,7 +183,8 @@ def main() -> None:
         arms = begin(stack, Path(folder), given.vllm_router, given.routers)
         result = report(uvloop.run(measure(arms, given.rounds)))
     print(table(result))
-    document = {"rounds": given.rounds, "requests": CLIENTS, "streams": STREAMS, "pace_ms": PACE_MS, "cells": result}
+    streams = {clients: asdict(each) for clients, each in STREAMS.items()}
+    document = {"rounds": given.rounds, "requests": CLIENTS, "streams": streams, "cells": result}
     name = "router" if given.routers == 1 else f"router_{given.routers}"
     print("written to", write(name, document | {"routers": given.routers}))
 

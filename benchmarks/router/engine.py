@@ -4,8 +4,9 @@
 
 The same application is behind every arm: over HTTP as here (on uvloop, as in vLLM's own server), or
 inside Tandem's actors. A request with `do_remote_decode` gets the parameters of a transfer; every
-other one gets `max_tokens` tokens at intervals of `pace_ms` (a field of the body, 0 if absent).
-Each token's event has the time of its creation, on the host's monotonic clock.
+other one gets `max_tokens` tokens. With `pace_ms` (a field of the body), the engine makes steps at
+intervals of `pace_ms`, and each step yields a token of every stream, as vLLM's steps do. Each
+token's event has the time of its creation, on the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -73,13 +74,17 @@ def whole(tokens: int) -> dict[str, Any]:
 
 
 async def events(tokens: int, pace_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield `tokens` events, the n-th at `n * pace_s`; late events follow without a pause."""
-    begin = time.monotonic()
+    """Yield `tokens` events: one at once, the others at the following steps.
+
+    All streams have the same steps, at multiples of `pace_s` on the monotonic clock. Late events
+    follow without a pause.
+    """
+    step = time.monotonic() // pace_s if pace_s else 0.0
     served = SERVED_CALL.get()  # inside one of Tandem's actors: record the tokens for the router
     for number in range(tokens):
         if number:
             # Even an instant engine yields to its event loop after each token, as vLLM does.
-            await asyncio.sleep(max(begin + number * pace_s - time.monotonic(), 0) if pace_s else 0)
+            await asyncio.sleep(max((step + number) * pace_s - time.monotonic(), 0) if pace_s else 0)
         if served is not None:
             served.record([number])
         choice = {"index": 0, "text": " token", "logprobs": None, "finish_reason": None}

@@ -103,8 +103,9 @@ class Response:
     def waits(self) -> bool:
         return self._items.only_signs_of_life()
 
-    async def __anext__(self) -> Any:
-        item = await self._items.get()
+    async def next(self, until: float | None = None) -> Any:
+        async with asyncio.timeout_at(until):
+            item = await self._items.get()
         if isinstance(item, BaseException):
             self._items.put_nowait(item)
             raise item
@@ -163,6 +164,9 @@ class Handle:
         """Metadata of each replica."""
         self._turn = 0
         self._known = False
+
+    def take_now(self, *_: Any) -> None:
+        """Let each request wait, as it does when all slots are taken."""
 
     async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), *_: Any) -> FakeSlot:
         self._known = True

@@ -29,6 +29,7 @@ from vllm.v1.request import Request
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.vllm_hma.connector import TandemConnector
+from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
@@ -292,7 +293,7 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
     assert isinstance(other, ScriptedConnector)
     assert isinstance(tandem, TandemConnector)
     tandem.worker._runtime = producer.runtime  # noqa: SLF001
-    tandem._batches = 2  # noqa: SLF001
+    tandem._spoiled = SpoiledSteps(batches=2)  # noqa: SLF001
 
     def step(orders: Orders, fails: bool = False) -> set[int]:
         metadata = MultiKVConnectorMetadata((KVConnectorMetadata(), orders))

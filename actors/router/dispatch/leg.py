@@ -45,7 +45,7 @@ class Items(Protocol):
     def waits(self) -> bool:
         """True if reading may wait: the call runs and only heartbeats are queued."""
 
-    async def __anext__(self) -> Any: ...
+    async def next(self, until: float | None = None) -> Any: ...
 
     def cancel(self) -> None: ...
 
@@ -135,11 +135,18 @@ class Leg:
         """
         loop = asyncio.get_running_loop()
         while True:
+            silent_at = None if silence_s is None else loop.time() + silence_s
+            ends_at = silent_at if until is None or (silent_at is not None and silent_at < until) else until
             try:
-                # Most items are already queued here; a timer for each would be costly.
-                item = await (self._within(silence_s, until) if self._response.waits else anext(self._response))
+                item = await self._response.next(ends_at)
             except StopAsyncIteration:
                 return None
+            except TimeoutError:
+                if ends_at == until:
+                    raise DeadlineError(
+                        f"the {self.role} engine sent no further data before the request's deadline; try again"
+                    ) from None
+                raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s; try again") from None
             except EngineDownError as error:
                 raise UnavailableError(f"the {self.role} engine is not available; try again") from error
             self.heard_at = loop.time()
@@ -147,22 +154,6 @@ class Leg:
                 return item
             if item.tokens and not self.sampled.done():
                 self.sampled.set_result(None)
-
-    async def _within(self, silence_s: float | None, until: float | None) -> Any:
-        """Return the next item. Raises SilentError or DeadlineError when a timeout expires."""
-        now = asyncio.get_running_loop().time()
-        ends = [at for at in (None if silence_s is None else now + silence_s, until) if at is not None]
-        try:
-            async with asyncio.timeout_at(min(ends, default=None)) as bound:
-                return await anext(self._response)
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            if until is not None and bound.when() == until:
-                raise DeadlineError(
-                    f"the {self.role} engine sent no further data before the request's deadline; try again"
-                ) from None
-            raise SilentError(f"the {self.role} engine sent nothing for {silence_s:g} s; try again") from None
 
     async def accepted(self) -> bool:
         """Return whether the engine has accepted the call; wait at most ACCEPT_S for its reply.
@@ -198,13 +189,15 @@ async def choose(
     Raises DeadlineError if no slot is free in time, UnavailableError if no engine of the role runs,
     OverloadedError if the queue is full.
     """
-    try:
-        async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
-            slot = await engines.take(avoid, prefer, sequences, part)
-    except TimeoutError as error:
-        if engines.has_engines():
-            raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None
-        raise UnavailableError(f"no {role} engine is running; one may still be starting, see /health") from error
+    slot = engines.take_now(avoid, prefer, sequences)
+    if slot is None:
+        try:
+            async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
+                slot = await engines.take(avoid, prefer, sequences, part)
+        except TimeoutError as error:
+            if engines.has_engines():
+                raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None
+            raise UnavailableError(f"no {role} engine is running; one may still be starting, see /health") from error
     stack.callback(engines.give_back, slot)
     return slot
 

@@ -42,6 +42,22 @@ async def test_the_preferred_one_then_the_least_busy() -> None:
     assert here.ongoing() == {"a": 1, "b": 2, "c": 1}
 
 
+async def test_taking_without_a_wait() -> None:
+    """Not if there is no slot, and not before requests that wait."""
+    here = SlotPool(lambda: engines(a=1))
+    assert here.take_now() == "a"
+    assert here.take_now() is None
+    waiting = asyncio.create_task(here.take(avoid={"a"}))
+    await soon(waiting)
+    here.give_back("a")
+    assert here.take_now() is None
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert here.take_now(avoid={"a"}) is None
+    assert here.take_now(sequences=3) == "a"
+    assert here.taken == 3
+
+
 async def test_sequences_are_counted() -> None:
     """A call takes as many slots as it has sequences, and is granted while one is free."""
     here = SlotPool(lambda: engines(a=4, b=4))

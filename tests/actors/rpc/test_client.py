@@ -12,7 +12,7 @@ import pytest
 
 from actors.engine_pool.engines import EngineCall, Slot
 from actors.engine_pool.slots import SlotPool
-from actors.errors import EngineDownError, EngineError
+from actors.errors import DeadlineError, EngineDownError, EngineError, SilentError
 from actors.request import Accepted
 from actors.router.dispatch.leg import Leg
 from actors.rpc import client, server_connection
@@ -81,6 +81,28 @@ async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: p
     async with AsyncExitStack() as stack:
         leg = Leg("decode", await world.call("/", stack))
         assert leg.timestamps.sent_at <= received_at[0]
+
+
+async def test_a_leg_without_an_item_in_time(world: World) -> None:
+    """The earlier of two deadlines counts. The call goes on: its end arrives later."""
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        leg = Leg("decode", await world.call("waits", stack))
+        stack.callback(leg.close)
+        size = 0
+        while size < len(ITEMS[-1]):
+            item = await leg.next(WAIT_S)
+            size += len(item) if isinstance(item, bytes) else 0
+        for _ in range(2):
+            with pytest.raises(SilentError):
+                await leg.next(0.05)
+            with pytest.raises(SilentError):
+                await leg.next(0.05, loop.time() + WAIT_S)
+            with pytest.raises(DeadlineError):
+                await leg.next(WAIT_S, loop.time() + 0.05)
+        world.served.go_on.set()
+        assert await leg.next(WAIT_S) is None
+    await world.at_rest()
 
 
 TAKEN = StreamItem(1, Accepted("e", 1))

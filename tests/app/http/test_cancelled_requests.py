@@ -16,6 +16,7 @@ import pytest
 
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
+from actors.upstream.uvicorn_protocol import DISCONNECTED
 from app.http.auth import Authenticated, digest
 from app.http.routes import build_http
 from testing.prometheus import value_of
@@ -71,21 +72,32 @@ class _Counted(Coroutine[Any, Any, Any]):
 
 
 class Client:
-    """One connection: sends `wanted` in two pieces, receives the answer, and may disconnect."""
+    """One connection: sends `wanted` in two pieces, receives the answer, and may disconnect.
 
-    def __init__(self, wanted: ClientRequest) -> None:
+    ``own_port``  whether it is a connection to the router's port, not to Serve's proxy
+    """
+
+    def __init__(self, wanted: ClientRequest, own_port: bool = False) -> None:
         self.status: int | None = None
         self.ended = False
         self.left = asyncio.Event()
         half = len(wanted.raw) // 2
         self._pieces = [(wanted.raw[half:], False), (wanted.raw[:half], True)]
-        self.scope = {
+        self.scope: dict[str, Any] = {
             "type": "http",
             "method": "POST",
             "path": wanted.endpoint,
             "headers": [(b"authorization", b"Bearer " + KEY.encode()), *(wanted.headers or JSON)],
             "query_string": b"",
         }
+        self._disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if own_port:
+            self.scope[DISCONNECTED] = self._disconnected
+
+    def leave(self) -> None:
+        self.left.set()
+        if not self._disconnected.done():
+            self._disconnected.set_result(None)
 
     async def receive(self) -> dict[str, Any]:
         await asyncio.sleep(0)
@@ -106,7 +118,7 @@ class Client:
 class Surface:
     """A router's HTTP side over in-process replicas, new for one request."""
 
-    def __init__(self, story: str) -> None:
+    def __init__(self, story: str, own_port: bool) -> None:
         prefill, decode, more = STORIES[story]
         self.wanted = request(**more)
         self.router, self.prefill, self.decode = fleet(prefill, decode)
@@ -117,7 +129,7 @@ class Surface:
             self.router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 0.05})
         router: Any = self.router
         self.http: Any = build_http(router, [digest(KEY)])
-        self.client = Client(self.wanted)
+        self.client = Client(self.wanted, own_port)
 
     def serve(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.http(self.client.scope, self.client.receive, self.client.send))
@@ -126,7 +138,7 @@ class Surface:
         """Check that nothing runs, no slot is taken, and no KV waits for a decode engine without
         the request.
         """
-        self.client.left.set()
+        self.client.leave()
         await at_rest(self.prefill, self.decode)
         assert _taken(self.http, self.router) == (0, 0, {})
         assert set(self.prefill.discarded) <= set(transfers(self.prefill))
@@ -152,11 +164,11 @@ def _closed(handle: Handle) -> None:
     assert (handle.taken, handle.running) == (0, 0)
 
 
-async def _whole(story: str) -> int:
+async def _whole(story: str, own_port: bool) -> int:
     """Return the number of waits of an undisturbed request."""
     counted = Suspensions()
     asyncio.get_running_loop().set_task_factory(counted)
-    surface = Surface(story)
+    surface = Surface(story, own_port)
     await surface.serve()
     waits = counted.waits
     await surface.at_baseline()
@@ -169,23 +181,24 @@ def _cancel(serving: list[asyncio.Task[None]]) -> None:
     serving[0].cancel()
 
 
+@pytest.mark.parametrize("own_port", [False, True], ids=["proxy", "own port"])
 @pytest.mark.parametrize("ending", ["cancelled", "left"])
 @pytest.mark.parametrize("story", STORIES)
-async def test_at_each_suspension(story: str, ending: str) -> None:
+async def test_at_each_suspension(story: str, ending: str, own_port: bool) -> None:
     """Serve or a disconnect cancels the request: everything is released, and no client gets a
     500.
     """
     loop = asyncio.get_running_loop()
     try:
-        waits = await _whole(story)
+        waits = await _whole(story, own_port)
         assert waits > 10
         discards = left = 0
         for n in range(1, waits + 1):
-            surface = Surface(story)
+            surface = Surface(story, own_port)
             serving: list[asyncio.Task[None]] = []
             acts: dict[str, Callable[[], object]] = {
                 "cancelled": partial(_cancel, serving),
-                "left": surface.client.left.set,
+                "left": surface.client.leave,
             }
             loop.set_task_factory(Suspensions(n, acts[ending]))
             serving.append(surface.serve())
