@@ -9,7 +9,8 @@ pass      64 engines of one role, all slots taken, 128 requests wait. *Slot* is 
           slot
 decision  32 x 32 engines that hold the prompt, with running work and with costs measured for each
           engine and pair: the list of ongoing sequences of both roles, and the decision. *With
-          stores*: each engine has a KV store of its own, which has the prompt
+          stores*: each engine has a KV store of its own, which has the prompt. *Only stored*: the
+          engines' caches do not hold it
 
 Medians of each round, then the median and quartiles of the rounds. Exits with 1 if the median of a
 pass, or of a decision for a prompt of 1 KB, exceeds `AIM_MS`.
@@ -86,9 +87,15 @@ def prompt_of(kilobytes: int) -> Prompt:
     return read_prompt({"messages": [{"role": "user", "content": text}], "max_tokens": 100})
 
 
-def busy_planner(prompt: Prompt, prefill: list[str], decode: list[str], stores: Mapping[str, EngineStore]) -> Planner:
-    """Return a planner that has measured all pairs, whose engines are busy and hold `prompt`."""
-    planner, rng, now = Planner(RoutingSettings()), random.Random(1), 0.0
+def busy_planner(
+    prompt: Prompt, prefill: list[str], decode: list[str], stores: Mapping[str, EngineStore], cached: bool = True
+) -> Planner:
+    """Return a planner that has measured all pairs, whose engines are busy.
+
+    ``cached``  whether the engines' caches hold `prompt`
+    """
+    settings = RoutingSettings() if cached else RoutingSettings(prefix_tokens_per_engine=0)
+    planner, rng, now = Planner(settings), random.Random(1), 0.0
     small = prompt_of(1)
     planner.decide(small, dict.fromkeys(prefill, 0), dict.fromkeys(decode, 0), now, stores=stores)
     for first in prefill:
@@ -106,7 +113,7 @@ def busy_planner(prompt: Prompt, prefill: list[str], decode: list[str], stores: 
     return planner
 
 
-def decision_ms(kilobytes: int, with_stores: bool = False) -> float:
+def decision_ms(kilobytes: int, with_stores: bool = False, cached: bool = True) -> float:
     """Return the median milliseconds of a decision for a prompt of this size."""
 
     async def measure() -> float:
@@ -118,7 +125,7 @@ def decision_ms(kilobytes: int, with_stores: bool = False) -> float:
         prompt = prompt_of(kilobytes)
         names = [name for one in engines for name in one]
         stores = {name: EngineStore(name, 10**6, 256) for name in names} if with_stores else {}
-        planner = busy_planner(prompt, list(engines[0]), list(engines[1]), stores)
+        planner = busy_planner(prompt, list(engines[0]), list(engines[1]), stores, cached)
         loop = asyncio.get_running_loop()
 
         def decide() -> None:
@@ -139,6 +146,7 @@ def main() -> int:
         measured = asyncio.run(passes())
         measured |= {f"decision, {ROLE} x {ROLE}, {size} KB": decision_ms(size) for size in (1, 16, 220)}
         measured["the same, 1 KB, with stores"] = decision_ms(1, with_stores=True)
+        measured["the same, 1 KB, only stored"] = decision_ms(1, with_stores=True, cached=False)
         for name, value in measured.items():
             found.setdefault(name, []).append(value)
     result = {name: summary(values) for name, values in found.items()}

@@ -308,7 +308,16 @@ class Planner:
         ``held``  estimated cached tokens of each engine
         """
         by_engine = self._stores.by_engine
-        stores = {engine: by_engine[engine] for engine in held if engine in by_engine}
+        if not by_engine:
+            return {}
+        # Skip engines whose cache has as many tokens as a store can have: lookups are the cost of
+        # a decision in a large fleet.
+        most = sum(max(self._tokens(passage, len(passage.data)) - 1, 0) for passage in prompt.passages)
+        stores = {}
+        for engine, tokens in held.items():
+            store = by_engine.get(engine)
+            if store is not None and most // store.chunk_tokens * store.chunk_tokens > tokens:
+                stores[engine] = store
         if not stores:
             return {}
         stored = self._known(self._stores.prefixes, {store.id for store in stores.values()}, prompt)
