@@ -74,12 +74,14 @@ class FullReplica:
 class UsableReplicas:
     """Replicas for which a slot can be granted: number of ongoing sequences by id.
 
-    ``free``  replicas with a free slot
-    ``full``  replicas believed full that a request may probe now
+    ``free``     replicas with a free slot
+    ``full``     replicas believed full that a request may probe now
+    ``engines``  all replicas when this object was created
     """
 
     free: dict[str, int]
     full: dict[str, int]
+    engines: Mapping[str, EngineReplica]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +243,14 @@ class SlotPool:
 
     def _usable(self) -> UsableReplicas:
         """Return the replicas for which a slot can be granted now."""
-        usable, now = UsableReplicas({}, {}), _now()
-        for name, engine in self._look().items():
-            self._add_usable(usable, name, engine.slots, now)
+        # Serve's thread may replace the mapping of `look` at any time.
+        usable, now = UsableReplicas({}, {}, self._look()), _now()
+        for name in usable.engines:
+            self._add_usable(usable, name, now)
         return usable
 
-    def _add_usable(self, usable: UsableReplicas, name: str, slots: int, now: float) -> None:
+    def _add_usable(self, usable: UsableReplicas, name: str, now: float) -> None:
+        slots = usable.engines[name].slots
         if name in self._leaving or self._taken[name] >= slots:
             return
         ongoing, full = self._ongoing(name, now), self._full.get(name)
@@ -274,7 +278,7 @@ class SlotPool:
             full.ask_at, full.asked = now + full.wait_s, True
         self._taken[name] += sequences
         del replicas[name]
-        self._add_usable(usable, name, self._look()[name].slots, now)
+        self._add_usable(usable, name, now)
         return name
 
     def _serve_waiting(self) -> None:

@@ -315,9 +315,9 @@ class Planner:
         most = sum(max(self._tokens(passage, len(passage.data)) - 1, 0) for passage in prompt.passages)
         stores = {}
         for engine, tokens in held.items():
-            store = by_engine.get(engine)
-            if store is not None and most // store.chunk_tokens * store.chunk_tokens > tokens:
-                stores[engine] = store
+            one = by_engine.get(engine)
+            if one is not None and most // one.chunk_tokens * one.chunk_tokens > tokens:
+                stores[engine] = one
         if not stores:
             return {}
         stored = self._known(self._stores.prefixes, {store.id for store in stores.values()}, prompt)

@@ -1,4 +1,4 @@
-"""Limit the size and arrival time of request headers, and answer HTTP/1.0 clients without chunks.
+"""Limit request headers, answer HTTP/1.0 clients without chunks, and report lost connections.
 
 Uvicorn limits neither size nor arrival time: a client without a key could fill the router's memory
 with one header, or hold a connection open indefinitely with an incomplete header. Uvicorn sends a
@@ -127,6 +127,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unread_bytes = 0
         if not self._discards:
             super().on_message_complete()
+            # Uvicorn pauses after a large unread body, and `connection_lost` then comes only after
+            # the application's next `receive`.
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that uvicorn's parser rejects: 400, or 431 for too large headers."""

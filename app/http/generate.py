@@ -251,14 +251,14 @@ async def until_disconnect(
 
     Returns or raises after `work` has ended.
 
-    ``disconnected``  done when the client disconnects; None for a request from Serve's proxy, whose
-                      disconnect only `receive` reports
+    ``disconnected``  future that is done when the client of the router's port disconnects. None for
+                      a request from Serve's proxy, whose disconnect only `receive` reports
     """
     if disconnected is not None:
         await _until_done(disconnected, work)
         return
-    # In an empty context: otherwise, when Serve's proxy cancels a request, Ray would also cancel
-    # each Ray call of `work`, at any point of that call (docs/decisions/0017).
+    # Run `work` in an empty context. Otherwise, when Serve's proxy cancels a request, Ray would
+    # also cancel each Ray call of `work`, at any point of that call (docs/decisions/0017).
     working = asyncio.create_task(work, context=Context())
     leaving = asyncio.create_task(_disconnected(receive))
     try:

@@ -120,7 +120,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._store_scheduler: StoreScheduler | None = None
         self._store_worker: StoreWorker | None = None
-        # By failed loads of this connector's store, or of another child of TandemMultiConnector.
+        # Failed loads of this connector's store, or of another child of TandemMultiConnector,
+        # spoil steps.
         self._spoiled = SpoiledSteps(vllm_config.max_concurrent_batches)
         max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:

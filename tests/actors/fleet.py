@@ -158,6 +158,8 @@ class Handle:
         """Event of each transfer, set when its KV has arrived."""
         self.in_order = False
         """Whether the last of the free replicas is chosen, instead of the next in turn."""
+        self.grants_at_once = False
+        """Whether a request gets a free slot without a wait."""
         self.silent = False
         """Whether no engine can be reached."""
         self.metadata = METADATA
@@ -165,8 +167,10 @@ class Handle:
         self._turn = 0
         self._known = False
 
-    def take_now(self, *_: Any) -> None:
-        """Let each request wait, as it does when all slots are taken."""
+    def take_now(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), *_: Any) -> FakeSlot | None:
+        self._known = True
+        free = [replica for replica in self.replicas if replica.name not in avoid]
+        return self._slot(free, prefer) if self.grants_at_once and free else None
 
     async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), *_: Any) -> FakeSlot:
         self._known = True
@@ -174,6 +178,9 @@ class Handle:
         await asyncio.sleep(0)
         if not free:
             raise TimeoutError  # the router's timeout has expired: without a real wait here
+        return self._slot(free, prefer)
+
+    def _slot(self, free: list[Replica], prefer: Sequence[str]) -> FakeSlot:
         self._turn += 1
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]

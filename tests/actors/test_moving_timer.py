@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from actors.moving_timer import MovingTimer
-
-pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 class Recorded:
@@ -26,6 +25,7 @@ class Recorded:
         self.timer.set(None if after_s is None else self.began_at + after_s)
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_the_deadline_moves() -> None:
     """The last one counts, whether it is later or earlier than the one before."""
     one = Recorded()
@@ -35,6 +35,7 @@ async def test_the_deadline_moves() -> None:
     assert one.expired_at == [2.0]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_removed_deadline() -> None:
     one = Recorded()
     one.set(1.0)
@@ -60,6 +61,7 @@ class CountingLoop:
         return self.started[-1]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_closed_timer_leaves_nothing_in_the_loop() -> None:
     one, loop = Recorded(), CountingLoop()
     one.timer._loop = loop  # type: ignore[assignment]  # noqa: SLF001
@@ -69,6 +71,7 @@ async def test_a_closed_timer_leaves_nothing_in_the_loop() -> None:
     assert [timer.cancelled() for timer in loop.started] == [True, True]
 
 
+@pytest.mark.usefixtures("virtual_time")
 async def test_a_stream_of_tokens_starts_few_timers() -> None:
     """Ten seconds of tokens with a deadline of a second each."""
     one, loop = Recorded(), CountingLoop()
@@ -82,3 +85,19 @@ async def test_a_stream_of_tokens_starts_few_timers() -> None:
     assert one.expired_at == []
     await asyncio.sleep(2)
     assert one.expired_at == [10.99]
+
+
+def test_deadlines_below_the_resolution_of_uvloop() -> None:
+    """The handle of a timer that is due at once has no time of its own."""
+
+    async def move() -> list[float]:
+        one = Recorded()
+        for _ in range(200):
+            one.timer.set(one.loop.time() + 0.0002)
+            one.timer.set(one.loop.time() + 0.0001)
+            await asyncio.sleep(0)
+        one.timer.set(one.loop.time() + 0.05)
+        await asyncio.sleep(0.2)
+        return one.expired_at
+
+    assert uvloop.run(move())[-1] >= 0.049

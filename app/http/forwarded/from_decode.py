@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from actors.errors import with_causes
 from actors.request import Call
 from actors.router.router import Router
+from actors.upstream.uvicorn_protocol import DISCONNECTED
 from app.http.errors import error_event, error_response, status_of
 from app.http.generate import RELAYED_HEADERS, until_disconnect
 from app.http.parsing import forwarded_headers
@@ -39,7 +40,7 @@ class FromDecode:
             await send(message)
 
         try:
-            await until_disconnect(receive, self._relay(call, relay))
+            await until_disconnect(receive, self._relay(call, relay), scope.get(DISCONNECTED))
         except ClientDisconnect:
             return
         except Exception as error:

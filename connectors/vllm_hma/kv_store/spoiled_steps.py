@@ -20,7 +20,9 @@ class SpoiledSteps:
         return self._steps > 0
 
     def load_failed(self) -> None:
+        """Spoil the current step and those that vLLM may have scheduled already."""
         self._steps = self._batches
 
     def end_step(self) -> None:
+        """End the current step. The connector calls this at the end of each `wait_for_save`."""
         self._steps = max(0, self._steps - 1)

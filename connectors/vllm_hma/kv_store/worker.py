@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class StoreWorker:
     """Worker side of one rank's store. Ready after ``register``.
 
-    ``spoiled``  steps whose KV is not stored
+    ``spoiled``  steps whose KV is not stored; the connector ends each step
     """
 
     def __init__(self, settings: StoreSettings, max_model_len: int, spoiled: SpoiledSteps) -> None:

@@ -125,6 +125,7 @@ class Surface:
         for handle in (self.prefill, self.decode):
             handle.replicas.reverse()
             handle.in_order = True
+            handle.grants_at_once = own_port
         if "late" in story:
             self.router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 0.05})
         router: Any = self.router

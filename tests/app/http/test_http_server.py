@@ -14,7 +14,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http import httptools_impl
 
+from actors.upstream.uvicorn_protocol import DISCONNECTED
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
 from app.http.parsing import read_request
@@ -258,6 +261,34 @@ async def test_it_listens_where_it_is_told() -> None:
     async with opened(Behind("one"), port):
         with socket.socket() as other:
             assert other.connect_ex(("127.0.0.2", port)) != 0
+
+
+async def test_a_disconnect_after_a_large_body_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uvicorn stops reading from the socket after more unread bytes than its limit."""
+    monkeypatch.setattr(httptools_impl, "HIGH_WATER_LIMIT", 1000)
+    begun, read, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, _: Send) -> None:
+        begun.set()
+        while (await receive()).get("more_body"):
+            pass
+        read.set()
+        await scope[DISCONNECTED]
+        left.set()
+
+    port = free_port()
+    server = HttpServer(app, HOST, port, LEAVE_S, "ours")
+    await server.open()
+    try:
+        _, writer = await asyncio.open_connection(HOST, port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: tandem\r\nContent-Length: 5000\r\n\r\n")
+        await begun.wait()
+        writer.write(bytes(5000))
+        await asyncio.wait_for(read.wait(), WAIT_S)
+        writer.close()
+        await asyncio.wait_for(left.wait(), 5)
+    finally:
+        await server.close()
 
 
 @pytest.mark.parametrize("given", ["0af76519-16cd-43dd-8448-eb211c80319c", "trace-1", None])
