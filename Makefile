@@ -213,8 +213,7 @@ rolling-versions: $(STAMP) ## Restart engines and routers with another version o
 
 .PHONY: bench-fleet
 bench-fleet: $(STAMP) ## Measure a bookkeeping pass and a decision with 64 engines, and a stream whose router does not read (1 minute)
-	$(BIN)/python -m benchmarks.bookkeeping
-	$(BIN)/python -m benchmarks.slow_reader
+	$(BIN)/python -m benchmarks.bookkeeping; code=$$?; $(BIN)/python -m benchmarks.slow_reader && exit $$code
 
 .PHONY: bench-promises
 bench-promises: $(STAMP) ## Measure the cost of digests, secret and message tags: TTFT and a batch, with and without them

@@ -81,9 +81,7 @@ class EngineCall:
     @property
     def waits(self) -> bool:
         """True while the call runs and no item except heartbeats is queued."""
-        if self._is_over or not self._items:
-            return not self._is_over
-        return isinstance(self._items[0], Heartbeat) and all(isinstance(item, Heartbeat) for item in self._items)
+        return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
 
     def received(self, item: Item) -> None:
         """Queue an item; the credit of the stream limits the size of the queue."""
