@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from benchmarks.kv_layouts import measure
+from benchmarks.kv_layouts import count_runs
 
 
-@pytest.mark.parametrize(("layout", "runs", "run_bytes"), [("LBNHC", 32768, 2048), ("LBHNC", 2048, 32768)])
-def test_runs_of_one_layer(layout: str, runs: int, run_bytes: int) -> None:
-    """32k tokens of 8 heads in blocks of 16, TP 1 to 2: a run per token, or a run per block."""
-    row = measure(layout, layers=1, kv_heads=8, tokens=32768, block_tokens=16, content_bytes=512, rounds=1)
-    assert (row["runs"], row["run_bytes"]) == (runs, run_bytes)
+@pytest.mark.parametrize(
+    ("model", "tp_pair", "fresh", "runs"),
+    [
+        # (LBHNC, BLHNC, BHLNC): 1,280 tokens in 10 blocks of 128
+        ("Qwen3-8B", (1, 1), True, (36, 1, 1)),
+        ("Qwen3-8B", (1, 1), False, (360, 10, 10)),
+        ("Qwen3-8B", (2, 4), True, (360, 360, 10)),
+        # 18 layers of full attention, 18 with a window of 128 tokens: 10 blocks and 1
+        ("gpt-oss-120b", (4, 2), False, (198, 198, 11)),
+        # 61 latents on 4 ranks: a decode rank receives 31 of one rank and 30 of another
+        ("DeepSeek-V3", (4, 2), True, (31, 10, 10)),
+    ],
+)
+def test_runs_by_hand(model: str, tp_pair: tuple[int, int], fresh: bool, runs: tuple[int, ...]) -> None:
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
+    assert tuple(count_runs(model, tp_pair, 128, layout, 1280, fresh) for layout in layouts) == runs

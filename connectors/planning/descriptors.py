@@ -14,7 +14,7 @@ import numpy as np
 
 from connectors.errors import PlanError
 from connectors.planning.blocks import Ints
-from connectors.planning.plan import GroupPlan, PairPlan
+from connectors.planning.plan import GroupPlan, PairPlan, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
     """Return (source addresses, destination addresses, lengths) of the runs of a move.
 
     There is one run for every piece of every range of contiguous units (``_contiguous_units``).
+    Layers that are adjacent in a block are one piece (``GroupPlan.across_layers``).
 
     The order is by piece, then by unit, so that runs of neighbouring units are adjacent and can
     merge. Raises PlanError if the numbers of source and destination units differ.
@@ -93,24 +94,23 @@ def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
         raise PlanError(
             f"group {move.group}: {len(move.src_ids)} source units for {len(move.dst_ids)} destination units"
         )
-    pieces = plan.pieces_of(move.layers)
-    firsts, counts = _contiguous_units(plan, pieces, move)
-    src = plan.src.at(pieces, move.src_ids[firsts], move.src_parts[firsts])
-    dst = plan.dst.at(pieces, move.dst_ids[firsts], move.dst_parts[firsts])
-    length = plan.piece_bytes[pieces, None] * counts[None, :]
+    pieces = plan.across_layers(move.layers)
+    firsts, counts = _contiguous_units(pieces, move)
+    src = pieces.src.at(move.src_ids[firsts], move.src_parts[firsts])
+    dst = pieces.dst.at(move.dst_ids[firsts], move.dst_parts[firsts])
+    length = pieces.piece_bytes[:, None] * counts[None, :]
     return src.ravel(), dst.ravel(), length.ravel()
 
 
-def _contiguous_units(plan: GroupPlan, pieces: slice, move: Moves) -> tuple[Ints, Ints]:
+def _contiguous_units(pieces: Pieces, move: Moves) -> tuple[Ints, Ints]:
     """Return (index of the first unit, number of units) of each contiguous range of units.
 
     If units are whole blocks and pages are dense on both sides, units with consecutive block ids on
     both sides are one range, for all pieces. Otherwise each unit is a range of its own.
     """
-    size = plan.piece_bytes[pieces]
-    whole = plan.src.unit_offset.shape[1] == plan.dst.unit_offset.shape[1] == 1
-    dense = (plan.src.block_stride[pieces] == size).all() and (plan.dst.block_stride[pieces] == size).all()
-    if len(move) < 2 or not (whole and dense):
+    size = pieces.piece_bytes
+    dense = (pieces.src.block_stride == size).all() and (pieces.dst.block_stride == size).all()
+    if len(move) < 2 or not (pieces.whole_blocks and dense):
         return np.arange(len(move)), np.ones(len(move), np.int64)
     breaks = (np.diff(move.src_ids) != 1) | (np.diff(move.dst_ids) != 1)
     firsts = np.flatnonzero(np.concatenate(([True], breaks)))

@@ -6,8 +6,9 @@
 TP sizes need not divide each other. Every consumer rank receives each of its tokens of each of its
 heads from exactly one producer rank. Here, *replicas* are ranks with the same heads and tokens, not
 replicas of a deployment. For a layer, each replica of the producer serves its own subset of the
-consumer ranks. If there are more replicas than consumer ranks, a consumer rank receives different
-layers from different replicas.
+consumer ranks. If there are more replicas than consumer ranks, a consumer rank receives a stretch
+of consecutive layers from each of several replicas: where layers lie side by side in a block, a
+stretch is one run.
 """
 
 from __future__ import annotations
@@ -65,22 +66,25 @@ def holdings(grid: Grid, kv_heads: int, *, sharded: bool) -> list[Holding]:
     ]
 
 
-def head_shares(producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: int = 0) -> tuple[HeadShare, ...]:
+def head_shares(
+    producer_tp: int, consumer_tp: int, kv_heads: int, layer_index: int = 0, num_layers: int = 1
+) -> tuple[HeadShare, ...]:
     """Return the shares of one layer between engines with tensor parallelism only.
 
     Other arguments and the order are as in ``shares_of_layer``.
     """
-    return shares_of_layer(Grid(producer_tp), Grid(consumer_tp), kv_heads, layer_index, (False, False))
+    return shares_of_layer(Grid(producer_tp), Grid(consumer_tp), kv_heads, layer_index, num_layers, (False, False))
 
 
 @lru_cache(maxsize=4096)
 def shares_of_layer(
-    producer: Grid, consumer: Grid, kv_heads: int, layer_index: int, sharded: tuple[bool, bool]
+    producer: Grid, consumer: Grid, kv_heads: int, layer_index: int, num_layers: int, sharded: tuple[bool, bool]
 ) -> tuple[HeadShare, ...]:
     """Return all shares of one layer, sorted by consumer rank, then by head, then by shard.
 
     ``kv_heads``     KV heads of the layer over all TP ranks
     ``layer_index``  number of the layer in the model; spreads layers over replicas
+    ``num_layers``   layers of the model
     ``sharded``      whether DCP divides the layer's tokens, at the producer and at the consumer
 
     Heads that one producer rank sends to one consumer rank are contiguous and form one share.
@@ -94,7 +98,7 @@ def shares_of_layer(
         wanting = [rank for rank, wanted in enumerate(targets) if _overlap(held, wanted)]
         for position, consumer_rank in enumerate(wanting):
             common = _overlap(held, targets[consumer_rank])
-            chosen = _replica(replicas, position, len(wanting), layer_index)
+            chosen = _replica(replicas, position, len(wanting), (layer_index, num_layers))
             shares.append(HeadShare(chosen, consumer_rank, common.start, common.stop))
     order = {rank: number for number, ranks in enumerate(sources.values()) for rank in ranks}
     return tuple(sorted(shares, key=lambda s: (s.consumer_rank, s.first, order[s.producer_rank])))
@@ -106,13 +110,14 @@ def _overlap(held: Holding, wanted: Holding) -> range:
     return heads if heads and held.shard.meets(wanted.shard) else range(0)
 
 
-def _replica(replicas: list[int], position: int, wanting: int, layer_index: int) -> int:
+def _replica(replicas: list[int], position: int, wanting: int, layer: tuple[int, int]) -> int:
     """Return the replica that sends to consumer rank number ``position`` of ``wanting``.
 
     ``replicas`` are producer ranks with the same heads and tokens. If there are at most as many
     replicas as consumer ranks, one replica is assigned to each consumer rank. Otherwise several may
-    be assigned to one consumer rank, and ``layer_index`` selects one of these.
+    be assigned to one consumer rank; ``layer``, its index and the number of layers, selects one.
     """
     first = position * len(replicas) // wanting
     stop = max(first + 1, (position + 1) * len(replicas) // wanting)
-    return replicas[first + layer_index % (stop - first)]
+    index, count = layer
+    return replicas[first + index * (stop - first) // count]

@@ -310,6 +310,11 @@ class EngineLayout:
             raise PlanError(f"layer {pages.layer!r}: its {self.num_blocks} pages are not inside one region")
 
 
+def model_layer_count(groups: Sequence[Group]) -> int:
+    """Return the number of layers of all groups on all pipeline stages."""
+    return sum(len(group.model_layers) for group in groups)
+
+
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
     """Return (layer index, pages) of each part of a group on this rank.
 
@@ -318,7 +323,7 @@ def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPage
     Layer indices number the model's layers over all pipeline stages, group by group. All parts of a
     layer have its index.
     """
-    first = sum(len(before.model_layers) for before in groups[: group.index])
+    first = model_layer_count(groups[: group.index])
     index_of = {layer: index for index, layer in enumerate(group.model_layers, first)}
     return [(index_of[pages.layer], pages) for pages in group.layers]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from connectors.errors import IncompatiblePeerError, PlanError
 from connectors.planning.blocks import Ints, UnitShape
 from connectors.planning.grid import EVERY_TOKEN
 from connectors.planning.heads import HeadShare, held_heads, shares_of_layer
-from connectors.planning.layout import WINDOWED, EngineLayout, Group, GroupKind, LayerPages, numbered
+from connectors.planning.layout import WINDOWED, EngineLayout, Group, GroupKind, LayerPages, model_layer_count, numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,51 @@ class Side:
     block_stride: Ints
     unit_offset: Ints
 
-    def at(self, pieces: slice, ids: Ints, parts: Ints) -> Ints:
-        """Return the address of every piece of every unit, shape (pieces, units).
+    def at(self, ids: Ints, parts: Ints) -> Ints:
+        """Return the address of every piece of every unit, shape (K, units).
 
         ``ids``    block of each unit, shape (units,)
         ``parts``  index of each unit within its block, shape (units,)
         """
-        blocks = self.address[pieces, None] + self.block_stride[pieces, None] * ids[None, :]
+        blocks = self.address[:, None] + self.block_stride[:, None] * ids[None, :]
         if self.unit_offset.shape[1] == 1:
             return blocks
-        return blocks + self.unit_offset[pieces][:, parts]
+        return blocks + self.unit_offset[:, parts]
+
+    def of(self, pieces: slice | Ints) -> Side:
+        """Return these pieces only."""
+        return Side(self.address[pieces], self.block_stride[pieces], self.unit_offset[pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """K pieces of a unit: where they lie on both sides, and the bytes of each, shape (K,)."""
+
+    src: Side
+    dst: Side
+    piece_bytes: Ints
+
+    @property
+    def whole_blocks(self) -> bool:
+        """True if a unit is a whole block on both sides."""
+        return bool(self.src.unit_offset.shape[1] == self.dst.unit_offset.shape[1] == 1)
+
+    def joined(self, keys: Ints) -> tuple[Pieces, Ints]:
+        """Return the pieces sorted by key, then by address, and the keys of the result.
+
+        ``keys``  shape (K,). Pieces with equal keys that are adjacent in every block on both sides
+                  become one piece
+        """
+        if not self.whole_blocks or not len(keys):
+            return self, keys
+        order = np.lexsort((self.src.address, keys))
+        src, dst, size, keys = self.src.of(order), self.dst.of(order), self.piece_bytes[order], keys[order]
+        breaks = np.diff(keys) != 0
+        for side in (src, dst):
+            breaks |= np.diff(side.address) != size[:-1]
+            breaks |= np.diff(side.block_stride) != 0
+        firsts = np.flatnonzero(np.concatenate(([True], breaks)))
+        return Pieces(src.of(firsts), dst.of(firsts), np.add.reduceat(size, firsts)), keys[firsts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +98,9 @@ class GroupPlan:
     dst: Side
     piece_bytes: Ints
     layer_of: Ints
+    _across_layers: dict[tuple[int, int] | None, Pieces] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def unit_bytes(self) -> int:
@@ -78,6 +116,19 @@ class GroupPlan:
             return slice(0, len(self.piece_bytes))
         first, stop = np.searchsorted(self.layer_of, layers)
         return slice(int(first), int(stop))
+
+    def across_layers(self, layers: tuple[int, int] | None) -> Pieces:
+        """Return the pieces of these layers, joined where layers of a block are adjacent.
+
+        ``layers`` as in ``pieces_of``. A range is computed at its first use: a model has few.
+        """
+        found = self._across_layers.get(layers)
+        if found is None:
+            chosen = self.pieces_of(layers)
+            pieces = Pieces(self.src.of(chosen), self.dst.of(chosen), self.piece_bytes[chosen])
+            found, _ = pieces.joined(np.zeros_like(pieces.piece_bytes))
+            self._across_layers[layers] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +283,9 @@ def _shares(
     producer: EngineLayout, src: Group, consumer: EngineLayout, dst: Group, layer_index: int, heads: int
 ) -> tuple[HeadShare, ...]:
     sharded = (src.shard.size > 1, dst.shard.size > 1)
-    return shares_of_layer(producer.grid, consumer.grid, heads, layer_index, sharded)
+    return shares_of_layer(
+        producer.grid, consumer.grid, heads, layer_index, model_layer_count(producer.groups), sharded
+    )
 
 
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
@@ -302,16 +355,15 @@ def _plan_group(
             first = (share.first - src.first_head(src_pages), share.first - dst.first_head(dst_pages))
             pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
             columns += [(layer_index, src_pages, dst_pages, piece) for piece in pieces]
-    if (shape.src_units, shape.dst_units) == (1, 1):
-        columns = _merge_columns(columns)
     first_layer = min(layer_indices.values(), default=0)
-    return GroupPlan(
-        shape,
+    each = Pieces(
         _side(src.group, shape, shape.src_units, [(pages, piece.src) for _, pages, _, piece in columns]),
         _side(dst.group, shape, shape.dst_units, [(pages, piece.dst) for _, _, pages, piece in columns]),
         np.asarray([piece.length for *_, piece in columns], np.int64),
-        np.asarray([layer_index - first_layer for layer_index, *_ in columns], np.int64),
     )
+    # For example K and V of a head. Digests have a stream per layer, so layers stay apart here.
+    by_layer, layer_of = each.joined(np.asarray([index - first_layer for index, *_ in columns], np.int64))
+    return GroupPlan(shape, by_layer.src, by_layer.dst, by_layer.piece_bytes, layer_of)
 
 
 def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPages, int]]) -> Side:
@@ -325,27 +377,6 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
     address = [pages.address + offset for pages, offset in pieces]
     stride = [pages.block_stride_bytes for pages, _ in pieces]
     return Side(np.asarray(address, np.int64), np.asarray(stride, np.int64), offsets)
-
-
-def _merge_columns(columns: list[_Column]) -> list[_Column]:
-    """Merge pieces that are adjacent in every block on both sides, such as K and V of a head."""
-    merged: list[_Column] = []
-    order = sorted(columns, key=lambda c: (c[0], c[1].address + c[3].src))
-    for layer_index, src, dst, piece in order:
-        if merged:
-            last_layer, last_src, last_dst, last = merged[-1]
-            continues = (
-                last_layer == layer_index
-                and last_src.address + last.src + last.length == src.address + piece.src
-                and last_dst.address + last.dst + last.length == dst.address + piece.dst
-                and last_src.block_stride_bytes == src.block_stride_bytes
-                and last_dst.block_stride_bytes == dst.block_stride_bytes
-            )
-            if continues:
-                merged[-1] = (layer_index, last_src, last_dst, _Piece(last.src, last.dst, last.length + piece.length))
-                continue
-        merged.append((layer_index, src, dst, piece))
-    return merged
 
 
 def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:

@@ -18,7 +18,7 @@ from connectors.planning.grid import Shard
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 _MOST = 4096
 MAX_METADATA_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20

@@ -174,7 +174,7 @@ class TransferDigest:
             )
         plan, side, streams = self._groups[group]
         pieces = plan.pieces_of(layers)
-        address = side.at(pieces, ids, parts)
+        address = side.of(pieces).at(ids, parts)
         for number, stream in enumerate(streams):
             if pieces.start <= stream.first and stream.stop <= pieces.stop:
                 of_stream = address[stream.first - pieces.start : stream.stop - pieces.start].T.ravel()

@@ -43,6 +43,7 @@ from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
 from connectors.vllm_hma.model.identity import store_fingerprint
+from connectors.vllm_hma.model.kv_cache_layout import requested_layout
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
 from connectors.vllm_hma.model.translate import check_stored_states, group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
@@ -179,16 +180,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return ``LBHNC``: head-major pages, in which a consumer rank's heads are contiguous.
-
-        Return None, no preference, without a model and for MLA, which has a single latent per
-        token. In token-major pages, unequal TP sizes need one run per token. The environment
-        variable ``VLLM_KV_CACHE_LAYOUT`` takes precedence over the result. If a backend does not
-        support the result, vLLM logs a warning and uses another layout
-        (vllm/v1/attention/backends/utils.py, ``resolve_kv_cache_layout``).
-        """
-        model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
+        """Return the layout with the fewest runs per transfer that the model's attention reads."""
+        return requested_layout(vllm_config)
 
     # Scheduler side.
 

@@ -53,18 +53,18 @@ def held(rank: int, tp: int, heads: int) -> tuple[int, ...]:
 
 
 @cache
-def sender(producer_tp: int, consumer_tp: int, layer: int, heads: int, head: int, consumer: int) -> int:
+def sender(producer_tp: int, consumer_tp: int, layer: int, layers: int, heads: int, head: int, consumer: int) -> int:
     """Return the producer rank that sends a layer's ``head``.
 
     Replicas are distributed over the consumer ranks that need them, as evenly as heads over ranks.
-    A consumer rank with several replicas uses them in turn, layer by layer.
+    A consumer rank with several replicas receives as many of the ``layers`` layers from each.
     """
     if heads >= producer_tp:
         return owner(head, producer_tp, heads)
     holders = [rank for rank in range(producer_tp) if head in held(rank, producer_tp, heads)]
     wanting = [rank for rank in range(consumer_tp) if head in held(rank, consumer_tp, heads)]
     mine = held(wanting.index(consumer), len(wanting), len(holders))
-    return holders[mine[layer % len(mine)]]
+    return holders[mine[layer * len(mine) // layers]]
 
 
 def first_needed(kind: str, window: int | None, resume: int) -> int:
@@ -350,7 +350,12 @@ def expected_pairs(case: Case) -> tuple[tuple[int, int], ...]:
     one.
     """
     pairs = {
-        (sender(case.producer.tp, case.consumer.tp, group * LAYERS + layer, heads, head, c), c)
+        (
+            sender(
+                case.producer.tp, case.consumer.tp, group * LAYERS + layer, LAYERS * len(case.parts), heads, head, c
+            ),
+            c,
+        )
         for group, parts in enumerate(case.parts)
         for layer in range(LAYERS)
         for heads in {part.heads for part in parts}
@@ -483,5 +488,8 @@ def _wanted(case: Case, ranks: list[RankPlace]) -> Any:
                 where = words_of(case, case.consumer, rank, group, number, rows, table[-1])
                 content = contents(case, group, number, rows, heads) * matters[None, :, None, None]
                 tp, layers = (case.producer.tp, case.consumer.tp), range(group * LAYERS, group * LAYERS + LAYERS)
-                senders = [[sender(*tp, layer, part.heads, head, number_of_rank) for head in heads] for layer in layers]
+                every = LAYERS * len(case.parts)
+                senders = [
+                    [sender(*tp, layer, every, part.heads, head, number_of_rank) for head in heads] for layer in layers
+                ]
                 yield where, content, np.broadcast_to(np.asarray(senders)[:, None, :, None], where.shape)

@@ -107,21 +107,21 @@ def test_partners_by_hand(case: tuple[int, int, int], pairs: tuple[tuple[int, in
 @pytest.mark.parametrize(
     ("case", "senders"),
     [
-        ((4, 1, 1), [[0], [1], [2], [3], [0]]),  # one latent on four ranks, one consumer: layers take turns
-        ((4, 2, 1), [[0, 2], [1, 3], [0, 2], [1, 3], [0, 2]]),  # two consumers: each has two of the ranks
-        ((8, 2, 2), [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4]]),
+        ((4, 1, 1), [[0], [0], [1], [2], [3]]),  # one latent on four ranks, one consumer
+        ((4, 2, 1), [[0, 2], [0, 2], [0, 2], [1, 3], [1, 3]]),  # two consumers: each has two of the ranks
+        ((8, 2, 2), [[0, 4], [0, 4], [1, 5], [2, 6], [3, 7]]),
         ((4, 4, 1), [[0, 1, 2, 3]] * 5),  # each consumer has its own
         ((2, 4, 1), [[0, 0, 1, 1]] * 5),
         ((2, 1, 4), [[0, 1]] * 5),  # no replicas
-        ((3, 2, 1), [[0, 1], [0, 2], [0, 1], [0, 2], [0, 1]]),
+        ((3, 2, 1), [[0, 1], [0, 1], [0, 1], [0, 2], [0, 2]]),
     ],
 )
-def test_layers_take_turns_over_replicas(case: tuple[int, int, int], senders: list[list[int]]) -> None:
+def test_stretches_of_layers_over_replicas(case: tuple[int, int, int], senders: list[list[int]]) -> None:
     """With more replicas than consumers, all replicas are used; consumers share a replica only
     if they must.
     """
     for layer_index, expected in enumerate(senders):
-        assert [share.producer_rank for share in head_shares(*case, layer_index)] == expected
+        assert [share.producer_rank for share in head_shares(*case, layer_index, len(senders))] == expected
     producer_tp, consumer_tp, heads = case
     used = {rank for ranks in senders for rank in ranks}
     pairs = partners(producer_tp, consumer_tp, heads, layers=len(senders))
