@@ -112,6 +112,8 @@ class Delivery:
         """
         assert self.offer is not None
         left = bool(self.early) or (self.pending is not None and any(map(len, self.pending)))
+        if left and not any(transfer.tables):
+            return False  # preempted: the engine recomputes what is left
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
     def missing(self) -> str | None:

@@ -66,7 +66,7 @@ from dataclasses import dataclass
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
 from connectors.protocol.delivery import NO_CONSUMER, ConsumerPeer, Gone, Stage, Transfer, take_layers
 from connectors.protocol.limits import due
-from connectors.protocol.production import Production
+from connectors.protocol.production import Production, cannot_serve
 from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, Peer, Starting
 
 _PREEMPTED = "the prefill was preempted during a write"
@@ -177,9 +177,12 @@ class Producer(Production):
             for delivery in transfer.deliveries.values():
                 consumer = self._consumers.get(delivery.peer)
                 if delivery.ending is None and delivery.pending is not None and consumer is not None:
-                    moves = take_layers(transfer, delivery, self._groups[group], consumer, stop)
-                    if moves:
-                        actions.append(self._write(transfer, delivery, moves, now))
+                    try:
+                        moves = take_layers(transfer, delivery, self._groups[group], consumer, stop)
+                        if moves:
+                            actions.append(self._write(transfer, delivery, moves, now))
+                    except Exception as error:  # as in ``_advance``
+                        actions += self._end(transfer, delivery, cannot_serve(error), now)
         return actions
 
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
