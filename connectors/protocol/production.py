@@ -11,6 +11,7 @@ from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import MAX_EARLY, Allowance, ConsumerPeer, Delivery, Gone, Stage, Transfer, take
+from connectors.protocol.engines import Suspect
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, AwaitStart, Cancel, Cancelled, Failed, Fin, Offer, Peer, Starting
 
@@ -43,6 +44,8 @@ class Production:
         # Reasons of failed writes, by consumer worker and transfer id. The consumer's pool bounds
         # their number: the consumer quarantines at least one block for each.
         self._failed: dict[Peer, dict[str, str]] = {}
+        # Those of these workers whose end this host can prove.
+        self._suspects: dict[Peer, Suspect] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
         self._last_write_id = 0
