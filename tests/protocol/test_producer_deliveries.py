@@ -103,6 +103,15 @@ def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
     assert producer.snapshot().failed == {}
 
 
+def test_a_write_that_fails_after_the_end_of_its_consumer_is_not_remembered() -> None:
+    """A dead worker sends no Cancel, and its end is reported only once."""
+    producer = held()
+    write = only_write(producer.message(C0, offer(), 3.0))
+    assert producer.engine_lost(C0.incarnation, 4.0) == []
+    assert producer.write_failed(write.write_id, "broken", 5.0) == [Sent("r")]
+    assert producer.snapshot().failed == {}
+
+
 def test_a_failed_write_is_no_sign_of_life() -> None:
     """If Failed is lost, the consumer's deadline ends its wait."""
     producer = live()
