@@ -5,12 +5,15 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
-from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
+
+MOST_WARM = 1024
+"""Maximum number of remembered warm-ups per rank. After more, a running engine is warmed up again.
+"""
 
 
 class Decode(EngineActor):
@@ -19,25 +22,15 @@ class Decode(EngineActor):
     role: RoleName = "decode"
 
     async def _prepare(self, settings: ServiceSettings) -> None:
-        node_lost_s = grace_s(settings.transfer.node_lost_s)
         await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
-        # Nodes that are dead before the first contact with a prefill engine cannot write here.
-        dead = await dead_nodes_now()
-        lost = watch_nodes(self.engine.lose, node_lost_s, dead)
-        self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
+        await self._watch_nodes(settings)
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)
-        self._warm: list[set[str]] = [set() for _ in self.engine.ranks]
+        # The latest MOST_WARM prefill engines with which a rank has run a probe, by rank.
+        self._warm: list[dict[str, None]] = [{} for _ in self.engine.ranks]
         await self.warm_up_new_pairs()
         looking = every(WARM_UP_INTERVAL_S, self.warm_up_new_pairs)
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
-
-    async def __del__(self) -> None:
-        # Drain first: open calls still need the detection of lost nodes and new prefill replicas.
-        await self._drain()
-        for task in getattr(self, "_tasks", ()):
-            task.cancel()
-        await super().__del__()
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
         """Fetch the probes of a starting prefill replica, which calls all decode replicas.
@@ -88,5 +81,8 @@ class Decode(EngineActor):
 
     async def _fetch(self, rank: int, probe: ProbeParams) -> None:
         await self.engine.consume_probe(probe, self._probe_s, rank)
-        self._warm[rank].add(probe["remote_engine_id"])
+        warm = self._warm[rank]
+        warm[probe["remote_engine_id"]] = None
+        if len(warm) > MOST_WARM:
+            del warm[next(iter(warm))]
         logger.info("warm-up with prefill engine %s is complete: its probe has run", probe["remote_engine_id"])

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from ray import serve
 
 from actors.engine.adapters import SYNC_INTERVAL_S, AdapterStates
+from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import PeerReplicas, every
 from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
@@ -75,6 +76,16 @@ class EngineActor:
     async def _prepare(self, settings: ServiceSettings) -> None:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
 
+    async def _watch_nodes(self, settings: ServiceSettings) -> None:
+        """Report nodes that are lost from now on to the engine, in a task.
+
+        Call this before the first contact with another engine. Raises EngineStartError as
+        `grace_s`.
+        """
+        node_lost_s = grace_s(settings.transfer.node_lost_s)
+        lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
+        self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
+
     async def _follow_peers(self) -> None:
         """Apply the peers' adapter changes, now and in a task every SYNC_INTERVAL_S seconds."""
         peers = [PeerReplicas(role, PEERS_S) for role in ROLES]
@@ -84,7 +95,7 @@ class EngineActor:
                 await self.engine.adapters.merge(await each.ask("adapters"))
 
         await sync()
-        self._syncing = asyncio.create_task(every(SYNC_INTERVAL_S, sync), name="follows-adapters-of-peers")
+        self._tasks.append(asyncio.create_task(every(SYNC_INTERVAL_S, sync), name="follows-adapters-of-peers"))
 
     async def adapters(self) -> AdapterStates:
         """Return the last change of each adapter."""
@@ -205,9 +216,10 @@ class EngineActor:
 
     async def __del__(self) -> None:
         """Drain the calls and end the engine; Serve awaits this hook."""
+        # Open calls need the detection of lost nodes and new prefill replicas.
         await self._drain()
-        if hasattr(self, "_syncing"):
-            self._syncing.cancel()
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
         await asyncio.gather(*(server.close() for server in getattr(self, "_rpc_servers", ())))
         if hasattr(self, "engine"):
             await self.engine.close()

@@ -1,10 +1,11 @@
-"""Detect the loss of nodes with prefill engines, for the connector of a decode engine.
+"""Detect the loss of nodes, for the connectors of the engines on other nodes.
 
-A decode engine must not reuse blocks while a prefill engine may write to them. The connector
-detects the end of a process on a reachable host only. Ray marks an unreachable node dead; a node
-without contact to the Ray head ends its actors within a bounded time. So writes are presumed
-stopped `node_lost_s` after Ray marks the node dead (docs/decisions/0014). An engine id begins with
-the id of its node, which identifies all engines of a lost node.
+A prefill engine forgets failed transfers to the engines of a lost node. A decode engine must not
+reuse blocks while a prefill engine may write to them, and its connector detects the end of a
+process on a reachable host only. Ray marks an unreachable node dead; a node without contact to the
+Ray head ends its actors within a bounded time. So writes are presumed stopped `node_lost_s` after
+Ray marks the node dead (docs/decisions/0014). An engine id begins with the id of its node, which
+identifies all engines of a lost node.
 """
 
 import asyncio
@@ -74,6 +75,7 @@ class LostNodes:
         ``dead``  ids of all nodes that are dead now
         ``now``   monotonic time in seconds
         """
+        self._reported &= set(dead)  # Ray forgets nodes that died long ago
         for node_id in set(dead) - self._reported:
             self._since.setdefault(node_id, now)
         return [node_id for node_id, since in self._since.items() if now - since >= self._gone_s]
@@ -110,7 +112,7 @@ async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, d
             for node_id in nodes.look(dead, time.monotonic()):
                 await report(engines_of(node_id))
                 nodes.reported(node_id)
-                logger.warning("node %s is lost: any writes of prefill engines on it are presumed stopped", node_id)
+                logger.warning("node %s is lost: its engines are presumed to have ended", node_id)
         except Exception:
             # The Ray head or the engine may have failed, for a while or permanently.
             logger.exception("cannot check for lost nodes, or report one; trying again")

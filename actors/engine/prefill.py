@@ -27,6 +27,7 @@ class Prefill(EngineActor):
     role: RoleName = "prefill"
 
     async def _prepare(self, settings: ServiceSettings) -> None:
+        await self._watch_nodes(settings)
         self._held: set[str] = set()
         self._probe_s = probe_timeout_s(settings.transfer)
         self._producers: list[ProducerAddress] = [

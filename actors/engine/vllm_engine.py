@@ -132,9 +132,11 @@ class VllmEngine:
         from actors.autoscaling.stat_logger import LoadLogger
         from actors.engine.request_json import decode_large_bodies_off_loop
         from actors.upstream.vllm_processes.kill_process_tree import ignore_ended_processes
+        from actors.upstream.vllm_processes.resource_tracker import detach_resource_tracker
         from actors.upstream.vllm_replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
 
         ignore_ended_processes()
+        detach_resource_tracker()
         supervisor = secrets.token_hex()
         arguments = engine_arguments(settings, role)
         if may_fork(settings, role, arguments):

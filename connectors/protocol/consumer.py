@@ -230,7 +230,10 @@ class Consumer:
         if isinstance(message, Failed):
             return self._write_failed(reception, f"prefill rank {peer.rank}: {message.reason}", now)
         del reception.writing[peer]
-        return self._answered(reception, partner, message, now)
+        try:
+            return self._answered(reception, partner, message, now)
+        except Exception as error:  # for example, no memory. The partner sends no other message
+            return self._fail(reception, f"prefill rank {peer.rank}: {error!r}", now)
 
     def verified(self, transfer_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
         """Handle the result of a Verify. ``problem`` is None if the digests are equal.
@@ -386,11 +389,11 @@ class Consumer:
                     return self._fail(
                         reception, f"prefill rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
                     )
+                units = units_from(partner, self._groups, reception.order)
+                verify = Verify(message.transfer_id, partner.peer, units, partner.new_digest(), message.digest)
                 reception.verifying.add(partner.peer)
                 reception.verifying_since = now
-                units = units_from(partner, self._groups, reception.order)
-                transfer_id = reception.order.transfer_id
-                return [Verify(transfer_id, partner.peer, units, partner.new_digest(), message.digest)]
+                return [verify]
         elif reception.stage not in GIVEN_UP:
             reason = message.reason if isinstance(message, Aborted) else "the producer cancelled the transfer"
             return self._fail(reception, f"prefill rank {partner.peer.rank}: {reason}", now)

@@ -24,6 +24,7 @@ from connectors.planning.blocks import (
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol.actions import Digest
+from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
 from connectors.protocol.wire import Message, Offer, Peer
 
 
@@ -36,12 +37,16 @@ class ConsumerPeer:
     ``shapes``         units of each group between the two workers
     ``new_digest``     creates the digest of one transfer at this end; None if this worker computes
                        no digests
+    ``process``        process of the consumer worker
+    ``was_seen``       whether this worker saw the process alive, as in ``Partner``
     """
 
     partner_ranks: frozenset[int]
     num_blocks: int
     shapes: tuple[UnitShape, ...]
     new_digest: Callable[[], Digest] | None = None
+    process: ProcessIdentity = NO_PROCESS
+    was_seen: bool = False
 
 
 class Stage(Enum):
@@ -112,6 +117,8 @@ class Delivery:
         """
         assert self.offer is not None
         left = bool(self.early) or (self.pending is not None and any(map(len, self.pending)))
+        if left and not any(transfer.tables):
+            return False  # preempted: the engine recomputes what is left
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
     def missing(self) -> str | None:

@@ -38,9 +38,11 @@ class Partner:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A producer worker that may still write to blocks in quarantine; fields as in ``Partner``.
+    """A worker whose end frees state of this worker; fields as in ``Partner``.
 
-    The owner calls ``Consumer.worker_lost`` once the worker's process is proved dead.
+    A producer worker may still write to blocks in quarantine. A consumer worker may send messages
+    of transfers with a failed write. The owner calls ``worker_lost`` once the process is proved
+    dead.
     """
 
     peer: Peer

@@ -45,7 +45,8 @@ The producer can write layers during a step: ``begin``, ``layers_computed``, the
 
 The producer never writes for a closed delivery: Fin, Aborted and Cancelled allow the consumer to
 use or free its blocks. Failed does not. After a failed write, the producer answers the worker's
-messages about the transfer with Failed until ``engine_lost``, even if it has removed both.
+messages about the transfer with Failed until the worker is dead (``engine_lost``, ``worker_lost``),
+even if it has removed both.
 
 The producer keeps the ids of ended transfers for lease_s. It answers offers with such an id with
 Aborted, or not at all while a write for that consumer rank is in flight. After lease_s, it keeps
@@ -65,8 +66,9 @@ from dataclasses import dataclass
 
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
 from connectors.protocol.delivery import NO_CONSUMER, ConsumerPeer, Gone, Stage, Transfer, take_layers
+from connectors.protocol.engines import Suspect
 from connectors.protocol.limits import due
-from connectors.protocol.production import Production
+from connectors.protocol.production import Production, cannot_serve
 from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, Peer, Starting
 
 _PREEMPTED = "the prefill was preempted during a write"
@@ -177,9 +179,12 @@ class Producer(Production):
             for delivery in transfer.deliveries.values():
                 consumer = self._consumers.get(delivery.peer)
                 if delivery.ending is None and delivery.pending is not None and consumer is not None:
-                    moves = take_layers(transfer, delivery, self._groups[group], consumer, stop)
-                    if moves:
-                        actions.append(self._write(transfer, delivery, moves, now))
+                    try:
+                        moves = take_layers(transfer, delivery, self._groups[group], consumer, stop)
+                        if moves:
+                            actions.append(self._write(transfer, delivery, moves, now))
+                    except Exception as error:  # as in ``_advance``
+                        actions += self._end(transfer, delivery, cannot_serve(error), now)
         return actions
 
     def preempted(self, request_id: str, now: float) -> list[ProducerAction]:
@@ -304,10 +309,18 @@ class Producer(Production):
 
     def engine_lost(self, incarnation: str, now: float) -> list[ProducerAction]:
         """Handle the death of a consumer engine: its workers send no more messages."""
-        for peer in [peer for peer in self._failed if peer.incarnation == incarnation]:
-            del self._failed[peer]
-        known = [peer for peer in self._consumers if peer.incarnation == incarnation]
-        return [action for peer in known for action in self.peer_lost(peer, now)]
+        known = [peer for peer in {**self._consumers, **self._failed} if peer.incarnation == incarnation]
+        return [action for peer in known for action in self.worker_lost(peer, now)]
+
+    def worker_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
+        """Handle the death of one consumer worker: it sends no more messages."""
+        self._failed.pop(peer, None)
+        self._suspects.pop(peer, None)
+        return self.peer_lost(peer, now)
+
+    def suspects(self) -> set[Suspect]:
+        """Return the consumer workers with failed writes whose end this host can prove."""
+        return set(self._suspects.values())
 
     def engines(self) -> set[str]:
         """Return the incarnations of all consumer engines with state in this producer."""
@@ -344,11 +357,13 @@ class Producer(Production):
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         actions: list[ProducerAction] = []
-        failed = self._failed.setdefault(delivery.peer, {})
-        if transfer.transfer_id not in failed:
-            failed[transfer.transfer_id] = f"a write failed: {reason}"
-            if delivery.peer in self._consumers:
-                actions.append(self._failure(delivery.peer, transfer.transfer_id))
+        peer, consumer = delivery.peer, self._consumers.get(delivery.peer)
+        # A worker with a write in flight is removed only if it is dead: it sends no more messages.
+        if consumer is not None and transfer.transfer_id not in self._failed.get(peer, ()):
+            self._failed.setdefault(peer, {})[transfer.transfer_id] = f"a write failed: {reason}"
+            if consumer.was_seen:
+                self._suspects[peer] = Suspect(peer, consumer.process, True, None)
+            actions.append(self._failure(peer, transfer.transfer_id))
         return actions + self._end(transfer, delivery, f"a write failed: {reason}", now)
 
     def write_posted(self, write_id: int, total_bytes: int) -> None:

@@ -11,6 +11,7 @@ from connectors.planning.descriptors import Moves
 from connectors.planning.layout import Group
 from connectors.protocol.actions import ProducerAction, Send, Sent, Write
 from connectors.protocol.delivery import MAX_EARLY, Allowance, ConsumerPeer, Delivery, Gone, Stage, Transfer, take
+from connectors.protocol.engines import Suspect
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, AwaitStart, Cancel, Cancelled, Failed, Fin, Offer, Peer, Starting
 
@@ -43,6 +44,8 @@ class Production:
         # Reasons of failed writes, by consumer worker and transfer id. The consumer's pool bounds
         # their number: the consumer quarantines at least one block for each.
         self._failed: dict[Peer, dict[str, str]] = {}
+        # Those of these workers whose end this host can prove.
+        self._suspects: dict[Peer, Suspect] = {}
         self._overtaken: dict[Peer, int] = {}
         self._allowance = Allowance()
         self._last_write_id = 0
@@ -169,40 +172,43 @@ class Production:
         actions: list[ProducerAction] = []
         for delivery in list(transfer.deliveries.values()):
             if not delivery.closed:
-                actions += self._advance_delivery(transfer, delivery, now)
+                try:
+                    actions += self._serve(transfer, delivery, now)
+                except Exception as error:  # for example, no memory. Other deliveries' writes must not be lost
+                    delivery.ending = Aborted(transfer.transfer_id, cannot_serve(error))
+                actions += self._close(transfer, delivery)
         if transfer.stage is Stage.HELD and transfer.delivered():
             actions += self._release(transfer, now)
         return actions
 
-    def _advance_delivery(self, transfer: Transfer, delivery: Delivery, now: float) -> list[ProducerAction]:
-        actions: list[ProducerAction] = []
+    def _serve(self, transfer: Transfer, delivery: Delivery, now: float) -> list[Write]:
+        """Return the delivery's next write, if there is one; set ``ending`` if it is complete."""
         offer = delivery.offer
-        if delivery.ending is None and offer is not None and transfer.request_id is not None:
-            consumer = self._consumers.get(delivery.peer)
-            problem, moves = take(transfer, delivery, offer, self._groups, consumer)
-            if problem is not None:
-                delivery.ending = Aborted(transfer.transfer_id, problem)
-            elif moves:
-                actions.append(self._write(transfer, delivery, moves, now))
-            elif delivery.taken(transfer) and not delivery.in_flight and not self._intact(transfer, delivery):
-                self._unconfirmed[transfer.transfer_id] = transfer
-            elif delivery.taken(transfer) and not delivery.in_flight:
-                problem = delivery.missing()
-                digest = ""
-                try:
-                    digest = "" if delivery.digest is None else delivery.digest.hexdigest()
-                except Exception as error:  # for example, no memory on a device
-                    problem = f"prefill cannot compute the digest of the sent bytes: {error!r}"
-                fin = Fin(transfer.transfer_id, delivery.written_bytes, digest)
-                delivery.ending = fin if problem is None else Aborted(transfer.transfer_id, problem)
-        if delivery.ending is not None and not delivery.in_flight:
-            delivery.closed = True
-            delivery.offer = delivery.pending = delivery.digest = None
-            self._allowance.give_back(delivery)
-            failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
-            if delivery.peer in self._consumers and not failed:
-                actions.append(Send(delivery.peer, delivery.ending))
-        return actions
+        if delivery.ending is not None or offer is None or transfer.request_id is None:
+            return []
+        problem, moves = take(transfer, delivery, offer, self._groups, self._consumers.get(delivery.peer))
+        if problem is not None:
+            delivery.ending = Aborted(transfer.transfer_id, problem)
+        elif moves:
+            return [self._write(transfer, delivery, moves, now)]
+        elif delivery.taken(transfer) and not delivery.in_flight and not self._intact(transfer, delivery):
+            self._unconfirmed[transfer.transfer_id] = transfer
+        elif delivery.taken(transfer) and not delivery.in_flight:
+            problem = delivery.missing()
+            digest = "" if delivery.digest is None else delivery.digest.hexdigest()
+            fin = Fin(transfer.transfer_id, delivery.written_bytes, digest)
+            delivery.ending = fin if problem is None else Aborted(transfer.transfer_id, problem)
+        return []
+
+    def _close(self, transfer: Transfer, delivery: Delivery) -> list[Send]:
+        """Close a delivery with ``ending`` and no write in flight; return its final message."""
+        if delivery.ending is None or delivery.in_flight:
+            return []
+        delivery.closed = True
+        delivery.offer = delivery.pending = delivery.digest = None
+        self._allowance.give_back(delivery)
+        failed = transfer.transfer_id in self._failed.get(delivery.peer, ())
+        return [Send(delivery.peer, delivery.ending)] if delivery.peer in self._consumers and not failed else []
 
     def _intact(self, transfer: Transfer, delivery: Delivery) -> bool:
         """Return whether the finished writes of a delivery are known to have read its request's KV.
@@ -215,10 +221,11 @@ class Production:
 
     def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
         write_id = self._new_write_id(delivery.peer)
+        write = Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
         delivery.in_flight[write_id] = 0
         delivery.moved_at = now
         self._writes[write_id] = (transfer, delivery)
-        return Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
+        return write
 
     def _failure(self, peer: Peer, transfer_id: str) -> Send:
         return Send(peer, Failed(transfer_id, self._failed[peer][transfer_id]))
@@ -276,3 +283,8 @@ class Production:
             del self._transfers[transfer.transfer_id]
             self._allowance.count_early(transfer, -1)
             self._gone[transfer.transfer_id] = Gone(now, transfer.numbers)
+
+
+def cannot_serve(error: Exception) -> str:
+    """Return the reason of an Aborted after an exception."""
+    return f"the prefill worker cannot serve the offer: {error!r}"

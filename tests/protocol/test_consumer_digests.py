@@ -182,3 +182,19 @@ def test_blocks_in_quarantine_are_freed_if_a_verification_hangs() -> None:
     assert consumer.message(P1, Cancelled("t"), 10.0) == []
     assert consumer.tick(1.0 + LIMITS.hang_s) == [Freed("r", "t")]
     assert empty(consumer)
+
+
+def test_an_exception_ends_the_wait() -> None:
+    """A Fin that cannot be verified fails the reception: its sender sends no other message."""
+
+    def no_memory() -> Tally:
+        raise MemoryError("no memory")
+
+    consumer = Consumer(GROUPS, LIMITS)
+    consumer.start(order(), 0.0)
+    consumer.connected("engine-a", [replace(partner, new_digest=no_memory) for partner in PARTNERS], 0.0)
+    assert consumer.message(P1, with_digest(FIN1), 1.0) == cancels(P0)
+    (received,) = consumer.message(P0, Cancelled("t"), 1.5)
+    assert isinstance(received, Received)
+    assert "prefill rank 1: MemoryError('no memory')" in str(received.failure)
+    assert empty(consumer)

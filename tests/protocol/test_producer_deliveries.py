@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from connectors.planning.blocks import empty_blocks
+from connectors.protocol import producer as owner
+from connectors.protocol import production
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Write
-from connectors.protocol.delivery import ConsumerPeer
+from connectors.protocol.delivery import ConsumerPeer, Delivery, Transfer
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Offer, Welcome
 from tests.campaigns.schedules.tally import Tally
@@ -98,6 +100,15 @@ def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
     assert producer.message(C0, offer(), again) == [failed]
     assert producer.message(C0, Cancel("another", 8), again) == [Send(C0, Cancelled("another"))]
     producer.engine_lost(C0.incarnation, again)
+    assert producer.snapshot().failed == {}
+
+
+def test_a_write_that_fails_after_the_end_of_its_consumer_is_not_remembered() -> None:
+    """A dead worker sends no Cancel, and its end is reported only once."""
+    producer = held()
+    write = only_write(producer.message(C0, offer(), 3.0))
+    assert producer.engine_lost(C0.incarnation, 4.0) == []
+    assert producer.write_failed(write.write_id, "broken", 5.0) == [Sent("r")]
     assert producer.snapshot().failed == {}
 
 
@@ -305,6 +316,42 @@ def test_a_write_that_ends_before_the_fence_counts() -> None:
         {0: [(13, 52)], 1: [(16, 60)]},
         {0: [(11, 50), (12, 51), (13, 52)], 1: [(16, 60)]},
     ]
+
+
+def test_an_offer_before_the_fence_waits_for_the_recomputation() -> None:
+    """The whole prompt had been computed, but its blocks are freed: this is no reason to abort."""
+    producer = live()
+    producer.progress("r", *TABLES, 1.0)
+    assert producer.preempted("r", 1.5) == []
+    assert producer.message(C0, offer(), 1.55) == producer.fenced("r", 1.6) == []
+    write = only_write(producer.progress("r", [[11, 12, 13], [14, 15, 16]], 12, 3.0))
+    assert moves(write) == {0: [(11, 50), (12, 51), (13, 52)], 1: [(16, 60)]}
+    assert finish_write(producer, write, 61, 3.5) == [Send(C0, Fin("t", 61))]
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_an_exception_ends_one_delivery_and_loses_no_write(monkeypatch: pytest.MonkeyPatch, by_layers: bool) -> None:
+    """The owner gets the write that was registered before; the other rank gets Aborted."""
+    module, name = (owner, "take_layers") if by_layers else (production, "take")
+    real, producer = getattr(module, name), live((0, 1))
+    producer.message(C0, offer(), 0.5)
+    producer.message(C1, offer(), 0.5)
+
+    def take(transfer: Transfer, delivery: Delivery, *others: Any) -> Any:
+        if delivery.peer == C1:
+            raise MemoryError("no memory")
+        return real(transfer, delivery, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, take)
+        if by_layers:
+            producer.begin("r", *TABLES)
+            write, aborted = producer.layers_computed(["r"], 0, 1, 1.0)
+        else:
+            write, aborted = producer.progress("r", *TABLES, 1.0)
+    assert "MemoryError('no memory')" in aborted_reason([aborted])
+    assert producer.writes_in_flight("r") == (only_write([write]).write_id,)
+    assert finish_write(producer, only_write([write]), 61, 2.0) == ([] if by_layers else [Send(C0, Fin("t", 61))])
 
 
 def test_late_orders_delay_fin() -> None:

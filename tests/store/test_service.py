@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -610,12 +612,22 @@ def test_workers_see_the_staging_memory_of_their_engine(tmp_path: Path) -> None:
             AttachedStaging(path)
 
 
-def test_staging_memory_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
-    alive = Staging(4096, tmp_path)
-    (tmp_path / "tandem-staging-dead").write_bytes(bytes(4096))
-    Staging(4096, tmp_path).close()
-    assert [path.name for path in tmp_path.iterdir()] == [alive.path.name]
-    alive.close()
+def test_a_killed_engine_leaves_no_staging_file(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from connectors.store.tiers.staging import Staging
+staging = Staging(4096, Path(sys.argv[1]))
+staging.view(0, 3)[:] = b"abc"
+print(staging.path, flush=True)
+sys.stdin.read()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as engine:
+        assert engine.stdout is not None
+        attached = AttachedStaging(Path(engine.stdout.readline().strip()))
+        engine.kill()
+    assert bytes(attached.view(0, 3)) == b"abc"
     assert os.listdir(tmp_path) == []
 
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from testing.reports import report_of
@@ -226,3 +227,57 @@ def test_a_write_to_a_process_that_ends_is_a_failed_write() -> None:
                 transport.write(peer, runs, memory_kind, memory_kind)
         finally:
             transport.close()
+
+
+def doomed(pipe: Connection) -> None:
+    """Report this agent's metadata and process; answer messages until killed."""
+    from connectors.transport.nixl import NixlTransport
+    from connectors.vllm_hma.handshake.processes import own_process
+
+    transport = NixlTransport("theirs/0", devices=("lo",))
+    pipe.send((transport.metadata(), own_process()))
+    while True:
+        transport.notifications()
+        time.sleep(POLL_S)
+
+
+def survivor(pipe: Connection) -> None:
+    """Send to peers before and after their end; report the number of descriptors after each."""
+    from connectors.errors import TransportError
+    from connectors.protocol.wire import Alive, Peer
+    from connectors.transport.nixl import NixlTransport
+    from connectors.vllm_hma.handshake.message_sender import MessageSender
+
+    transport, theirs = NixlTransport("mine/0", devices=("lo",)), Peer("theirs", 0)
+    sender = MessageSender(Peer("mine", 0), transport, b"")
+    while True:
+        sender.connect(theirs, *pipe.recv())
+        sender.send(theirs, Alive("t"))
+        pipe.send("connected")
+        pipe.recv()
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < give_up_at:
+            transport.notifications()
+            try:
+                sender.send(theirs, Alive("t"))
+            except TransportError:
+                break
+        sender.forget(theirs)
+        transport.remove_peer("theirs/0")
+        for _ in range(100):
+            transport.notifications()
+            time.sleep(POLL_S)
+        pipe.send(psutil.Process().num_fds())
+
+
+def test_peers_that_end_leave_no_socket() -> None:
+    """A replaced engine of this host costs no file descriptor: its peers do not reconnect to it."""
+    descriptors = []
+    with Child(survivor) as surviving:
+        for _ in range(3):
+            with Child(doomed) as dying:
+                surviving.pipe.send(dying.report())
+                assert surviving.report() == "connected"
+            surviving.pipe.send("killed")
+            descriptors.append(surviving.report())
+    assert descriptors[1] == descriptors[2]

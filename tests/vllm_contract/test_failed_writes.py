@@ -10,7 +10,10 @@ import pytest
 from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
+from connectors.protocol.wire import Peer
 from connectors.transport.memory import MemoryTransport
+from connectors.vllm_hma.handshake import probe
+from connectors.vllm_hma.handshake.processes import Liveness
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
@@ -108,6 +111,19 @@ def test_a_supervisor_ends_the_quarantine_of_a_failed_write(impatient: Callable[
     assert consumer.runtime.counts()["quarantined"] == 1
     consumer.step(lost=[producer.agent_metadata.incarnation])
     assert consumer.runtime.counts()["quarantined"] == 0
+
+
+def test_the_end_of_the_consumers_process_ends_the_memory_of_a_failed_write(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No report is needed: both workers run on one host."""
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    producer, _ = failed(worker, FailsThenLands)
+    until(lambda: producer.runtime.snapshot().probed == {Peer("c", 0)})
+    assert producer.runtime.snapshot().producer.failed == {Peer("c", 0): {"t"}}
+    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
+    until(lambda: not producer.runtime.snapshot().producer.failed)
+    until(lambda: not producer.runtime.snapshot().probed)
 
 
 def test_a_write_of_which_nothing_was_posted_frees_the_blocks(worker: Callable[..., Worker]) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -17,6 +18,7 @@ from actors.engine.arguments import engine_argument_names, engine_arguments, fie
 from actors.upstream.vllm_processes.fork_server import USERS, may_fork, use_fork_server
 from configs.settings.base import RoleName
 from configs.settings.parsing import parse_settings
+from tests.vllm_contract.workers import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,6 +72,37 @@ def test_processes_have_their_parents_environment_and_one_server(tmp_path: Path)
         check=True,
     )
     assert run.stdout.split("\n")[-2] == "green False True blue True True", run.stderr
+
+
+KILLED = """
+import os, time
+from multiprocessing.shared_memory import SharedMemory
+from actors.upstream.vllm_processes.fork_server import InheritingContext
+from actors.upstream.vllm_processes.resource_tracker import detach_resource_tracker
+
+def core():
+    print(SharedMemory(create=True, size=4096).name, flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    detach_resource_tracker()
+    InheritingContext().Process(target=core).start()
+    time.sleep(60)
+"""
+
+
+def test_shared_memory_of_killed_processes_is_unlinked(tmp_path: Path) -> None:
+    """Ray kills the children of an actor with it, vLLM's watchdogs the others."""
+    script = tmp_path / "actor.py"
+    script.write_text(KILLED)
+    environment = {"PYTHONPATH": str(ROOT)}
+    actor = psutil.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    memory = Path("/dev/shm", actor.stdout.readline().strip())
+    assert memory.is_file()
+    for process in [*actor.children(recursive=True), actor]:
+        process.kill()
+    actor.wait()
+    until(lambda: not memory.exists())
 
 
 def test_vllm_starts_processes_where_they_are_replaced() -> None:

@@ -7,12 +7,10 @@ a store is dropped, and a load covers a shorter prefix or none.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import mmap
 import os
+import tempfile
 import threading
-import uuid
 from bisect import insort
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,11 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from connectors.errors import ConfigurationError, StoreError
-from connectors.store.tiers.files import is_abandoned
 
 _ALIGN = 4096
 SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "tandem-staging-"
 
 
 def slot_bytes(size_bytes: int) -> int:
@@ -35,9 +31,10 @@ def slot_bytes(size_bytes: int) -> int:
 class Staging:
     """A range of shared memory, divided into slots.
 
-    Thread-safe. Workers attach to the file at ``path`` (``AttachedStaging``). The constructor
-    removes the staging files of engines that have ended. It raises ConfigurationError if
-    ``size_bytes`` is less than a memory page or does not fit into ``folder``, and OSError if the
+    Thread-safe. The file has no name, so the kernel frees the memory when the engine's processes
+    have ended, also if they are killed. Workers, which run under the same user and in the same pid
+    namespace, open it at ``path`` (``AttachedStaging``). The constructor raises ConfigurationError
+    if ``size_bytes`` is less than a memory page or does not fit into ``folder``, and OSError if the
     file cannot be created.
     """
 
@@ -47,25 +44,19 @@ class Staging:
             raise ConfigurationError(
                 f"store: staging_mib must be at least one page of {_ALIGN} bytes, not {size_bytes} bytes"
             )
-        _remove_abandoned(folder)
-        name = uuid.uuid4().hex
-        unlocked, self.path = folder / f"tandem-new-{name}", folder / f"{_PREFIX}{name}"
-        self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Lock it: engines that start later remove staging files that no process has locked.
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(self.path)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
         try:
             # Allocate now: with a full /dev/shm, a later access would end the process with SIGBUS.
-            os.posix_fallocate(self._fd, 0, size)
+            os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError as error:
-            self.path.unlink()
-            os.close(self._fd)
+            self._file.close()
             raise ConfigurationError(
                 f"store: staging_mib {size >> 20} does not fit into {folder}: {error.strerror}; increase the "
                 "container's shared memory or reduce staging_mib"
             ) from error
         # Populate now: page faults would halve the speed of the first loads after a start.
-        self._memory = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._memory = mmap.mmap(self._file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._view = memoryview(self._memory)
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, size)]
@@ -120,11 +111,8 @@ class Staging:
         return self._view[offset : offset + size_bytes]
 
     def close(self) -> None:
-        """Unlink the file. The kernel frees the memory when the last process has unmapped it."""
-        self.path.unlink(missing_ok=True)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file. The kernel frees the memory when the last process has unmapped it."""
+        self._file.close()
 
 
 class AttachedStaging:
@@ -147,11 +135,3 @@ class AttachedStaging:
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
         return self._view[offset : offset + size_bytes]
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the staging memory of engines that have ended without ``close``."""
-    for path in folder.glob(f"{_PREFIX}*"):
-        if is_abandoned(path):
-            with contextlib.suppress(OSError):
-                path.unlink()

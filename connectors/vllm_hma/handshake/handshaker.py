@@ -34,7 +34,6 @@ from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
-from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
 from connectors.transport.digest import End, TransferDigest, digests
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
@@ -83,7 +82,6 @@ class Handshaker:
     def __init__(
         self,
         agent_metadata: AgentMetadata,
-        transport: Transport,
         message_sender: MessageSender,
         peers: Peers,
         memory: CacheMemory,
@@ -95,7 +93,6 @@ class Handshaker:
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._agent_metadata = agent_metadata
-        self._transport = transport
         self._message_sender = message_sender
         self._peers = peers
         self._memory = memory
@@ -266,7 +263,8 @@ class Handshaker:
             for rank in ranks:
                 peer = Peer(engine.incarnation, rank)
                 handshakes.enter_context(self._peers.handshaking(peer))
-                self._transport.add_peer(engine.workers[rank].transport_metadata, agent_name(peer))
+                worker = engine.workers[rank]
+                self._message_sender.connect(peer, worker.transport_metadata, worker.process)
                 self._message_sender.send(peer, hello)
             while True:
                 with self._answered:
@@ -314,7 +312,7 @@ class Handshaker:
                 if (agent_metadata.incarnation, agent_metadata.rank) != (sender.incarnation, sender.rank):
                     raise HandshakeError("the Hello has the agent metadata of another worker")
                 handshaking.enter_context(self._peers.handshaking(sender))
-                self._transport.add_peer(agent_metadata.transport_metadata, agent_name(sender))
+                self._message_sender.connect(sender, agent_metadata.transport_metadata, agent_metadata.process)
             except TandemError as error:
                 # A peer that was not added cannot be answered; its handshake times out.
                 self._warn("hello", f"dropped the Hello of decode worker {agent_name(sender)[:80]!r}: {error}")
@@ -338,4 +336,6 @@ class Handshaker:
         ranks = consumer_ranks(mine, theirs)
         plan = plan_pair(mine, theirs)
         source = digests(plan, self._memory.shared_with(theirs.memory_kind), End.SOURCE)
-        return plan, ConsumerPeer(ranks, theirs.num_blocks, plan.shapes, source)
+        process = agent_metadata.process
+        was_seen = liveness(process) is Liveness.ALIVE
+        return plan, ConsumerPeer(ranks, theirs.num_blocks, plan.shapes, source, process, was_seen)

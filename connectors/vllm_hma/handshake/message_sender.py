@@ -1,4 +1,4 @@
-"""Send messages to other workers, and reconnect if the connection is broken.
+"""Connect to other workers, send messages to them, and reconnect if the connection is broken.
 
 A connection that was reset stays broken on this side until it is reopened, even if the network
 recovers. The sender therefore repeats a failed message once, over a new connection. It reconnects
@@ -12,8 +12,10 @@ import threading
 import time
 
 from connectors.errors import TransportError
+from connectors.protocol.agent_metadata import ProcessIdentity
 from connectors.protocol.wire import Envelope, Message, Peer, encode
 from connectors.transport.base import Transport
+from connectors.vllm_hma.handshake.processes import Liveness, liveness
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,18 @@ class MessageSender:
         self._lock = threading.Lock()
         self._reconnected_at: dict[str, float] = {}
         self._sent_at: dict[str, float] = {}
+        # Processes of the peers that were seen alive on this host.
+        self._processes: dict[str, ProcessIdentity] = {}
+
+    def connect(self, peer: Peer, transport_metadata: bytes, process: ProcessIdentity) -> None:
+        """Add a worker to the transport. Raises TransportError as ``Transport.add_peer``.
+
+        ``process``  process of the worker
+        """
+        name = agent_name(peer)
+        self._transport.add_peer(transport_metadata, name)
+        if liveness(process) is Liveness.ALIVE:
+            self._processes[name] = process
 
     def send(self, peer: Peer, message: Message) -> None:
         """Send a message. If this fails, reconnect and send it again.
@@ -70,8 +84,9 @@ class MessageSender:
             self.send(peer, message)
 
     def forget(self, peer: Peer) -> None:
-        """Remove the recorded times of messages and reconnects to ``peer``."""
+        """Remove what is recorded about ``peer``."""
         with self._lock:
+            self._processes.pop(agent_name(peer), None)
             self._reconnected_at.pop(agent_name(peer), None)
             self._sent_at.pop(agent_name(peer), None)
 
@@ -80,12 +95,16 @@ class MessageSender:
 
         ``error``  error of the operation that failed on the connection
 
-        Raises ``error`` if the last attempt was made less than _RECONNECT_EVERY_S seconds ago, and
-        TransportError if the connection cannot be reopened, for example while a write to the peer
-        is in flight.
+        Raises ``error`` if the last attempt was made less than _RECONNECT_EVERY_S seconds ago, or
+        if the peer's process on this host has ended. Raises TransportError if the connection
+        cannot be reopened, for example while a write to the peer is in flight.
         """
         with self._lock:
             now = time.monotonic()
+            process = self._processes.get(name)
+            if process is not None and liveness(process) is Liveness.GONE:
+                # UCX opens a TCP socket, fails to open shared memory, and leaks the socket.
+                raise error
             if now - self._reconnected_at.get(name, float("-inf")) < _RECONNECT_EVERY_S:
                 raise error
             self._reconnected_at[name] = now

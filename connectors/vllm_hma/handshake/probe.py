@@ -1,4 +1,4 @@
-"""Check whether suspect prefill workers are dead, so that blocks in quarantine can be freed.
+"""Check whether suspect workers are dead, so that blocks in quarantine can be freed.
 
 Blocks of a decode engine stay in quarantine until each prefill worker that may write to them has
 acknowledged that it writes no more, or its process is proved dead (docs/decisions/0025). For the
@@ -10,6 +10,8 @@ proof, the kernel of the worker's host must report the end twice, at least CONFI
                   ended. The probe queries the engine that answers at the side channel of the
                   worker's engine, then other known prefill engines whose side channels have
                   the same host
+
+A prefill worker watches decode workers of its host in the same way, to forget failed transfers.
 
 A refused or broken connection and a silent peer prove nothing. Without acknowledgement or proof,
 the blocks stay in quarantine until a supervisor reports that the engine has ended.
@@ -79,7 +81,7 @@ class WorkerProbe:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    self._warn("start", f"cannot start to probe prefill workers, trying again: {error}")
+                    self._warn("start", f"cannot start to probe workers, trying again: {error}")
                     return
                 self._thread = thread
 
@@ -97,7 +99,7 @@ class WorkerProbe:
             # `on_lost` calls NIXL to send messages, so this thread needs its device.
             self._on_start()
         except Exception as error:
-            self._warn("start", f"cannot start to probe prefill workers, trying again: {error!r}")
+            self._warn("start", f"cannot start to probe workers, trying again: {error!r}")
             with self._lock:
                 self._thread = None
             return
@@ -123,11 +125,11 @@ class WorkerProbe:
         try:
             gone = self._is_gone(suspect, witnesses)
             if gone and gone_before:
-                self._on_lost(suspect.peer, "the prefill worker's process has ended")
+                self._on_lost(suspect.peer, "the worker's process has ended")
             return gone
         except Exception as error:
             shown = f"{suspect.peer.incarnation[:80]!r}, rank {suspect.peer.rank}"
-            self._warn("broken", f"cannot probe prefill worker {shown}, trying again: {error!r}")
+            self._warn("broken", f"cannot probe worker {shown}, trying again: {error!r}")
             return gone_before
 
     def _is_gone(self, suspect: Suspect, witnesses: frozenset[EngineAddress]) -> bool:

@@ -161,7 +161,6 @@ class WorkerRuntime:
         set_device = partial(set_thread_device, fence.device)
         self._handshaker = Handshaker(
             agent_metadata,
-            transport,
             self._message_sender,
             self._peers,
             CacheMemory(agent_metadata.layout, views),
@@ -441,7 +440,7 @@ class WorkerRuntime:
 
     def _watch_workers(self, now: float) -> None:
         suspects = self._consumer.suspects()
-        self._probe.watch(suspects, self._consumer.addresses() if suspects else ())
+        self._probe.watch(suspects | self._producer.suspects(), self._consumer.addresses() if suspects else ())
 
     def _computed(self, entry: Entry, now: float) -> None:
         match entry:
@@ -608,6 +607,7 @@ class WorkerRuntime:
     def _worker_lost(self, peer: Peer, reason: str) -> None:
         with self._lock:
             self._perform(self._consumer.worker_lost(peer, reason, time.monotonic()))
+            self._perform(self._producer.worker_lost(peer, time.monotonic()))
 
 
 def _receives_from(engines: str, receive: Receive) -> bool:

@@ -4,14 +4,15 @@ repeat.
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
-from actors.engine import decode as decode_module
 from actors.engine import engine_actor, node_failures
 from actors.engine.decode import Decode
 from actors.engine.node_failures import LostNodes, dead_nodes_now, engines_of, grace_s, watch_nodes
+from actors.engine.prefill import Prefill
 from actors.errors import EngineStartError
 from actors.upstream.ray_private import RECONNECT_VARIABLE
 from configs.settings.parsing import parse_settings
@@ -140,7 +141,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     monkeypatch.setattr(engine_actor.serve, "get_replica_context", lambda: SimpleNamespace(replica_id=ReplicaID()))
     monkeypatch.setattr(engine_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(Decode, "warm_up_new_pairs", warm_up_new_pairs)
-    monkeypatch.setattr(decode_module, "grace_s", lambda setting: setting)
+    monkeypatch.setattr(engine_actor, "grace_s", lambda setting: setting)
     decode = Unended.__new__(Unended)
     await Unended.__init__(decode, parse_settings({"transfer": {"node_lost_s": 0.001}}), SecretStr("x" * 16))
     assert await asyncio.wait_for(told.get(), 10) == "met."
@@ -148,6 +149,38 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
         if task.get_name() in ("watches-nodes", "meets-prefill-replicas"):
             task.cancel()
     assert told.empty()
+
+
+async def test_a_prefill_engine_is_told_too(ray_says, monkeypatch):
+    """It remembers failed transfers to decode engines of the node."""
+    ray_says += [[], ["met"]]
+    told: asyncio.Queue[str] = asyncio.Queue()
+
+    class Engine:
+        ranks = range(0)
+
+        async def lose(self, engines: str) -> None:
+            told.put_nowait(engines)
+
+    class Alone(Prefill):
+        engine: Any
+
+        def __init__(self) -> None:
+            self.engine = Engine()
+
+        async def start(self) -> None:
+            await self._prepare(parse_settings({"transfer": {"node_lost_s": 0.001}}))
+
+        async def _warm_up_pairs(self) -> None:
+            pass
+
+        def __del__(self) -> None:  # type: ignore[override]
+            pass
+
+    monkeypatch.setattr(engine_actor, "grace_s", lambda setting: setting)
+    await Alone().start()
+    assert await asyncio.wait_for(told.get(), 10) == "met."
+    next(task for task in asyncio.all_tasks() if task.get_name() == "watches-nodes").cancel()
 
 
 class ReplicaID:

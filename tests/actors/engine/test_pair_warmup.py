@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from actors.engine import decode as decode_module
 from actors.engine import pair_warmup
 from actors.engine.decode import Decode
 from actors.engine.pair_warmup import PeerReplicas, ProbeParams, peer_deployment, probe_timeout_s
@@ -36,7 +37,7 @@ class Unstarted(Decode):
 
     def __init__(self, ranks: int = 1) -> None:
         self._prefill, self.engine, self._probe_s = Prefills(), Engine(), 1.0
-        self._warm = [set() for _ in range(ranks)]
+        self._warm = [{} for _ in range(ranks)]
         self.engines = [f"d{rank}" for rank in range(ranks)]
 
     def __del__(self) -> None:  # type: ignore[override]
@@ -69,6 +70,15 @@ async def test_one_that_cannot_be_met_keeps_nobody_from_the_others() -> None:
     await decode.warm_up_new_pairs()
     assert decode.engine.fetched == [(0, "near")]
     assert decode.warm == {"near"}
+
+
+async def test_engines_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of a prefill engine has a new id."""
+    monkeypatch.setattr(decode_module, "MOST_WARM", 2)
+    decode = Unstarted()
+    for number in range(4):
+        await decode.fetch_probes({"d0": [{"remote_engine_id": f"p{number}"}]})
+    assert decode.warm == {"p2", "p3"}
 
 
 async def test_each_data_parallel_rank_warms_up() -> None:

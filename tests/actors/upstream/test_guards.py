@@ -66,6 +66,9 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_processes/fork_server_preload": {
         "vllm/utils/system_utils.py:set_process_title": "b34ced06aaad",
     },
+    "vllm_processes/resource_tracker": {
+        "multiprocessing/spawn.py:spawn_main": "9195320fdcb4",
+    },
     "vllm_replaying_llm": {
         "vllm/v1/engine/async_llm.py:AsyncLLM._add_request": "c65a88c234a4",
         "vllm/v1/engine/async_llm.py:AsyncLLM._run_output_handler": "286e27fe8c72",
