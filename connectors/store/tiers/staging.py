@@ -21,6 +21,7 @@ import numpy as np
 
 from connectors.errors import ConfigurationError, StoreError
 from connectors.store.tiers.files import is_abandoned
+from connectors.store.tiers.open_folder import OpenFolder
 
 _ALIGN = 4096
 SHARED_MEMORY = Path("/dev/shm")
@@ -151,7 +152,8 @@ class AttachedStaging:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove the staging memory of engines that have ended without ``close``."""
+    opened = OpenFolder(str(folder), os.open(folder, os.O_PATH | os.O_CLOEXEC))
     for path in folder.glob(f"{_PREFIX}*"):
-        if is_abandoned(path):
+        if is_abandoned(opened, path.name):
             with contextlib.suppress(OSError):
                 path.unlink()
