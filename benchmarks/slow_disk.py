@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from connectors.store.tiers.files import Files
+from connectors.store.tiers.open_folder import OpenFolder
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
 
@@ -59,13 +60,13 @@ def _limit_reads(disk: Disk) -> None:
     read = Files.read
 
     def slow_read(
-        self: Files, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]
-    ) -> tuple[bytes, int, int]:
+        self: Files, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
+    ) -> tuple[bytes, os.stat_result, int]:
         def piece(data: memoryview) -> None:
             disk.read(data.nbytes)
             piece_read(data)
 
-        return read(self, path, payload, piece)
+        return read(self, folder, name, payload, piece)
 
     Files.read = slow_read  # type: ignore[method-assign]
 

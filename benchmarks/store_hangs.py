@@ -31,6 +31,7 @@ from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
+from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
 
@@ -60,16 +61,18 @@ class HangingFiles(Files):
     def heal(self) -> None:
         self._healthy.set()
 
-    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+    def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
         if self._call == "head":
             self._healthy.wait()
-        return super().head(path)
+        return super().head(folder, name)
 
-    def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
+    def read(
+        self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
+    ) -> tuple[bytes, os.stat_result, int]:
         self._reads += 1
         if self._call == "read" and self._reads > self._reads_first:
             self._healthy.wait()
-        return super().read(path, payload, piece_read)
+        return super().read(folder, name, payload, piece_read)
 
 
 def names_of(plan: StorePlan, seed: int) -> dict[ObjectRef, ObjectName]:

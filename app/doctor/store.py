@@ -42,9 +42,7 @@ def _tier(key: str, folder: Path, budget_key: str, budget_gib: float) -> Finding
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        if existing == folder:
-            check_folder(folder)
-        elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        if not check_folder(folder) and not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigurationError(f"store: {folder} does not exist, and this user may not create it in {existing}")
         used = _bytes_below(folder)
     except (ConfigurationError, OSError) as error:

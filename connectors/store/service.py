@@ -9,9 +9,9 @@ and blocks. A *slot* of staging holds one object.
              (``fetches.py``)
     writer   takes slots for objects to store, and writes the objects to the tiers (``writer.py``)
 
-Threads of the tiers access the files. No method waits for them, except that ``close`` may wait for
-a second per tier. A tier that fails, hangs or is full only causes misses and dropped stores. Not
-thread-safe: only the scheduler's thread calls methods of ``KVStore``, ``fetches`` and ``writer``.
+Threads of the tiers access the files. No method waits for them. A tier that fails, hangs or is full
+only causes misses and dropped stores. Not thread-safe: only the scheduler's thread calls methods of
+``KVStore``, ``fetches`` and ``writer``.
 """
 
 from __future__ import annotations
@@ -130,8 +130,6 @@ class KVStore:
         """Fail queued calls, reject new ones, and remove the staging file.
 
         Objects that are not written yet are lost.
-
-        Waits at most a second per tier for threads that hold its usage file's lock.
         """
         for tier in self._tiers:
             tier.close()

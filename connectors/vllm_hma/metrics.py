@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import Counter as PromCounter
 from prometheus_client import Gauge as PromGauge
@@ -95,6 +95,19 @@ COUNTERS = {
         "that loads a shorter prefix), dropped_store (an object, or its write to one tier, dropped before the write), "
         "failed_store (a write of an object to a tier).",
     ),
+    "child_queries": (
+        "vllm:tandem_child_queries",
+        "connector",
+        "Scheduled requests for which TandemMultiConnector has asked this child for KV. A preempted request counts "
+        "again. Queries that are neither hits nor misses: another child had the higher score.",
+    ),
+    "child_hits": ("vllm:tandem_child_hits", "connector", "Requests whose KV is loaded from this child."),
+    "child_hit_tokens": ("vllm:tandem_child_hit_tokens", "connector", "Tokens that are loaded from this child."),
+    "child_misses": (
+        "vllm:tandem_child_misses",
+        "connector",
+        "Requests for which this child had no tokens, or had not answered when the request was scheduled.",
+    ),
 }
 """Metric name, label and description, by key in ``TandemStats.data["counts"]``."""
 
@@ -118,6 +131,11 @@ HANGING = (
 STORE_LOADS = (
     "vllm:tandem_store_pending_loads",
     "Requests with a fetch from the KV store in progress: lookups, or reads of objects.",
+)
+CHILD_LOADS = (
+    "vllm:tandem_child_pending_loads",
+    "connector",
+    "Requests that wait for this child of a TandemMultiConnector: for its answer, or for its asynchronous load.",
 )
 _BY_PEER = ("pair_bytes", "pair_seconds")
 _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
@@ -149,6 +167,8 @@ class TandemStats(KVConnectorStats):
                   start: both times are then its end
     ``fetches``   ``{request id: [began_at, ended_at]}``: start and end of the last fetch from the
                   KV store, on the same clock
+    ``pending``   ``{connector: number}``: requests that wait for a child of TandemMultiConnector,
+                  of each child with a change
     """
 
     def __post_init__(self) -> None:
@@ -156,7 +176,7 @@ class TandemStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}, "fetches": {}}
+        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}, "fetches": {}, "pending": {}}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
         """Add ``number`` to a counter."""
@@ -190,6 +210,7 @@ class TandemStats(KVConnectorStats):
             for label, number in labels.items():
                 self.count(counter, label, number)
         self.data["ranks"] |= other.data["ranks"]
+        self.data["pending"] |= other.data["pending"]
         for request_id, arrival in other.data["arrivals"].items():
             self.arrived(request_id, *arrival)
         for request_id, times in other.data["fetches"].items():
@@ -202,6 +223,7 @@ class TandemStats(KVConnectorStats):
         found: dict[str, int | float] = {f"KV {end}": number for end, number in counts.get("requests", {}).items()}
         if "bytes" in counts:
             found["MB sent"] = round(sum(counts["bytes"].values()) / 1e6, 1)
+        found |= {f"tokens of {child}": number for child, number in counts.get("child_hit_tokens", {}).items()}
         return found
 
 
@@ -267,8 +289,12 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             key: counter(name=name, documentation=text, labelnames=[*labelnames, label])
             for key, (name, label, text) in COUNTERS.items()
         }
-        name, label, text = TRANSFERS
-        self._transfers: Any = gauge(name=name, documentation=text, labelnames=[*labelnames, label])
+        self._transfers: Any
+        self._child_loads: Any
+        self._transfers, self._child_loads = (
+            gauge(name=name, documentation=text, labelnames=[*labelnames, label])
+            for name, label, text in (TRANSFERS, CHILD_LOADS)
+        )
         self._held_up: dict[str, Any] = {
             key: gauge(name=name, documentation=text, labelnames=labelnames)
             for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING), ("store_loads", STORE_LOADS))
@@ -285,6 +311,8 @@ class TandemPromMetrics(KVConnectorPromMetrics):
                 if counter in _BY_PEER:
                     self._keep(engine_idx, label)
                 self._counters[counter].labels(*values, label).inc(number)
+        for child, number in transfer_stats_data.get("pending", {}).items():
+            self._child_loads.labels(*values, child).set(number)
         if not transfer_stats_data["ranks"]:
             return
         ranks = self._ranks.setdefault(engine_idx, {})
@@ -316,6 +344,8 @@ class TandemPromMetrics(KVConnectorPromMetrics):
 class MetricHooks:
     """vLLM's hooks, in the API server process, that build a connector's statistics and metrics."""
 
+    _built: ClassVar[TandemPromMetrics | None] = None
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TandemStats:
         return TandemStats(data=data or {})
@@ -328,4 +358,10 @@ class MetricHooks:
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> TandemPromMetrics:
-        return TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # A MultiConnector calls this for each class among its children, with the same dictionary.
+        # They share their metrics: prometheus_client refuses a second metric of the same name.
+        built = MetricHooks._built
+        if built is None or built.per_engine_labelvalues is not per_engine_labelvalues:
+            built = TandemPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            MetricHooks._built = built
+        return built

@@ -338,10 +338,7 @@ class TandemStoreTier(SecondaryTierManager):
         return OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality)
 
     def shutdown(self) -> None:
-        """Stop, and lose the chunks whose writes are queued.
-
-        Waits at most a second for a thread that holds the lock of the folder's usage file.
-        """
+        """Stop, and lose the chunks whose writes are queued."""
         for lane in (self._lookup_lane, self._read_lane, self._write_lane):
             lane.close()
         with self._memory_lock:

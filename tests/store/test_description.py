@@ -6,7 +6,7 @@ from pathlib import Path
 
 from connectors.store.planning.spans import plan_store
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.marker import MARKER, folder_id
+from connectors.store.tiers.marker import MARKER
 from connectors.vllm_hma.kv_store.description import describe_store
 from tests.store.groups import group, sliding
 
@@ -18,7 +18,7 @@ def test_id_and_capacity_by_hand(tmp_path: Path) -> None:
     tier = FolderTier(tmp_path / "tier", 1 << 20)
     plan = plan_store((group(0, 64), sliding(1, 64, 64)), 256, 4096)
     described = describe_store(tier, SPACE, plan, {0: 2560, 1: 512})
-    expected_id = f"{folder_id(tier.path)}-000102030405060708090a0b0c0d0e0f"
+    expected_id = f"{tier.id()}-000102030405060708090a0b0c0d0e0f"
     assert described == {"id": expected_id, "tokens": 87381, "chunk_tokens": 256}
     tier.close()
 

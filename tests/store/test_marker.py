@@ -1,8 +1,9 @@
-"""The id of a tier's folder."""
+"""The id of a tier's folder, and the folders that a tier refuses."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -10,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from connectors.errors import ConfigurationError
+from connectors.store.tiers import marker
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.marker import MARKER, check_folder, folder_id
+from connectors.store.tiers.marker import MARKER, check_folder
+from connectors.store.tiers.open_folder import open_folder
+from tests.store.folder_objects import file_of, write
+
+
+def folder_id(path: Path) -> str:
+    return marker.folder_id(open_folder(path))
 
 
 def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
@@ -23,13 +32,14 @@ def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{32}", found)
     FolderTier(first, 1 << 20).close()
     assert folder_id(first) == found != folder_id(second)
-    check_folder(first)
+    assert check_folder(first)
+    assert not check_folder(tmp_path / "missing")
 
 
 def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
     FolderTier(tmp_path / "tier", 1 << 20).close()
     ask = (
-        "import sys; from pathlib import Path; from connectors.store.tiers.marker import folder_id; "
+        "import sys; from pathlib import Path; from tests.store.test_marker import folder_id; "
         "sys.stdin.readline(); print(folder_id(Path(sys.argv[1])))"
     )
     processes = [
@@ -68,3 +78,59 @@ def test_a_process_that_keeps_the_lock_delays_no_start(tmp_path: Path) -> None:
         with pytest.raises(BlockingIOError):
             folder_id(tmp_path / "tier")
     assert len(folder_id(tmp_path / "tier")) == 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("link to objects", "objects cannot be used: it is a link"),
+        ("link to marker", f"{MARKER} cannot be used: it is a link"),
+        ("second name of marker", f"{MARKER} cannot be used: it is a link"),
+        ("open objects", "objects cannot be used: all users of this host may write to it"),
+        ("open parent", "all users of this host may write to it and could replace the folder in it"),
+        ("sticky parent", ""),
+        ("link", ""),
+        ("relative link", ""),
+        ("circular link", "Too many levels of symbolic links"),
+        ("link of others", "it is a link of user 4242"),
+        ("objects of others", "objects cannot be used: it belongs to user 4242, who could change stored KV"),
+        ("parent of others", "it belongs to user 4242, who could replace the folder"),
+    ],
+)
+def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: Path, kind: str, problem: str) -> None:
+    if "others" in kind and os.geteuid() != 0:
+        pytest.skip("needs root")
+    elsewhere, parent = tmp_path / "elsewhere", tmp_path / "parent"
+    store = parent / "store"
+    FolderTier(store, 1 << 20).close()
+    elsewhere.write_text("precious")
+    match kind:
+        case "link to objects":
+            (store / "objects").rename(tmp_path / "objects")
+            (store / "objects").symlink_to(tmp_path / "objects")
+        case "link to marker" | "second name of marker":
+            (store / MARKER).unlink()
+            (store / MARKER).symlink_to(elsewhere) if "link" in kind else (store / MARKER).hardlink_to(elsewhere)
+        case "open objects":
+            (store / "objects").chmod(0o777)
+        case "open parent" | "sticky parent":
+            parent.chmod(0o777 if kind == "open parent" else 0o1777)
+        case "link" | "relative link" | "circular link" | "link of others":
+            store = tmp_path / "link"
+            targets = {"relative link": "parent/../parent/store", "circular link": str(store)}
+            store.symlink_to(targets.get(kind, str(parent / "store")))
+            if kind == "link of others":
+                os.chown(store, 4242, -1, follow_symlinks=False)
+        case "objects of others":
+            os.chown(store / "objects", 4242, -1)
+        case "parent of others":
+            os.chown(parent, 4242, -1)
+    if problem:
+        with pytest.raises(ConfigurationError, match=re.escape(problem)):
+            FolderTier(store, 1 << 20)
+    else:
+        tier = FolderTier(store, 1 << 20)
+        assert write(tier, 1)
+        assert file_of(tier, 1).exists()
+        tier.close()
+    assert elsewhere.read_text() == "precious"

@@ -25,6 +25,7 @@ from connectors.store.tiers.files import PIECE_BYTES
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane
 from connectors.store.tiers.objects import ObjectName
+from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.staging import AttachedStaging, Staging
 from tests.campaigns.store import campaign
 from tests.campaigns.store.faults import extend
@@ -298,14 +299,16 @@ class SlowFiles(FaultyFiles):
         self._looks += threading.get_ident() != self._reader
         return self.now
 
-    def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
+    def read(
+        self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
+    ) -> tuple[bytes, os.stat_result, int]:
         self._reader = threading.get_ident()
         for _ in range(4):
             self.now += 0.2
             looks = self._looks
             until(lambda: self._looks > looks)  # noqa: B023 - ends before the next piece
             piece_read(payload[:0])
-        return super().read(path, payload, piece_read)
+        return super().read(folder, name, payload, piece_read)
 
 
 def test_a_disk_that_is_slow_but_does_not_hang_is_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,16 @@ def test_a_cache_folder_without_room_costs_time_only(model: Path, cache_root: Pa
     assert digest_weights(model) == before
 
 
+def test_a_digest_that_others_could_have_written_is_not_believed(model: Path, cache_root: Path) -> None:
+    before = digest_weights(model)
+    folder = cache_root / "tandem" / "weights"
+    (cached,) = [file for file in folder.iterdir() if file.suffix != ".lock"]
+    cached.write_text("0" * 32)
+    assert digest_weights(model) != before, "the cached digest is used"
+    folder.chmod(0o777)
+    assert digest_weights(model) == before
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     """A folder without weights is refused: all such folders would have one identity."""
     shutil.copy(MODEL_DIR / "config.json", tmp_path)

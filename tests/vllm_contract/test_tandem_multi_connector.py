@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,12 +26,15 @@ from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
+from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
@@ -37,6 +42,7 @@ from connectors.vllm_hma.streaming import Streaming
 from tests.store.test_service import until
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
+from tests.vllm_contract.test_metrics import collectors, value
 from tests.vllm_contract.workers import DIGEST, IDENTITY, Worker, layout_of, receive, results
 
 TANDEM = {
@@ -181,6 +187,103 @@ def test_the_choice_beside_vllms(
     assert ask(make(MultiConnector, *children), request()) == theirs
 
 
+STORE = {
+    "kv_connector": "TandemStoreConnector",
+    "kv_connector_module_path": "connectors.vllm_hma.store_connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., Any]]:
+    """Register a connector's metrics for its children, as vLLM does."""
+    unregister_vllm_metrics()
+    known = collectors()
+
+    def register(kind: type[MultiConnector], *children: dict[str, Any]) -> Any:
+        transfer = KVTransferConfig(
+            kv_connector=kind.__name__,
+            kv_connector_module_path=kind.__module__,
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": list(children)},
+        )
+        types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+        config = VllmConfig(kv_transfer_config=transfer)
+        return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+
+    yield register
+    for collector in collectors() - known:
+        REGISTRY.unregister(collector)
+
+
+def test_metrics_show_which_child_serves(make: Make, registered: Callable[..., Any]) -> None:
+    """A request is counted when it is scheduled, however often it is asked for; children of one
+    class have their positions in their names.
+    """
+    children = [TANDEM, scripted(None, None, 16), scripted(0, 0, 0, 48)]
+    connector, metrics = make(TandemMultiConnector, *children), registered(TandemMultiConnector, *children)
+    names = ["TandemConnector", "ScriptedConnector-1", "ScriptedConnector-2"]
+
+    def report() -> list[list[float | None]]:
+        """Carry the changes to Prometheus as vLLM does, and to its log; return each child's."""
+        stats = connector.get_kv_connector_stats()
+        if stats is not None:
+            data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+            assert connector.build_kv_connector_stats(data).to_dict() == data
+            metrics.observe(data)
+        counters = ("queries_total", "hits_total", "hit_tokens_total", "misses_total", "pending_loads")
+        return [[value(f"vllm:tandem_child_{each}", connector=name) for each in counters] for name in names]
+
+    def schedule(asked: Request) -> None:
+        tokens, _ = ask(connector, asked)
+        assert tokens is not None
+        connector.update_state_after_alloc(asked, KVCacheBlocks(([],)), tokens)
+
+    # The transfer has the most tokens. The first ScriptedConnector has not answered.
+    remote = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e", "remote_host": "h"}
+    asked = request(**remote, remote_port=1)
+    connector.on_new_request(asked)
+    assert ask(connector, asked) == (len(PROMPT) - 1, 0)
+    assert report()[1][-1] == 1, "waits for an answer"
+    schedule(asked)
+    transferred = [1, 1, len(PROMPT) - 1, None]
+    assert report() == [[*transferred, 1], [1, None, None, 1, 0], [1, None, None, 1, None]]
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    connector.request_finished_all_groups(asked, ([],))
+    assert report()[0] == [*transferred, 0]
+    # Asked twice, scheduled once; both ScriptedConnectors have tokens.
+    asked = request()
+    ask(connector, asked)
+    schedule(asked)
+    assert report() == [[2, 1, len(PROMPT) - 1, 1, 0], [2, None, None, 1, 0], [2, 1, 48, 1, None]]
+    connector.request_finished_all_groups(asked, ([],))
+    # A request that is never scheduled.
+    ask(connector, request())
+    connector.request_finished_all_groups(request(), ([],))
+    assert report()[0] == [2, 1, len(PROMPT) - 1, 1, 0]
+
+
+@pytest.mark.parametrize("kind", [TandemMultiConnector, MultiConnector])
+def test_tandems_children_share_their_metrics(registered: Callable[..., Any], kind: type[MultiConnector]) -> None:
+    """prometheus_client refuses two metrics of one name, and the server did not start."""
+    metrics = registered(kind, TANDEM, STORE)
+    for child in ("TandemConnector", "TandemStoreConnector"):
+        stats = TandemStats()
+        stats.count("store_tokens", "hit", 5)
+        metrics.observe({child: stats.to_dict()})
+    assert value("vllm:tandem_store_tokens_total", outcome="hit") == 10
+
+
+def test_two_stores_do_not_replace_each_others_numbers(registered: Callable[..., Any]) -> None:
+    metrics = registered(TandemMultiConnector, STORE, STORE)
+    for child, pending in (("TandemStoreConnector-0", 3), ("TandemStoreConnector-1", 0)):
+        stats = TandemStats()
+        stats.data["ranks"]["store"] = {"store_loads": pending}
+        metrics.observe({child: stats.to_dict()})
+    assert value("vllm:tandem_store_pending_loads") == 3
+
+
 def test_a_child_that_answers_late_is_chosen_then(make: Make) -> None:
     """The request was not scheduled in the first step, and the choice of that step is discarded."""
     connector = make(TandemMultiConnector, scripted(None, None, 96), scripted(None, 32, 0))
@@ -214,15 +317,8 @@ def test_tandem_beside_a_store(make: Make) -> None:
 
 def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_path: Path) -> None:
     """A store's lookups answer in a later step, while a child without tokens answers at once."""
-    store = {
-        "kv_connector": "TandemStoreConnector",
-        "kv_connector_module_path": "connectors.vllm_hma.store_connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "store": {"path": str(tmp_path / "store"), "chunk_tokens": 16, "lookup_s": 5.0},
-        },
-    }
+    settings = {"path": str(tmp_path / "store"), "chunk_tokens": 16, "lookup_s": 5.0}
+    store = STORE | {"kv_connector_extra_config": {"store": settings}}
     connector = make(TandemMultiConnector, scripted(0, 0, 32), store)
     child = connector.sub_connectors[1]
     assert isinstance(child, TandemStoreConnector)

@@ -8,10 +8,10 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES
+from connectors.store.tiers.open_folder import OpenFolder
 
 PIECE_BYTES = 256 << 10
 """Maximum payload bytes per read call. A read reports progress after each call, so that the store
@@ -25,27 +25,29 @@ class Files:
     Has no state, so threads may share an instance.
     """
 
-    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+    def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
         """Return the header's bytes (fewer if the file is shorter) and the file's stat result.
 
-        Also raises CorruptObjectError if ``path`` is not a regular file.
+        Also raises CorruptObjectError if it is not a regular file.
         """
-        with _opened(path) as (fd, state):
+        with _opened(folder, name) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
 
-    def read_ahead(self, path: Path) -> None:
+    def read_ahead(self, folder: OpenFolder, name: str) -> None:
         """Start to read a header into the page cache. Ignores errors; ``head`` raises them."""
-        with contextlib.suppress(OSError, CorruptObjectError), _opened(path) as (fd, _):
+        with contextlib.suppress(OSError, CorruptObjectError), _opened(folder, name) as (fd, _):
             os.posix_fadvise(fd, 0, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
+    def read(
+        self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
+    ) -> tuple[bytes, os.stat_result, int]:
         """Read a file's payload into ``payload``, up to the end of either.
 
-        Return the header's bytes (fewer if the file is shorter), the file's size and the number of
-        payload bytes read. Calls ``piece_read`` after each read call, with the bytes that it has
-        read. Also raises CorruptObjectError if ``path`` is not a regular file.
+        Return the header's bytes (fewer if the file is shorter), the file's stat result and the
+        number of payload bytes read. Calls ``piece_read`` after each read call, with the bytes that
+        it has read. Also raises CorruptObjectError if it is not a regular file.
         """
-        with _opened(path) as (fd, state):
+        with _opened(folder, name) as (fd, state):
             header = bytearray(HEADER_BYTES)
             count = os.preadv(fd, [header, payload[:PIECE_BYTES]], 0)
             read = max(0, count - HEADER_BYTES)
@@ -56,22 +58,22 @@ class Files:
                 if not more:
                     break
                 read, count = read + more, count + more
-            return bytes(header[: min(count, HEADER_BYTES)]), state.st_size, read
+            return bytes(header[: min(count, HEADER_BYTES)]), state, read
 
-    def create(self, path: Path, size_bytes: int) -> int:
+    def create(self, folder: OpenFolder, name: str, size_bytes: int) -> int:
         """Create a file with ``size_bytes`` allocated; return its descriptor.
 
         The file stays locked until the descriptor is closed. If the file exists, raises
         FileExistsError.
         """
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, size_bytes)
         except BaseException:
             os.close(fd)
             with contextlib.suppress(OSError):
-                path.unlink()
+                folder.unlink(name)
             raise
         return fd
 
@@ -86,16 +88,15 @@ class Files:
         if sync:
             os.fdatasync(fd)
 
-    def publish(self, part: Path, path: Path) -> None:
-        """Rename a complete file to its final name, and create this name's folder if necessary."""
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        part.rename(path)
+    def publish(self, parts: OpenFolder, part: str, folder: OpenFolder, name: str) -> None:
+        """Rename a complete file of the folder ``parts`` to its final name."""
+        parts.move(part, folder, name)
 
 
-def is_abandoned(path: Path) -> bool:
+def is_abandoned(folder: OpenFolder, name: str) -> bool:
     """Return whether no process has locked this file; False if unknown."""
     try:
-        with _opened(path, os.O_RDWR) as (fd, _):
+        with _opened(folder, name, os.O_RDWR) as (fd, _):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except (OSError, CorruptObjectError):
@@ -103,19 +104,17 @@ def is_abandoned(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_result]]:
-    # O_NONBLOCK: a named pipe at this path must not block. O_NOFOLLOW: a link must not lead out of
-    # the store.
+def _opened(folder: OpenFolder, name: str, mode: int = os.O_RDONLY) -> Iterator[tuple[int, os.stat_result]]:
     try:
-        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = folder.open(name, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CorruptObjectError(f"{path} is a symbolic link") from error
+            raise CorruptObjectError(f"{name} is a symbolic link") from error
         raise
     try:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
-            raise CorruptObjectError(f"{path} is not a regular file")
+            raise CorruptObjectError(f"{name} is not a regular file")
         yield fd, state
     finally:
         os.close(fd)

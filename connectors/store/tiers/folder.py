@@ -5,10 +5,11 @@
     <path>/parts/<process>-<number>   files being written, locked by their writers
     <path>/objects/<namespace>/<key>  complete objects; renamed into place, content never changed
 
-The folder is on a disk, or on tmpfs for host memory. There is no index: a lookup opens the file of
-a key. Each process reads the eviction order from the files when it starts, and again when it counts
-their bytes. Methods block on the file system, so callers run all but the constructor and ``close``
-in threads with deadlines (``lanes.py``). A failure is a miss or a dropped store.
+The folder is on a disk, or on tmpfs for host memory. It is opened once, and each file relative to
+it (``open_folder.py``). There is no index: a lookup opens the file of a key. Each process reads the
+eviction order from the files when it starts, and again when it counts their bytes. Methods block on
+the file system, so callers run all but the constructor and ``close`` in threads with deadlines
+(``lanes.py``). A failure is a miss or a dropped store.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from pathlib import Path
 from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
 from connectors.store.tiers.eviction import EvictionOrder
 from connectors.store.tiers.files import Files, is_abandoned
-from connectors.store.tiers.marker import MARKER, check_folder
+from connectors.store.tiers.marker import TierFolders, folder_id, open_tier
 from connectors.store.tiers.objects import (
+    ObjectFile,
     ObjectHeader,
     ObjectName,
     PayloadDigest,
@@ -40,13 +42,13 @@ from connectors.store.tiers.objects import (
     is_other_format,
     parse_header,
 )
+from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.usage_file import UsageFile, allocated
 
 # Minimum interval in seconds between updates of a file's modification time, which records its last
 # use for other processes.
 _TOUCH_S = 60.0
 _RESCAN_S = 10.0
-_READ_AHEAD = 256
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_S = 60.0
 _GIVE_UP_S = 1.0
@@ -93,26 +95,15 @@ class FolderTier:
         self.removed: deque[ObjectName] | None = None
         self._durable = durable
         self.files = files or Files()
-        self._objects = path / "objects"
-        self._parts = path / "parts"
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_folder(path)
-            (path / MARKER).touch(mode=0o600)
-            self._objects.mkdir(mode=0o700, exist_ok=True)
-            self._parts.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"store: {path} cannot be used: {error.strerror}; configure another path"
-            ) from error
-        self._order: EvictionOrder[Path] = EvictionOrder()
+        self._folders: TierFolders | None = open_tier(path)
+        self._order: EvictionOrder[ObjectFile] = EvictionOrder()
         self._order_lock = threading.Lock()
         self._scanned_at = 0.0
         # Last time at which evictions did not make room on a full file system.
         self._full_at = float("-inf")
         self._part_numbers = itertools.count()
         self._process = uuid.uuid4().hex
-        self._usage = UsageFile(path, self._scan)
+        self._usage = UsageFile(self._folders.root, self._scan)
 
     def open(self) -> int:
         """Read the eviction order from the files, if not done yet; return its number of objects.
@@ -124,6 +115,10 @@ class FolderTier:
             pass
         with self._order_lock:
             return len(self._order)
+
+    def id(self) -> str:
+        """Return the folder's id, as ``folder_id``. Raises OSError."""
+        return folder_id(self._opened().root)
 
     def used_bytes(self, deadline: float) -> int:
         """Return the bytes of all files, including other processes'.
@@ -139,13 +134,13 @@ class FolderTier:
 
         Removes a file whose header is corrupt or of another object, and returns None.
         """
-        path = self._path(name)
+        file = ObjectFile.of(name)
         try:
-            head, state = self.files.head(path)
+            head, state = self.files.head(self._space(file), file.key)
             header = parse_header(head, state.st_size)
             check_name(header, name)
         except CorruptObjectError:
-            self._drop_corrupt(path)
+            self._drop_corrupt(file)
         except OSError:
             pass
         else:
@@ -167,7 +162,7 @@ class FolderTier:
         whose payload has another size than ``payload``, and raises CorruptObjectError. After an
         error, the content of ``payload`` is undefined.
         """
-        path, digest = self._path(name), PayloadDigest()
+        file, digest = ObjectFile.of(name), PayloadDigest()
 
         def add(piece: memoryview) -> None:
             # Now, not after the last piece: these bytes are still in the CPU's cache.
@@ -175,8 +170,8 @@ class FolderTier:
             piece_read()
 
         try:
-            head, size, read = self.files.read(path, payload, add)
-            header = parse_header(head, size)
+            head, state, read = self.files.read(self._space(file), file.key, payload, add)
+            header = parse_header(head, state.st_size)
             check_name(header, name)
             check_payload(header, read, digest.digest())
             if payload.nbytes != header.payload_bytes:
@@ -184,12 +179,12 @@ class FolderTier:
                     f"the file's payload has {header.payload_bytes} bytes, expected {payload.nbytes} bytes"
                 )
         except CorruptObjectError:
-            self._drop_corrupt(path)
+            self._drop_corrupt(file)
             raise
         except OSError as error:
-            raise StoreError(f"{path}: {error.strerror}") from error
+            raise StoreError(f"{self.path}/{file}: {error.strerror}") from error
         self.counts.loaded_bytes += header.payload_bytes
-        self._touch(path)
+        self._touch(file, state.st_mtime)
         return header
 
     def write(self, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
@@ -201,55 +196,79 @@ class FolderTier:
 
         Raises StoreError if there is no room, if the file system fails, or at ``deadline``.
         """
-        path = self._path(name)
+        file = ObjectFile.of(name)
         try:
-            if path.exists():
-                self._touch(path)
+            if (modified_at := self._modified_at(file)) is not None:
+                self._touch(file, modified_at)
                 return False
-            return self._write(path, name, payload, cost_ns, deadline)
+            return self._write(file, name, payload, cost_ns, deadline)
         except Exception as error:
             self.counts.failed_stores += 1
             if isinstance(error, OSError):
-                # Path.exists raises if the disk fails (EIO) or has been removed (ESTALE).
-                raise StoreError(f"{path}: {error.strerror}") from error
+                # The disk fails (EIO) or has been removed (ESTALE).
+                raise StoreError(f"{self.path}/{file}: {error.strerror}") from error
             raise
 
     def close(self) -> None:
+        """Make all later calls fail. Calls that run keep the folders open until they return."""
+        self._folders = None
         self._usage.close()
 
     # Files.
 
-    def _path(self, name: ObjectName) -> Path:
-        return self._objects / name.space.hex() / name.key.hex()
+    def _opened(self) -> TierFolders:
+        if self._folders is None:
+            raise OSError(errno.EBADF, "the store is closed")
+        return self._folders
 
-    def _write(self, path: Path, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
+    def _space(self, file: ObjectFile, create: bool = False) -> OpenFolder:
+        """Open the folder of an object's namespace. Raises OSError, as ``OpenFolder.folder``.
+
+        Opens it at each use, so that a folder that was removed and created again is found.
+        """
+        return self._opened().objects.folder(file.space, create)
+
+    def _modified_at(self, file: ObjectFile) -> float | None:
+        """Return a file's modification time on ``time.time``; None if it is missing.
+
+        Raises OSError.
+        """
+        try:
+            return self._space(file).stat(file.key).st_mtime
+        except FileNotFoundError:
+            return None
+
+    def _unlink(self, file: ObjectFile) -> None:
+        self._space(file).unlink(file.key)
+
+    def _write(self, file: ObjectFile, name: ObjectName, payload: memoryview, cost_ns: int, deadline: float) -> bool:
         header = encode_header(name, payload, cost_ns)
         size = len(header) + payload.nbytes
-        part = self._parts / f"{self._process}-{next(self._part_numbers)}"
-        fd = self._reserve(part, size, deadline)
+        parts, part = self._opened().parts, f"{self._process}-{next(self._part_numbers)}"
+        fd = self._reserve(parts, part, size, deadline)
         try:
             self.files.write(fd, header, payload, self._durable)
             with self._usage.locked(deadline):
                 self._usage.begin()
-                if path.exists():
-                    part.unlink()
+                if self._modified_at(file) is not None:
+                    parts.unlink(part)
                     self._usage.add(-allocated(size))
                     return False
-                self.files.publish(part, path)
+                self.files.publish(parts, part, self._space(file, create=True), file.key)
         except Exception as error:
-            self._give_up(part, size)
+            self._give_up(parts, part, size)
             if isinstance(error, OSError | StoreError):
-                raise StoreError(f"{path}: {error}") from error
+                raise StoreError(f"{self.path}/{file}: {error}") from error
             raise
         finally:
             os.close(fd)
         with self._order_lock:
-            self._order.add(path, allocated(size), cost_ns, time.time())
+            self._order.add(file, allocated(size), cost_ns, time.time())
         self.counts.stored += 1
         self.counts.stored_bytes += payload.nbytes
         return True
 
-    def _reserve(self, part: Path, size_bytes: int, deadline: float) -> int:
+    def _reserve(self, parts: OpenFolder, part: str, size_bytes: int, deadline: float) -> int:
         """Make room, create a file of ``size_bytes`` and return its descriptor.
 
         Raises StoreError if there is no room, if the file system fails, or at ``deadline``.
@@ -258,16 +277,16 @@ class FolderTier:
             self._make_room(allocated(size_bytes), deadline)
             self._usage.begin()
             try:
-                fd = self._create(part, size_bytes, deadline)
+                fd = self._create(parts, part, size_bytes, deadline)
             except OSError as error:
                 # The count is correct without the file: evictions have reduced it.
                 failure = error
             else:
                 self._usage.add(allocated(size_bytes))
                 return fd
-        raise StoreError(f"{part}: {failure.strerror}") from failure
+        raise StoreError(f"{parts.path}/{part}: {failure.strerror}") from failure
 
-    def _create(self, part: Path, size_bytes: int, deadline: float) -> int:
+    def _create(self, parts: OpenFolder, part: str, size_bytes: int, deadline: float) -> int:
         """Create a file of ``size_bytes`` and return its descriptor.
 
         Requires the usage file's lock.
@@ -277,13 +296,13 @@ class FolderTier:
         cannot be created or an object cannot be removed, and StoreError as ``_evict_bytes``.
         """
         try:
-            return self.files.create(part, size_bytes)
+            return self.files.create(parts, part, size_bytes)
         except OSError as error:
             if error.errno not in _FULL or time.monotonic() - self._full_at < _RESCAN_S:
                 raise
         self._evict_bytes(allocated(size_bytes), deadline)
         try:
-            return self.files.create(part, size_bytes)
+            return self.files.create(parts, part, size_bytes)
         except OSError as error:
             if error.errno in _FULL:
                 self._full_at = time.monotonic()
@@ -302,7 +321,7 @@ class FolderTier:
                 raise StoreError(f"{self.path}: other files fill the file system; free space, or lower the budget")
             freed_bytes += freed
 
-    def _give_up(self, part: Path, size_bytes: int) -> None:
+    def _give_up(self, parts: OpenFolder, part: str, size_bytes: int) -> None:
         """Remove an unfinished file and return its bytes to the budget.
 
         If the usage file cannot be locked within _GIVE_UP_S, its next use counts all files.
@@ -312,11 +331,11 @@ class FolderTier:
                 self._usage.begin()
                 # The part is missing if it was renamed and only the write of the usage file failed.
                 with contextlib.suppress(FileNotFoundError):
-                    part.unlink()
+                    parts.unlink(part)
                     self._usage.add(-allocated(size_bytes))
         except StoreError:
             with contextlib.suppress(OSError):
-                part.unlink()
+                parts.unlink(part)
             self._usage.distrust()
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
@@ -350,13 +369,15 @@ class FolderTier:
         with self._order_lock:
             victim = self._order.pop()
         if victim is not None:
-            path, entry = victim
-            used_at = _modified_at(path)
-            if used_at > entry.used_at:
+            file, entry = victim
+            used_at = None
+            with contextlib.suppress(OSError):
+                used_at = self._modified_at(file)
+            if used_at is not None and used_at > entry.used_at:
                 with self._order_lock:
-                    self._order.add(path, entry.size_bytes, entry.cost, used_at)
+                    self._order.add(file, entry.size_bytes, entry.cost, used_at)
             else:
-                freed_bytes = self._evict(path, entry.size_bytes)
+                freed_bytes = self._evict(file, entry.size_bytes)
         elif time.monotonic() - self._scanned_at > _RESCAN_S:
             self._usage.recount()
         else:
@@ -365,11 +386,11 @@ class FolderTier:
             raise StoreError(f"{self.path}: eviction did not make room before the deadline")
         return freed_bytes
 
-    def _evict(self, path: Path, size_bytes: int) -> int:
+    def _evict(self, file: ObjectFile, size_bytes: int) -> int:
         """Remove an object; return its bytes, 0 if it was missing. Raises OSError."""
         self._usage.begin()
         try:
-            path.unlink()
+            self._unlink(file)
         except FileNotFoundError:
             return 0
         except OSError:
@@ -378,31 +399,32 @@ class FolderTier:
             raise
         self._usage.add(-size_bytes)
         self.counts.evicted += 1
-        self._note_removed(path)
+        self._note_removed(file)
         return size_bytes
 
-    def _drop_corrupt(self, path: Path) -> None:
+    def _drop_corrupt(self, file: ObjectFile) -> None:
         self.counts.corrupt += 1
         with contextlib.suppress(OSError):
-            path.unlink()
+            self._unlink(file)
         with self._order_lock:
-            self._order.discard(path)
+            self._order.discard(file)
         self._usage.distrust()
-        self._note_removed(path)
+        self._note_removed(file)
 
-    def _note_removed(self, path: Path) -> None:
+    def _note_removed(self, file: ObjectFile) -> None:
         if self.removed is not None:
             with contextlib.suppress(ValueError):
-                self.removed.append(ObjectName(bytes.fromhex(path.parent.name), bytes.fromhex(path.name)))
+                self.removed.append(file.name())
 
-    def _touch(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _TOUCH_S:
-                os.utime(path)
+    def _touch(self, file: ObjectFile, modified_at: float) -> None:
+        """Record a use of a file with this modification time."""
+        if time.time() - modified_at > _TOUCH_S:
+            with contextlib.suppress(OSError):
+                self._space(file).touch(file.key)
         with self._order_lock:
             # Read the clock after ``utime``: for ``_evict_next``, a later modification time is
             # another process's use.
-            self._order.use(path, time.time())
+            self._order.use(file, time.time())
 
     # Eviction order.
 
@@ -410,38 +432,39 @@ class FolderTier:
         """Rebuild the eviction order; return the bytes of all parts and objects.
 
         Removes corrupt objects and abandoned parts. Raises OSError if the files cannot be counted.
-        A file counts as missing only if it is missing relative to its folder's descriptor: paths
-        also fail while a disk is briefly unavailable.
         """
-        found: list[tuple[Path, int, float, float]] = []
+        folders = self._opened()
+        found: list[tuple[ObjectFile, int, float, float]] = []
         used = 0
-        for part in _entries(self._parts):
-            path = self._parts / part.name
-            if is_abandoned(path):
-                path.unlink(missing_ok=True)
+        for part in itertools.chain.from_iterable(folders.parts.batches()):
+            if is_abandoned(folders.parts, part.name):
+                with contextlib.suppress(FileNotFoundError):
+                    folders.parts.unlink(part.name)
             used += _bytes_now(part)
-        for folder in _entries(self._objects):
-            if not folder.is_dir():
-                # A foreign file. It uses bytes of the budget; the store leaves it alone.
-                used += _bytes_now(folder)
+        for space in itertools.chain.from_iterable(folders.objects.batches()):
+            try:
+                folder = folders.objects.folder(space.name)
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                # A foreign file, a link or a folder that others can change. It uses bytes of the
+                # budget; the store leaves it alone.
+                used += _bytes_now(space)
                 continue
-            for entry in self._read_ahead(self._objects / folder.name):
-                path = self._objects / folder.name / entry.name
+            for entry in self._read_ahead(folder):
+                file = ObjectFile(space.name, entry.name)
                 try:
-                    state, cost = self._inspect(path, folder.name)
+                    state, cost = self._inspect(folder, file)
                 except CorruptObjectError:
                     self.counts.corrupt += 1
                     with contextlib.suppress(OSError):
-                        path.unlink()
+                        folder.unlink(entry.name)
                     used += _bytes_now(entry)
-                    self._note_removed(path)
+                    self._note_removed(file)
                 except FileNotFoundError:
-                    # A reader has removed it as corrupt, or the path of the disk fails.
-                    if _bytes_now(entry):
-                        raise OSError(f"{self.path} changed while its files were counted") from None
+                    # A reader has removed it as corrupt.
+                    continue
                 else:
                     used += allocated(state.st_size)
-                    found.append((path, allocated(state.st_size), cost, state.st_mtime))
+                    found.append((file, allocated(state.st_size), cost, state.st_mtime))
         found.sort(key=itemgetter(3))
         # Modification times are exact to _TOUCH_S only (``_touch``).
         periods = [list(used) for _, used in itertools.groupby(found, key=lambda item: item[3] // _TOUCH_S)]
@@ -451,17 +474,17 @@ class FolderTier:
         self._scanned_at = time.monotonic()
         return used
 
-    def _read_ahead(self, folder: Path) -> Iterator[os.DirEntry[str]]:
+    def _read_ahead(self, folder: OpenFolder) -> Iterator[os.DirEntry[str]]:
         """Yield a folder's entries; request many headers before the first one is inspected.
 
         A disk can then read them in parallel.
         """
-        for batch in _batches(folder):
+        for batch in folder.batches():
             for entry in batch:
-                self.files.read_ahead(folder / entry.name)
+                self.files.read_ahead(folder, entry.name)
             yield from batch
 
-    def _inspect(self, path: Path, space: str) -> tuple[os.stat_result, float]:
+    def _inspect(self, folder: OpenFolder, file: ObjectFile) -> tuple[os.stat_result, float]:
         """Return the stat result and recompute cost, in nanoseconds, of an object of any model.
 
         The cost is 0 if the file cannot be read or has the format of another release. Raises
@@ -469,12 +492,12 @@ class FolderTier:
         it is missing or has no readable state.
         """
         try:
-            head, state = self.files.head(path)
+            head, state = self.files.head(folder, file.key)
         except FileNotFoundError:
             raise
         except OSError:
             # An unreadable file still uses bytes of the budget.
-            return path.stat(), 0.0
+            return folder.stat(file.key), 0.0
         try:
             header = parse_header(head, state.st_size)
         except CorruptObjectError:
@@ -482,37 +505,9 @@ class FolderTier:
             if is_other_format(head):
                 return state, 0.0
             raise
-        if (header.name.space.hex(), header.name.key.hex()) != (space, path.name):
+        if (header.name.space.hex(), header.name.key.hex()) != file:
             raise CorruptObjectError("the file contains another object: it was moved or copied here")
         return state, header.cost_ns
-
-
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield a folder's entries; their ``stat`` uses the folder's descriptor, not its path."""
-    for batch in _batches(folder):
-        yield from batch
-
-
-def _batches(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
-    """Yield a folder's entries in lists of at most _READ_AHEAD.
-
-    The descriptor that their ``stat`` uses is open until the next list is requested.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with os.scandir(fd) as entries:
-            while batch := list(itertools.islice(entries, _READ_AHEAD)):
-                yield batch
-    finally:
-        os.close(fd)
-
-
-def _modified_at(path: Path) -> float:
-    """Return a file's modification time on ``time.time``; 0 if it cannot be read."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _bytes_now(entry: os.DirEntry[str]) -> int:

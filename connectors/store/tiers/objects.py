@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -42,6 +43,24 @@ class ObjectName:
     space: bytes
     key: bytes
     group: int = 0
+
+
+class ObjectFile(NamedTuple):
+    """Names of an object's folder, below ``objects``, and of its file."""
+
+    space: str
+    key: str
+
+    @classmethod
+    def of(cls, name: ObjectName) -> ObjectFile:
+        return cls(name.space.hex(), name.key.hex())
+
+    def name(self) -> ObjectName:
+        """Return the object's name. Raises ValueError if it is no file of the store."""
+        return ObjectName(bytes.fromhex(self.space), bytes.fromhex(self.key))
+
+    def __str__(self) -> str:
+        return f"objects/{self.space}/{self.key}"
 
 
 @dataclass(frozen=True, slots=True)

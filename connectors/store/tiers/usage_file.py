@@ -17,16 +17,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import xxhash
 
 from connectors.errors import StoreError
+from connectors.store.tiers.open_folder import OpenFolder
 
 _FIELDS = struct.Struct("<8sQQ")
 _MAGIC = b"TandemLd"
 _POLL_S = 0.001
-_CLOSE_S = 1.0
 BLOCK_BYTES = 4096
 """Assumed allocation unit of the file system, in bytes."""
 
@@ -47,17 +46,17 @@ class UsageFile:
     ``used_bytes``, ``begin``, ``add`` and ``recount`` require the lock.
     """
 
-    def __init__(self, folder: Path, count: Callable[[], int]) -> None:
-        self._folder = folder
+    def __init__(self, folder: OpenFolder, count: Callable[[], int]) -> None:
+        self._path = folder.path
+        # None after ``close``.
+        self._folder: OpenFolder | None = folder
         self._count = count
         self._thread_lock = threading.Lock()
-        # Descriptors of the folder and, while it is locked, of the usage file.
-        self._folder_fd: int | None = None
+        # Descriptor of the usage file while the folder is locked.
         self._fd: int | None = None
-        self._closed = False
         self._used = 0
         self._distrusted = True
-        stat = folder.stat()
+        stat = os.fstat(folder.fd)
         # Identity of the folder: the empty mount point of an unmounted disk is not an empty store.
         self._identity = (stat.st_dev, stat.st_ino)
 
@@ -70,14 +69,14 @@ class UsageFile:
         one that the ``with`` block raises.
         """
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise StoreError(f"{self._folder}: another thread of this process holds the store's lock")
+            raise StoreError(f"{self._path}: another thread of this process holds the store's lock")
         try:
             with self._folder_locked(deadline) as folder, self._opened(folder):
                 self._read()
                 yield
                 self._write(dirty=False)
         except OSError as error:
-            raise StoreError(f"{self._folder}: {error.strerror or error}") from error
+            raise StoreError(f"{self._path}: {error.strerror or error}") from error
         finally:
             self._thread_lock.release()
 
@@ -110,49 +109,34 @@ class UsageFile:
         self._distrusted = True
 
     def close(self) -> None:
-        """Make ``locked`` fail from now on, and close the folder's descriptor.
-
-        Waits at most _CLOSE_S for a thread that holds the lock. If the thread keeps the lock, the
-        descriptor stays open.
-        """
-        self._closed = True
-        if not self._thread_lock.acquire(timeout=_CLOSE_S):
-            # A thread hangs with the lock: the kernel closes the descriptor with the process.
-            return
-        try:
-            if self._folder_fd is not None:
-                os.close(self._folder_fd)
-                self._folder_fd = None
-        finally:
-            self._thread_lock.release()
+        """Make ``locked`` fail from now on. A thread that holds the lock keeps the folder open."""
+        self._folder = None
 
     @contextlib.contextmanager
-    def _folder_locked(self, deadline: float) -> Iterator[int]:
-        """Hold the folder's ``flock``; yield the folder's descriptor.
+    def _folder_locked(self, deadline: float) -> Iterator[OpenFolder]:
+        """Hold the folder's ``flock``; yield the folder.
 
         Raises the errors of ``locked``, and OSError.
         """
-        if self._closed:
-            raise StoreError(f"{self._folder}: the store is closed")
+        folder = self._folder
+        if folder is None:
+            raise StoreError(f"{self._path}: the store is closed")
         self._check_folder()
-        if self._folder_fd is None:
-            self._folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fd = self._folder_fd
-        while not _try_lock(fd):
+        while not _try_lock(folder.fd):
             if time.monotonic() >= deadline:
-                raise StoreError(f"{self._folder}: another process holds the store's lock")
+                raise StoreError(f"{self._path}: another process holds the store's lock")
             time.sleep(_POLL_S)
         try:
             # The folder may have been unmounted during the wait.
             self._check_folder()
-            yield fd
+            yield folder
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            fcntl.flock(folder.fd, fcntl.LOCK_UN)
 
     @contextlib.contextmanager
-    def _opened(self, folder: int) -> Iterator[None]:
-        """Open the usage file in the folder with descriptor ``folder``; close it at the end."""
-        self._fd = os.open("usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    def _opened(self, folder: OpenFolder) -> Iterator[None]:
+        """Open the usage file; close it at the end."""
+        self._fd = folder.file("usage", create=True)
         try:
             yield
         finally:
@@ -160,9 +144,9 @@ class UsageFile:
             self._fd = None
 
     def _check_folder(self) -> None:
-        stat = self._folder.stat()
+        stat = os.stat(self._path)
         if (stat.st_dev, stat.st_ino) != self._identity:
-            raise StoreError(f"{self._folder} was replaced or unmounted; restart the engine to use it again")
+            raise StoreError(f"{self._path} was replaced or unmounted; restart the engine to use it again")
 
     def _read(self) -> None:
         assert self._fd is not None
@@ -176,7 +160,7 @@ class UsageFile:
         self.recount()
 
     def _write(self, dirty: bool) -> None:
-        assert self._fd is not None, f"{self._folder}: the usage file can only be written while its lock is held"
+        assert self._fd is not None, f"{self._path}: the usage file can only be written while its lock is held"
         fields = _FIELDS.pack(_MAGIC, self._used, dirty or self._distrusted)
         os.pwrite(self._fd, fields + xxhash.xxh3_128_digest(fields), 0)
 

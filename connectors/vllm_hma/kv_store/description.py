@@ -8,7 +8,6 @@ from typing import Any
 
 from connectors.store.planning.spans import StorePlan
 from connectors.store.tiers.folder import FolderTier
-from connectors.store.tiers.marker import folder_id
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ def describe_store(
     ``sizes``  payload bytes of one object, by index of its group
     """
     try:
-        folder = folder_id(slowest.path)
+        folder = slowest.id()
     except OSError as error:
         logger.warning(
             "Tandem: cannot read the id of the KV store in %s, so routers ignore the store: %r", slowest.path, error

@@ -3,7 +3,7 @@
 The cache key is path, device, inode, size, modification time and status change time. Copying tools
 cannot restore the status change time. xxh3 reads about 5 GB/s from the page cache, which often
 still has the files that the engine has loaded. Engines with the same VLLM_CACHE_ROOT share the
-digests. They hash each file once, unless the folder cannot be used.
+digests. They hash each file once, unless the folder cannot be used or another user can change it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import vllm.envs
 import xxhash
 
 from connectors.errors import ConfigurationError
+from connectors.store.tiers.open_folder import OpenFolder, open_folder
 
 logger = logging.getLogger(__name__)
 
@@ -95,39 +96,44 @@ def _cached_digest(file: Path) -> str:
     """
     for _ in range(_ATTEMPTS):
         state = _state(file)
-        with _cache_file(state) as cached:
-            known = _read_cached(cached)
+        name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
+        with _cache_locked(name) as cache:
+            known = _read_cached(cache, name)
             if known:
                 return known
             digest = digest_file(file)
             if _state(file) != state:
                 continue
-            if cached is not None:
-                _write_cached(cached, digest)
+            if cache is not None:
+                _write_cached(cache, name, digest)
             return digest
     raise ConfigurationError(
         f"the weights in {file} changed while they were read; restart the engine when the copy is complete"
     )
 
 
-def _read_cached(cached: Path | None) -> str:
+def _read_cached(cache: OpenFolder | None, name: str) -> str:
     """Return the digest in a cache file; empty if there is none or if it cannot be read."""
+    if cache is None:
+        return ""
     try:
-        return cached.read_text() if cached is not None else ""
+        with open(cache.file(name)) as file:
+            return file.read()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def _write_cached(cached: Path, digest: str) -> None:
+def _write_cached(cache: OpenFolder, name: str, digest: str) -> None:
     """Write a cache file. If this fails, log a warning."""
-    part = cached.with_suffix(f".{os.getpid()}")
+    part = f"{name}.{os.getpid()}"
     try:
-        part.write_text(digest)
-        part.replace(cached)
+        with open(cache.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            file.write(digest)
+        cache.move(part, cache, name)
     except OSError as error:
         logger.warning("Tandem: a weight file's digest cannot be cached, so the next start reads the file: %s", error)
         with contextlib.suppress(OSError):
-            part.unlink()
+            cache.unlink(part)
 
 
 def _state(file: Path) -> str:
@@ -136,24 +142,23 @@ def _state(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _cache_file(state: str) -> Iterator[Path | None]:
-    """Yield the path of the cache file of ``state`` while this process holds the file's lock.
+def _cache_locked(name: str) -> Iterator[OpenFolder | None]:
+    """Yield the folder of cache files while this process holds the lock of one of them.
 
     Waits for a process that holds the lock. Yields None if the lock file cannot be opened or
-    locked.
+    locked, or if another user can change the folder: a wrong digest would let engines of other
+    weights exchange KV.
     """
-    name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
     with contextlib.ExitStack() as stack:
         try:
-            folder = Path(vllm.envs.VLLM_CACHE_ROOT) / "tandem" / "weights"
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / f"{name}.lock").open("w"))
+            folder = open_folder(Path(vllm.envs.VLLM_CACHE_ROOT) / "tandem" / "weights", create=True)
+            lock = stack.enter_context(open(folder.file(f"{name}.lock", create=True), "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             logger.warning("Tandem: a weight file's digest cannot be cached, so every start reads the file: %s", error)
             yield None
             return
-        yield folder / name
+        yield folder
 
 
 def digest_file(file: Path) -> str:

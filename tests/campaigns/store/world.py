@@ -29,6 +29,7 @@ from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
+from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.staging import Staging
 from tests.store.groups import group, sliding, state
 
@@ -52,17 +53,19 @@ class FaultyFiles(Files):
         self.full: frozenset[str] = frozenset()
         self.waiting = 0
 
-    def head(self, path: Path) -> tuple[bytes, os.stat_result]:
+    def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
         self._pass("head")
-        return super().head(path)
+        return super().head(folder, name)
 
-    def read(self, path: Path, payload: memoryview, piece_read: Callable[[memoryview], None]) -> tuple[bytes, int, int]:
+    def read(
+        self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
+    ) -> tuple[bytes, os.stat_result, int]:
         self._pass("read")
-        return super().read(path, payload, piece_read)
+        return super().read(folder, name, payload, piece_read)
 
-    def create(self, path: Path, size_bytes: int) -> int:
+    def create(self, folder: OpenFolder, name: str, size_bytes: int) -> int:
         self._pass("create")
-        return super().create(path, size_bytes)
+        return super().create(folder, name, size_bytes)
 
     def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
         if "write" in self.full:
@@ -70,9 +73,9 @@ class FaultyFiles(Files):
         self._pass("write")
         super().write(fd, header, payload, sync)
 
-    def publish(self, part: Path, path: Path) -> None:
+    def publish(self, parts: OpenFolder, part: str, folder: OpenFolder, name: str) -> None:
         self._pass("publish")
-        super().publish(part, path)
+        super().publish(parts, part, folder, name)
 
     def hang(self, *calls: str) -> None:
         self.hanging = frozenset(calls)

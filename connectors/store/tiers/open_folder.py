@@ -1,0 +1,186 @@
+"""Folders by descriptor: a link or a rename by another user cannot lead the store elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import stat
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+# O_PATH: neither blocks nor needs permission to read. O_DIRECTORY also makes autofs mount a folder.
+_LINK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = _LINK | os.O_DIRECTORY
+_LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_BATCH = 256
+_MAX_LINKS = 40
+
+
+class OpenFolder:
+    """An open folder, whose methods take names of its entries and follow no link.
+
+    The descriptor ``fd`` is closed with the last reference: keep one while you use it. A thread
+    that returns from a hanging disk thus never finds another folder under the same number.
+
+    ``path``  where it was opened, for messages
+    """
+
+    __slots__ = ("fd", "path")
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def folder(self, name: str, create: bool = False) -> OpenFolder:
+        """Open a folder in this one.
+
+        Raises OSError, also if it is a link, or another user owns it or may write to it.
+        """
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self.fd)
+        try:
+            fd = os.open(name, _FOLDER, dir_fd=self.fd)
+        except NotADirectoryError:
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link or a file", f"{self.path}/{name}") from None
+        found = OpenFolder(f"{self.path}/{name}", fd)
+        _check_writers(found)
+        return found
+
+    def file(self, name: str, create: bool = False) -> int:
+        """Open a file in this folder for reading and writing; return its descriptor.
+
+        Raises OSError, also if it is a link, has other names or is not a regular file: the store
+        would overwrite a file of others.
+        """
+        try:
+            fd = self.open(name, os.O_RDWR | os.O_CREAT if create else os.O_RDWR)
+        except OSError as error:
+            raise OSError(
+                error.errno, "it is a link" if error.errno == errno.ELOOP else error.strerror, f"{self.path}/{name}"
+            ) from None
+        state = os.fstat(fd)
+        if stat.S_ISREG(state.st_mode) and state.st_nlink <= 1:
+            return fd
+        os.close(fd)
+        raise OSError(errno.EPERM, "it is a link, or not a regular file", f"{self.path}/{name}")
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file; return its descriptor. Raises OSError, ELOOP if it is a link."""
+        # O_NONBLOCK: a named pipe must not block.
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self.fd)
+
+    def stat(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
+    def touch(self, name: str) -> None:
+        os.utime(name, dir_fd=self.fd, follow_symlinks=False)
+
+    def unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self.fd)
+
+    def move(self, name: str, target: OpenFolder, new_name: str) -> None:
+        """Rename a file into another folder."""
+        os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
+
+    def names(self) -> list[str]:
+        return [entry.name for batch in self.batches() for entry in batch]
+
+    def batches(self) -> Iterator[list[os.DirEntry[str]]]:
+        """Yield the entries in lists of at most _BATCH.
+
+        Their ``stat`` works until the next list is requested.
+        """
+        fd = os.open(".", _LISTED, dir_fd=self.fd)
+        try:
+            with os.scandir(fd) as entries:
+                while batch := list(itertools.islice(entries, _BATCH)):
+                    yield batch
+        finally:
+            os.close(fd)
+
+
+def open_folder(path: Path, create: bool = False) -> OpenFolder:
+    """Open a configured folder, so that no other user can change or replace it.
+
+    The folder, each folder above it and each link on the way must belong to root or this user. All
+    users may write only to folders above it, and only if these are sticky, as /tmp and /dev/shm
+    are. Groups are trusted: Kubernetes mounts a volume as root's, writable for the pod's
+    ``fsGroup``. In a user namespace, the owner of a folder above it may be outside the namespace,
+    as the host's root is.
+
+    Raises OSError that names the folder or link at fault.
+
+    ``create``  whether to create missing folders
+    """
+    root = here = OpenFolder("", os.open("/", _FOLDER))
+    todo, links = deque(path.absolute().parts[1:]), 0
+    while todo:
+        _check_writers(here, above=True)
+        name = todo.popleft()
+        where = f"{here.path}/{name}"
+        try:
+            here = OpenFolder(where, os.open(name, _FOLDER, dir_fd=here.fd))
+        except FileNotFoundError:
+            if not create:
+                raise
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o755 if todo else 0o700, dir_fd=here.fd)
+            todo.appendleft(name)
+        except NotADirectoryError:
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+            target = _read_link(here, name)
+            here = root if target.is_absolute() else here
+            todo.extendleft(part for part in reversed(target.parts) if part != "/")
+    found = OpenFolder(here.path, os.open(".", _LISTED, dir_fd=here.fd))
+    _check_writers(found)
+    return found
+
+
+def _read_link(folder: OpenFolder, name: str) -> Path:
+    where = f"{folder.path}/{name}"
+    link = OpenFolder(where, os.open(name, _LINK, dir_fd=folder.fd))
+    state = os.fstat(link.fd)
+    if not stat.S_ISLNK(state.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), where)
+    if state.st_uid not in (0, os.geteuid()):
+        raise PermissionError(
+            errno.EPERM, f"it is a link of user {state.st_uid}, who could let it lead elsewhere", where
+        )
+    return Path(os.readlink("", dir_fd=link.fd))
+
+
+def _check_writers(folder: OpenFolder, above: bool = False) -> None:
+    """Raise PermissionError if another user could change the files in a folder.
+
+    ``above``  whether the folder only leads to the store's
+    """
+    state = os.fstat(folder.fd)
+    if state.st_uid not in (0, os.geteuid()) and not (above and state.st_uid == _outside()):
+        raise PermissionError(
+            errno.EPERM,
+            f"it belongs to user {state.st_uid}, who could {'replace the folder' if above else 'change stored KV'}",
+            folder.path or "/",
+        )
+    if state.st_mode & stat.S_IWOTH and not (above and state.st_mode & stat.S_ISVTX):
+        what = "replace the folder in it (chmod +t)" if above else "change stored KV (chmod o-w)"
+        raise PermissionError(
+            errno.EPERM, f"all users of this host may write to it and could {what}", folder.path or "/"
+        )
+
+
+def _outside() -> int | None:
+    """Return the user that stands for all users outside this user namespace; None if all are in it.
+
+    Rootless containers and Apptainer run in such a namespace.
+    """
+    if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
+        return None
+    return int(Path("/proc/sys/kernel/overflowuid").read_text())
