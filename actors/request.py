@@ -27,6 +27,7 @@ Endpoint = Literal[
     "/generative_scoring",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
+    "/invocations",
 ]
 
 Body = Mapping[str, Any]

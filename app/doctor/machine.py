@@ -13,6 +13,7 @@ from typing import Any
 
 from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
+from app.http.http_server import proxies_refuse
 from app.run import port_taken, release_of
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
@@ -143,12 +144,14 @@ def check_ports(config: Mapping[str, Any], settings: ServiceSettings) -> Iterato
         yield _port_range(text)
 
 
-def check_tls(settings: ServiceSettings) -> Iterator[Finding]:
+def check_tls(config: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Finding]:
     """Check the certificate files of the router's port and of the connections to engines.
 
     They must be readable, the key must match, and the certificate must not expire within
-    EXPIRES_SOON.
+    EXPIRES_SOON. Also report what Serve's proxies, if any, refuse.
     """
+    if settings.router.ssl_certfile is not None and config.get("proxy_location") != "Disabled":
+        yield Finding("tls", proxies_refuse(settings.router))
     for files in (router_files(settings.router), rpc_files(settings)):
         if files is not None:
             yield _certificate(files)

@@ -28,6 +28,11 @@ REFUSED = ("refused", "")
 """Labels `route` and `reason`, in the metrics, of a request that this middleware refuses."""
 
 
+def is_open(scope: Scope) -> bool:
+    """Return whether a request is for one of OPEN_PATHS, below the application's route prefix."""
+    return scope.get("path", "").removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+
+
 def digest(key: str) -> bytes:
     """Return the SHA-256 digest that the router stores and compares instead of the key.
 
@@ -86,8 +91,7 @@ class Authenticated:
         self._limiter = PerKeyLimiter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or not self._digests or path in OPEN_PATHS:
+        if scope["type"] != "http" or not self._digests or is_open(scope):
             await self._app(scope, receive, send)
             return
         key = self._known_key(Headers(scope=scope).get("authorization", ""))

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPException
+from typing import cast
 from urllib.error import HTTPError
 
 import ray
@@ -27,9 +28,10 @@ from actors.rpc.address import LOST_S, enable_keepalive
 from actors.tls import TlsFiles, server_context, unverified_context
 from actors.upstream.uvicorn_protocol import CLIENT_CERTIFICATE, BoundedHttpProtocol
 from actors.upstream.uvicorn_server import Server
-from app.http.auth import OPEN_PATHS
+from app.http.auth import OPEN_PATHS, is_open
 from app.http.errors import error_body
 from app.http.parsing import OWN_PORT
+from configs.settings.router import RouterSettings
 from connectors.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -37,9 +39,6 @@ logger = logging.getLogger(__name__)
 SERVICE_PATH = "/tandem/service"
 """Path of the service id and readiness. Routers read the id before they share the port; load
 balancers read the status: 200 if this router can serve, 503 if it cannot or is stopping."""
-
-KEEP_ALIVE_S = 90
-"""Timeout of idle connections in seconds; clients and load balancers should use a shorter one."""
 
 BACKLOG = 2048
 """Maximum number of connections in the listener's backlog."""
@@ -68,6 +67,7 @@ class HttpServer:
         ready: Callable[[], bool] = lambda: True,
         tls: TlsFiles | None = None,
         unread_s: float = LOST_S,
+        idle_s: float = 90.0,
     ) -> None:
         """Create the server.
 
@@ -77,6 +77,7 @@ class HttpServer:
         ``tls``       certificate files; None: plain HTTP
         ``unread_s``  time after which the connection of a client that reads nothing, or is lost,
                       ends
+        ``idle_s``    time after which a connection without a request ends
         """
         self._app = app
         self._where = (host, port)
@@ -85,6 +86,7 @@ class HttpServer:
         self._ready = ready
         self._tls = tls
         self._unread_s = unread_s
+        self._idle_s = idle_s
         self._leaving = False
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -115,7 +117,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=cast(int, self._idle_s),  # uvicorn gives it to `call_later`
             ssl_context_factory=None if tls is None else lambda *_: tls,
         )
         self._server = Server(config)
@@ -149,7 +151,7 @@ class HttpServer:
 
     def _allows(self, scope: Scope) -> bool:
         """Return whether the client has a certificate, or needs none."""
-        needed = self._tls is not None and self._tls.ca_certs is not None and scope["path"] not in OPEN_PATHS
+        needed = self._tls is not None and self._tls.ca_certs is not None and not is_open(scope)
         return not needed or scope[CLIENT_CERTIFICATE]
 
     def _last(self, send: Send) -> Send:
@@ -191,8 +193,38 @@ class HttpServer:
 
 def certificate_required() -> JSONResponse:
     """Return the 403 response for a client without a certificate."""
-    status = HTTPStatus.FORBIDDEN
-    return JSONResponse(error_body(status, "a client certificate is required; connect with one"), status_code=status)
+    return forbidden("a client certificate is required; connect with one")
+
+
+def for_serve_proxies(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
+    """Return `app` as Serve's proxies may use it: with TLS settings, only OPEN_PATHS.
+
+    The router cannot tell whether a proxy's client has used TLS, and Serve requires no client
+    certificates, even with its own `ssl_ca_certs`.
+    """
+    if settings.ssl_certfile is None:
+        return app
+    refused = forbidden(proxies_refuse(settings))
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = scope["type"] != "http" or is_open(scope)
+        await (app if allowed else refused)(scope, receive, send)
+
+    return guarded
+
+
+def proxies_refuse(settings: RouterSettings) -> str:
+    """Return the reason why Serve's proxies refuse requests with TLS settings, and the remedy."""
+    needed = "TLS" if settings.ssl_ca_certs is None else "TLS and a client certificate"
+    return (
+        f"this service requires {needed}, so Ray Serve's proxy answers only {', '.join(sorted(OPEN_PATHS))}; connect "
+        f"to the router's port {settings.http_port} (router.http_port) with https"
+    )
+
+
+def forbidden(message: str) -> JSONResponse:
+    """Return a 403 response."""
+    return JSONResponse(error_body(HTTPStatus.FORBIDDEN, message), status_code=HTTPStatus.FORBIDDEN)
 
 
 def this_service() -> str:

@@ -52,6 +52,16 @@ FORWARDED_HEADERS = frozenset(
 FORM_ENDPOINTS: frozenset[Endpoint] = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Endpoints whose body is a form with a file."""
 
+INVOKED: Mapping[str, Endpoint] = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "prompt_embeds": "/v1/completions",
+}
+"""Endpoints for the body of `/invocations`, by its first field that is set; vLLM's order."""
+
+ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
+"""Header of `/invocations` that takes the place of `model` in vLLM."""
+
 PRIORITY_HEADER = b"x-vllm-priority"
 """Request header forwarded if `router.client_priority` is set."""
 
@@ -59,7 +69,7 @@ PRIORITY_HEADER = b"x-vllm-priority"
 async def read_request(
     request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31, client_priority: bool = False
 ) -> ClientRequest:
-    """Read and check a request.
+    """Read and check a request; that of `/invocations` becomes one of INVOKED.
 
     ``max_prompts``      maximum of the number of prompts times `n`
     ``client_priority``  whether the router forwards PRIORITY_HEADER
@@ -74,6 +84,11 @@ async def read_request(
         body = await parse_form(request, raw)
     else:
         body = await off_loop(len(raw), partial(parse_body, raw))
+    if endpoint == "/invocations":
+        if ADAPTER_HEADER in request.headers:
+            raise BadRequestError(f"{ADAPTER_HEADER} is not supported; name the adapter in `model`", param="model")
+        # For the bodies of other models, decode's vLLM chooses the endpoint.
+        endpoint = next((one for field, one in INVOKED.items() if body.get(field) is not None), endpoint)
     check_prompts(body, max_prompts)
     headers = forwarded_headers(request, client_priority)
     if isinstance(body.get("request_id"), str) and not _sends_id(request):

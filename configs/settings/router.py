@@ -185,6 +185,13 @@ class RouterSettings(RouterLimits, PlacementSettings):
         description="port on which each router answers clients; routers on one node share it. `null`: only Ray "
         "Serve's proxy answers (`http_options`), which is slower (docs/router-cost.md)",
     )
+    keep_alive_timeout_s: Seconds = Field(
+        90.0,
+        description="time for which a client's connection to `http_port` may stay open without a request. Set it "
+        "longer than the idle timeout of the load balancer's own connections, or its requests meet connections that "
+        "the router closes. Their usual values: nginx 60 s (`keepalive_timeout` of `upstream`), AWS ALB 60 s, Google "
+        "Cloud 600 s, Envoy 3600 s",
+    )
     leave_s: Seconds = Field(
         1.0,
         description="time for which a stopping router still accepts connections on `http_port`, asks clients to "
@@ -224,7 +231,7 @@ class RouterSettings(RouterLimits, PlacementSettings):
     allowed_origins: list[str] = Field(
         default_factory=list,
         description='origins of web pages that may call the router (CORS), for example `["https://chat.example"]`; '
-        '`["*"]`: all, which is the default of `vllm serve`; empty: none',
+        '`["*"]`: all; empty: none, as with `vllm serve`',
     )
     allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="HTTP methods for these origins")
     allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="request headers for these origins")

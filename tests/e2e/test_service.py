@@ -381,6 +381,17 @@ def test_an_endpoint_of_other_models_gets_vllms_404(http):
     assert (reply.status_code, reply.json()) == (404, {"detail": "Not Found"})
 
 
+def test_an_invocation_is_split_like_its_endpoint(http):
+    """SageMaker's path, with a body of either endpoint or of none."""
+    for body, found in ((completion("mira=427\nmira?"), "text_completion"), ({"messages": TURN}, "chat.completion")):
+        reply = http.post("/invocations", json={"model": MODEL, "max_tokens": 3, **body})
+        assert (reply.status_code, reply.json()["object"]) == (200, found)
+        assert reply.headers["x-tandem-route"] == "remote"
+    reply = http.post("/invocations", json={"model": MODEL, "input": "a"})
+    assert reply.status_code == 400
+    assert "Either prompt or prompt_embeds must be provided" in reply.json()["error"]["message"]
+
+
 def test_the_sdk_sees_typed_errors(sdk):
     """OpenAI's client maps statuses and bodies to its own exception classes."""
     with pytest.raises(openai.NotFoundError, match="nope"):

@@ -81,9 +81,9 @@ class Behind:
 
 @asynccontextmanager
 async def opened(
-    behind: Behind, port: int, service: str = "ours", unread_s: float = WAIT_S
+    behind: Behind, port: int, service: str = "ours", unread_s: float = WAIT_S, idle_s: float = WAIT_S
 ) -> AsyncGenerator[HttpServer, None]:
-    server = HttpServer(behind.app, HOST, port, LEAVE_S, service, unread_s=unread_s)
+    server = HttpServer(behind.app, HOST, port, LEAVE_S, service, unread_s=unread_s, idle_s=idle_s)
     await server.open()
     try:
         yield server

@@ -131,6 +131,27 @@ async def test_a_batch_of_chats_counts_each(http: httpx.AsyncClient, decode: Han
     await at_rest(decode)
 
 
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}], "prompt": "a"}, "/v1/chat/completions"),
+        ({"messages": None, "prompt": "a", "stream": True}, "/v1/completions"),
+        ({"prompt_embeds": "aa"}, "/v1/completions"),
+        ({"input": 1}, "/invocations"),
+    ],
+)
+async def test_an_invocation_goes_to_the_endpoint_of_its_fields(
+    body: dict[str, Any], path: str, http: httpx.AsyncClient, decode: Handle
+) -> None:
+    """SageMaker sends all requests to this path; an adapter in its header would be a model."""
+    async with http:
+        await http.post("/invocations", json=body)
+        assert [call.path for call in decode.calls] == [path]
+        reply = await http.post("/invocations", json=body, headers={"X-Amzn-SageMaker-Adapter-Identifier": "sql"})
+        assert (reply.status_code, reply.json()["error"]["param"], len(decode.calls)) == (400, "model", 1)
+    await at_rest(decode)
+
+
 async def test_ping_and_load(http: httpx.AsyncClient, router: Router, decode: Handle) -> None:
     """The router answers both itself, without a key."""
     async with http:

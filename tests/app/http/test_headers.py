@@ -10,7 +10,6 @@ import pytest
 
 from actors.rpc import address
 from actors.upstream import uvicorn_protocol
-from app.http import http_server
 from testing.ports import free_port
 from tests.app.http.servers import HEAD, HOST, LARGE_BYTES, WAIT_S, Behind, answers, opened, said_until_closed
 
@@ -74,10 +73,9 @@ async def test_a_large_head(length: int, status: int) -> None:
         ([b"GET / HT"], b"HTTP/1.1 408 "),
         ([HEAD], b"HTTP/1.1 408 "),
         ([HEAD, *[b"x: y\r\n"] * 50], b"HTTP/1.1 408 "),
-        ([], b""),
         ([b"\r\n"] * 50, b""),
     ],
-    ids=["half a line", "half a head", "a line at intervals", "nothing", "empty lines at intervals"],
+    ids=["half a line", "half a head", "a line at intervals", "empty lines at intervals"],
 )
 async def test_a_head_that_does_not_come(pieces: list[bytes], says: bytes) -> None:
     """The server waits for the header timeout, even if small pieces keep arriving."""
@@ -143,13 +141,15 @@ async def test_a_client_that_reads_nothing_for_a_while(unread_s: float, monkeypa
         writer.close()
 
 
-async def test_an_idle_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", HEAD_S)
+@pytest.mark.usefixtures("short_head")
+@pytest.mark.parametrize("pieces", [[HEAD + b"\r\n"], []], ids=["after a request", "before any"])
+async def test_an_idle_connection_closes(pieces: list[bytes]) -> None:
+    """The timeout is a setting of its own, also for a connection that a client opens in advance."""
     port = free_port()
-    async with opened(Behind("one"), port):
-        said, took_s = await said_until_closed(port, [HEAD + b"\r\n"])
-        assert said.count(b"HTTP/1.1 200 ") == 1
-        assert took_s >= HEAD_S
+    async with opened(Behind("one"), port, idle_s=3 * HEAD_S):
+        said, took_s = await said_until_closed(port, pieces)
+        assert said.count(b"HTTP/1.1 200 ") == len(pieces)
+        assert took_s >= 3 * HEAD_S
 
 
 async def test_headers_in_single_bytes() -> None:
@@ -209,12 +209,21 @@ async def test_headers_during_an_answer(rest: bytes) -> None:
         assert b"HTTP/1.1 4" not in said.replace(b"HTTP/1.1 408", b"")
 
 
-async def test_a_body_that_cannot_be_read() -> None:
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nnot a length\r\n",
+        b"POST /length HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\nno\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",
+        b"CONNECT a:443 HTTP/1.1\r\nHost: a:443\r\n\r\n",
+    ],
+    ids=["a bad chunk", "a bad chunk after an upgrade", "HTTP/2 without an upgrade", "a tunnel"],
+)
+async def test_what_cannot_be_read(request_bytes: bytes) -> None:
     """The client receives an error response before the connection closes."""
     port = free_port()
     async with opened(Behind("one"), port):
-        head = b"POST /length HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-        said, _ = await said_until_closed(port, [head + b"not a length\r\n"])
+        said, _ = await said_until_closed(port, [request_bytes])
         assert said.startswith(b"HTTP/1.1 400 ")
 
 

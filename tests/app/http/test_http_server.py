@@ -140,18 +140,35 @@ async def test_an_old_client_gets_no_chunks(keep_alive: str) -> None:
         assert b"transfer-encoding: chunked" in new
 
 
-async def test_a_connection_becomes_no_websocket() -> None:
-    """The application has no WebSockets; the limits on headers and keys are for HTTP."""
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.2"])
+@pytest.mark.parametrize("apart", [False, True], ids=["in one piece", "in two pieces"])
+@pytest.mark.parametrize(
+    ("framing", "body", "length"),
+    [
+        (b"Content-Length: 3\r\n\r\n", b"abc", b"3"),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"4\r\nabcd\r\n0\r\n\r\n", b"4"),
+        (b"\r\n", b"", b"0"),
+    ],
+    ids=["length", "chunks", "no body"],
+)
+async def test_an_upgrade_is_ignored(protocol: str, apart: bool, framing: bytes, body: bytes, length: bytes) -> None:
+    """The request keeps its body, and the connection speaks HTTP/1.1 as before.
+
+    Java's default client offers h2c with each request to a port without TLS.
+    """
     port = free_port()
-    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    async with opened(Behind("one"), port) as server:
+    offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEA\r\n".encode()
+    async with opened(Behind("one"), port), asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(
-            f"GET / HTTP/1.1\r\nHost: x\r\n{upgrade}Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
-        )
-        assert (await asyncio.wait_for(reader.readline(), WAIT_S)).startswith(b"HTTP/1.1 200")
+        for end in (b"", b"Connection: close\r\n"):
+            head = b"POST /length HTTP/1.1\r\n" + end + offer + framing
+            for piece in [head, body] if apart else [head + body]:
+                writer.write(piece)
+                await asyncio.sleep(0.01)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(1) == length
+        assert await reader.read() == b""
         writer.close()
-        assert server
 
 
 async def test_what_has_begun_is_answered() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from app.http import http_server
 from app.http.http_server import SERVICE_PATH
 from app.main import DeployedModel, HttpRouter
 from configs.settings.router import RouterSettings
+from testing.certificates import Authority
 from testing.ports import free_port
 from tests.actors.behaviours import JSON, LIMITS
 from tests.app.http.servers import HOST, WAIT_S
@@ -42,6 +44,11 @@ class Replica(UNDECORATED):
         """Nothing: Python calls it without awaiting its result."""
 
 
+@pytest.fixture
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"), "ours")
+
+
 @pytest.fixture(autouse=True)
 def identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Give the router the ids and the log directory that it reads from Serve's replica."""
@@ -51,8 +58,11 @@ def identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def listening(**settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
-    """Start a router without prefill engines; yield a client of its port."""
+async def listening(by_serve: str | None = None, **settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """Start a router without prefill engines; yield a client of its port.
+
+    ``by_serve``  yield a client of Serve's proxy instead, which adds this prefix to paths
+    """
     port = free_port()
     handles: list[Any] = [SimpleNamespace(deployment_id=one) for one in (PREFILL, DECODE)]
     discovery.publish(PREFILL, {})
@@ -62,7 +72,10 @@ async def listening(**settings: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
     built = RouterSettings(**{**LIMITS.model_dump(), "http_port": port, "leave_s": 0.1, **settings})
     await router.__init__(built, [DeployedModel(*handles)])
     try:
-        async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=WAIT_S) as client:
+        proxy = httpx.ASGITransport(router.__serve_build_asgi_app__(), root_path=by_serve or "")
+        url = f"http://{HOST}:{port}{by_serve or ''}"
+        transport = None if by_serve is None else proxy
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, transport=transport) as client:
             yield client
     finally:
         await router.stop()
@@ -98,6 +111,13 @@ async def test_it_is_ready_while_a_decode_engine_runs() -> None:
         assert (await client.get(SERVICE_PATH)).status_code == 503
 
 
+async def test_an_idle_connection_ends_after_the_configured_time() -> None:
+    async with listening(keep_alive_timeout_s=0.2) as client:
+        reader, writer = await asyncio.open_connection(HOST, client.base_url.port)
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        writer.close()
+
+
 async def test_the_router_limits_a_clients_pause_before_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of connections to engines (`LOST_S`) is shorter."""
     limits_s: list[float] = []
@@ -106,10 +126,27 @@ async def test_the_router_limits_a_clients_pause_before_the_kernel_does(monkeypa
         assert min(limits_s) > 400
 
 
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+@pytest.mark.parametrize("tls", ["", "TLS", "TLS and a client certificate"])
+async def test_serves_proxy_refuses_what_the_port_refuses(tls: str, prefix: str, ours: Authority) -> None:
+    """With TLS settings, nothing but probes travels in clear text through the other port."""
+    files = dict(zip(("ssl_certfile", "ssl_keyfile"), map(str, ours.issue("router")), strict=True)) if tls else {}
+    files |= {"ssl_ca_certs": str(ours.file)} if "client" in tls else {}
+    async with decode() as calls, listening(by_serve=prefix, **files) as client:
+        for path in ("/health", "/ping", "/load"):
+            assert (await client.get(path)).status_code == 200, path
+        replies = [await client.get("/v1/models")]
+        replies.append(await client.post("/v1/completions", json={"prompt": "a"}))
+        assert {reply.status_code for reply in replies} == {403 if tls else 200}
+        assert bool(calls) != bool(tls)
+        for reply in replies if tls else []:
+            assert f"requires {tls}, so" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("allowed", [None, False, True])
 async def test_a_priority_reaches_engines_only_if_the_setting_allows_it(allowed: bool | None) -> None:
     """Unset, the router drops the header."""
-    settings = {} if allowed is None else {"client_priority": allowed}
+    settings: dict[str, Any] = {} if allowed is None else {"client_priority": allowed}
     async with decode() as calls, listening(**settings) as client:
         headers = {"x-vllm-priority": "-9"}
         reply = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)

@@ -15,6 +15,7 @@ from actors import tls
 from actors.tls import TlsFiles
 from app.doctor.machine import check_tls
 from app.http.http_server import SERVICE_PATH, HttpServer
+from app.main import build
 from configs.settings.base import SettingsError
 from configs.settings.parsing import parse_settings
 from connectors.errors import ConfigurationError
@@ -143,11 +144,20 @@ def test_files_that_cannot_be_used(ours: Authority, tmp_path: Path) -> None:
     for days, key_file, remedy in ((10, None, ""), (2, None, "renew it"), (10, other, "renew or replace the files")):
         own = ours.issue("router", days)
         settings = parse_settings({"router": {"ssl_certfile": str(own[0]), "ssl_keyfile": str(key_file or own[1])}})
-        (found,) = check_tls(settings)
+        (found,) = check_tls({"proxy_location": "Disabled"}, settings)
         assert found.remedy == remedy
+        assert [one.ok for one in check_tls({}, settings)] == [True, not remedy]
     both = {"certfile": str(certificate), "keyfile": str(other), "ca_certs": str(ours.file)}
-    (found,) = check_tls(parse_settings({"rpc_tls": both}))
+    (found,) = check_tls({}, parse_settings({"rpc_tls": both}))
     assert found.what.startswith("rpc_tls.keyfile: ")
+
+
+def test_the_build_and_the_doctor_report_what_serves_proxy_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    router = {"ssl_certfile": "/tls/a", "ssl_keyfile": "/tls/b", "ssl_ca_certs": "/tls/c", "http_port": 8443}
+    build(parse_settings({"router": router}))
+    reported = [caplog.messages[-1], next(iter(check_tls({}, parse_settings({"router": router})))).what]
+    assert all("TLS and a client certificate, so Ray Serve's proxy answers only" in one for one in reported)
+    assert all("router's port 8443 " in one for one in reported)
 
 
 @pytest.mark.parametrize(
