@@ -35,6 +35,7 @@ from configs.settings.auth import environment_keys
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
+from connectors.log_lines import escape_log_arguments
 
 SERVE_CALLS = 65536
 """Serve's limit on the ongoing calls of one replica, so high that Tandem's limits apply first.
@@ -109,6 +110,7 @@ class HttpRouter(RouterReplica):
         process takes the port during the start, and SettingsError for an invalid API key in this
         process's environment.
         """
+        escape_log_arguments()
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
             settings.limits(),

@@ -19,7 +19,7 @@ from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
 from actors.telemetry.access_log import AccessLog
 from app.http.auth import Authenticated
-from app.http.errors import error_body
+from app.http.errors import BadRequestError, error_body, error_response
 from app.http.forwarded.from_decode import FromDecode
 from app.http.forwarded.models import AdapterEndpoints, ModelList
 from app.http.generate import Generate
@@ -86,6 +86,9 @@ def build_http(
     async def page(_: Request) -> Response:
         return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
+    async def refuse(_: Request, error: Exception) -> Response:
+        return error_response(error, router.limits.retry_after_s)
+
     from_decode = FromDecode(router)
     surface = Starlette(
         routes=[
@@ -100,7 +103,7 @@ def build_http(
             Route("/", page, methods=["GET"]),
             Route("/tandem/status", status, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: refuse_route},
+        exception_handlers={HTTPException: refuse_route, BadRequestError: refuse},
     )
     own = settings or RouterSettings()
     app: ASGIApp = Authenticated(surface, router, key_digests)
