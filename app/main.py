@@ -31,7 +31,7 @@ from app.http.auth import digests
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
 from app.http.traces import Traces
-from configs.settings.auth import environment_keys
+from configs.settings.auth import environment_keys, environment_operator_keys
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
@@ -98,12 +98,15 @@ class HttpRouter(RouterReplica):
         models: Sequence[DeployedModel],
         key_digests: tuple[bytes, ...] = (),
         build_key_digests: tuple[bytes, ...] = (),
+        operator_digests: tuple[bytes, ...] = (),
+        build_operator_digests: tuple[bytes, ...] = (),
         rpc_tls: TlsFiles | None = None,
     ) -> None:
         """Start the router, and its HTTP server if `settings.http_port` is set.
 
         ``key_digests``        digests of the API keys in `args`
         ``build_key_digests``  digests of the API keys in the environment of the build
+        ``operator_digests``, ``build_operator_digests``  the same of operator keys
         ``rpc_tls``            certificate files of the connections to engines; None: no TLS
 
         Raises ConfigurationError if the port or a certificate cannot be used, OSError if another
@@ -127,11 +130,11 @@ class HttpRouter(RouterReplica):
         )
         # Serve may build the application on a node whose environment has no keys, or before the
         # keys changed. So the keys of this process's environment take precedence.
-        own = digests(environment_keys())
-        keys = tuple(sorted({*key_digests, *(own or build_key_digests)}))
+        keys = {*key_digests, *(digests(environment_keys()) or build_key_digests)}
+        operators = {*operator_digests, *(digests(environment_operator_keys()) or build_operator_digests)}
         traces = Traces(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         log = open_access_log(log_directory(), own_replica_id()) if settings.access_log else None
-        self._surface = build_http(self, keys, traces, log, settings)
+        self._surface = build_http(self, sorted(keys), traces, log, settings, sorted(operators))
         if settings.http_port is not None:
             self._http_server = HttpServer(
                 self._surface,
@@ -179,6 +182,8 @@ def build(args: ServiceSettings) -> serve.Application:
         models,
         key_digests=digests(args.auth.api_keys),
         build_key_digests=digests(environment_keys()),
+        operator_digests=digests(args.auth.operator_keys),
+        build_operator_digests=digests(environment_operator_keys()),
         rpc_tls=rpc_files(args),
     )
 

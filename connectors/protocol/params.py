@@ -30,7 +30,7 @@ import numpy as np
 
 from connectors.errors import WireError
 
-_MAX_NAME_CHARACTERS = 256
+_MAX_CHARACTERS = 256
 """Limit of ids and host names."""
 
 
@@ -110,7 +110,7 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         raise WireError(f"kv_transfer_params must be an object, not {type(params).__name__}")
     lost = params.get("engines_lost")
     if lost is not None:
-        if not isinstance(lost, str) or not lost.strip(".") or len(lost) > _MAX_NAME_CHARACTERS:
+        if not isinstance(lost, str) or not lost.strip(".") or len(lost) > _MAX_CHARACTERS:
             raise WireError(
                 f"kv_transfer_params: engines_lost must be an engine id or its prefix, not {reprlib.repr(lost)}"
             )
@@ -122,7 +122,7 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     if produce and consume:
         raise WireError("kv_transfer_params: set do_remote_decode or do_remote_prefill, not both")
     transfer_id = params.get("transfer_id")
-    if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= _MAX_NAME_CHARACTERS):
+    if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= _MAX_CHARACTERS):
         raise WireError("kv_transfer_params: transfer_id must be a string of 1 to 256 characters")
     if produce and params.get("discard"):
         if transfer_id is None:
@@ -166,9 +166,9 @@ def names_engine(engines: str, incarnation: str) -> bool:
 
 def _address(params: Mapping[str, object]) -> EngineAddress:
     incarnation, host, port = (params.get(key) for key in ("remote_engine_id", "remote_host", "remote_port"))
-    if not isinstance(incarnation, str) or not 0 < len(incarnation) <= _MAX_NAME_CHARACTERS:
+    if not isinstance(incarnation, str) or not 0 < len(incarnation) <= _MAX_CHARACTERS:
         raise WireError("kv_transfer_params: remote_engine_id must be the prefill engine's id")
-    if not isinstance(host, str) or not 0 < len(host) <= _MAX_NAME_CHARACTERS:
+    if not isinstance(host, str) or not 0 < len(host) <= _MAX_CHARACTERS:
         raise WireError("kv_transfer_params: remote_host must be a host name or an IP address")
     if type(port) is not int or not 0 < port < 65536:
         raise WireError(f"kv_transfer_params: remote_port must be a port number, not {reprlib.repr(port)}")

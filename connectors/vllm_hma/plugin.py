@@ -25,8 +25,9 @@ _CONNECTORS = {
 def register() -> None:
     """Register the connectors with vLLM's factory, and mark names that clients give to images.
 
-    Also keeps the connectors' log messages, which quote clients and peers, on one line. Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins.
-    The connectors' modules also call it when they are imported.
+    Also keeps the connectors' log messages, which quote clients and peers, on one line. Repeated
+    calls have no effect. vLLM calls this in each of its processes when it loads plugins. The
+    connectors' modules also call it when they are imported.
     """
     escape_log_arguments("connectors")
     mark_names_of_clients()

@@ -121,8 +121,8 @@ class Dispatcher:
         Afterwards `attempt.items` are decode's items. Raises HandoverError if decode refuses the
         request, answers with status 429 or 5xx or is silent, or the prefill leg breaks;
         UnavailableError if the decode engine dies; DeadlineError if decode does not answer within
-        `idle_timeout_s`; CannotResumeError if its answer is another status than 200; EngineError for
-        an internal error of the engine.
+        `idle_timeout_s`; CannotResumeError if it answers otherwise and not with a stream;
+        EngineError for an internal error of the engine.
         """
         assert attempt.prefill is not None
         items = attempt.prefill.items
