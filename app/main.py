@@ -32,10 +32,11 @@ from app.http.auth import digests
 from app.http.http_server import HttpServer, for_serve_proxies, proxies_refuse
 from app.http.routes import build_http
 from app.http.traces import Traces
-from configs.settings.auth import environment_keys
+from configs.settings.auth import environment_keys, environment_operator_keys
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
+from connectors.log_lines import escape_log_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -100,18 +101,22 @@ class HttpRouter(RouterReplica):
         models: Sequence[DeployedModel],
         key_digests: tuple[bytes, ...] = (),
         build_key_digests: tuple[bytes, ...] = (),
+        operator_digests: tuple[bytes, ...] = (),
+        build_operator_digests: tuple[bytes, ...] = (),
         rpc_tls: TlsFiles | None = None,
     ) -> None:
         """Start the router, and its HTTP server if `settings.http_port` is set.
 
         ``key_digests``        digests of the API keys in `args`
         ``build_key_digests``  digests of the API keys in the environment of the build
+        ``operator_digests``, ``build_operator_digests``  the same of operator keys
         ``rpc_tls``            certificate files of the connections to engines; None: no TLS
 
         Raises ConfigurationError if the port or a certificate cannot be used, OSError if another
         process takes the port during the start, and SettingsError for an invalid API key in this
         process's environment.
         """
+        escape_log_arguments()
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
             settings.limits(),
@@ -128,11 +133,11 @@ class HttpRouter(RouterReplica):
         )
         # Serve may build the application on a node whose environment has no keys, or before the
         # keys changed. So the keys of this process's environment take precedence.
-        own = digests(environment_keys())
-        keys = tuple(sorted({*key_digests, *(own or build_key_digests)}))
+        keys = {*key_digests, *(digests(environment_keys()) or build_key_digests)}
+        operators = {*operator_digests, *(digests(environment_operator_keys()) or build_operator_digests)}
         traces = Traces(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
         log = open_access_log(log_directory(), own_replica_id()) if settings.access_log else None
-        surface = build_http(self, keys, traces, log, settings)
+        surface = build_http(self, sorted(keys), traces, log, settings, sorted(operators))
         self._for_proxies = for_serve_proxies(surface, settings)
         if settings.http_port is not None:
             self._http_server = HttpServer(
@@ -184,6 +189,8 @@ def build(args: ServiceSettings) -> serve.Application:
         models,
         key_digests=digests(args.auth.api_keys),
         build_key_digests=digests(environment_keys()),
+        operator_digests=digests(args.auth.operator_keys),
+        build_operator_digests=digests(environment_operator_keys()),
         rpc_tls=rpc_files(args),
     )
 

@@ -186,7 +186,7 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
     config, settings = read(path)
     for one in settings.each_model().values():
         check_model(one)
-    settings.auth.operators_keys()  # refuses invalid keys in the environment
+    settings.auth.all_keys()  # refuses invalid keys in the environment
     if port is not None and settings.router.http_port is not None:
         _ours(config).setdefault("args", {}).setdefault("router", {})["http_port"] = port
         settings = parse_settings(_ours(config)["args"])
@@ -474,7 +474,7 @@ class Watcher:
         self._address = url_of(config, settings)
         self._name = ServeApplicationSchema.model_validate(_ours(config)).name
         self._model = next(iter(settings.each_model().values())).model_name
-        self._header = KEY_HEADER if settings.auth.operators_keys() else ""
+        self._header = KEY_HEADER if settings.auth.all_keys() else ""
         self._logs = logs
         self._screen = screen
         self._stages = EngineStages(replicas_at_start(settings))

@@ -28,6 +28,7 @@ from actors.tls import TlsFiles, rpc_files, server_context
 from configs.settings.base import ROLES, RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
+from connectors.log_lines import escape_log_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class EngineActor:
         `fallback_secret`. Raises SettingsError if the secret in the environment is too short, and
         EngineStartError with the cause if the start fails.
         """
+        escape_log_arguments()
         keep_serve_log()
         settings = settings.with_secret(fallback_secret)
         self._changes_adapters = settings.allow_runtime_lora_updating

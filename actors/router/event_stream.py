@@ -1,18 +1,19 @@
 """Split an answer into server-sent events and remove duplicates of a resumed stream.
 
 When another engine restarts the stream, `EventStream` drops the events already sent and sets
-`created` of later events to its value in the first stream. Never drops an error. Does no I/O.
+`created` of later events to its value in the first stream. It never drops the first error, which
+ends the stream. Does no I/O.
 """
 
 import re
 
+DATA = b"data: "
 END = b"\n\n"
-DONE = b"data: [DONE]"
+DONE = DATA + b"[DONE]"
 LAST_EVENTS = (
     b"event: response.completed\n",
     b"event: response.failed\n",
     b"event: message_stop\n",
-    b"event: error\n",
 )
 """Prefixes of the last event of a Responses or Messages API stream, which has no `[DONE]`."""
 ERRORS = (b'data: {"error"', b"event: error\n")
@@ -28,7 +29,7 @@ class EventStream:
         self.sent = 0
         """Number of events returned, without comments (`: ping`)."""
         self.done = False
-        """True once `feed` has returned the last event."""
+        """True once `feed` has returned the last event; it returns no event after that."""
         self._partial = b""
         self._seen = 0
         self._created: bytes | None = None
@@ -48,8 +49,13 @@ class EventStream:
     def _new(self, event: bytes) -> bytes:
         if event.startswith(b":"):
             return event + END
+        if self.done:
+            return b""
         if event.startswith(ERRORS):
-            self._seen = self.sent  # the engine repeats no further event
+            # The engine repeats no further event, and may die before its `[DONE]`.
+            self.sent += 1
+            self.done = True
+            return event + END + (DONE + END if event.startswith(DATA) else b"")
         self._seen += 1
         if self._seen <= self.sent:
             return b""

@@ -22,6 +22,11 @@ from actors.router.router import Router
 from actors.telemetry.access_log import ENTRY
 from app.http.errors import error_body, error_response
 
+STATUS_PATH = "/tandem/status"
+
+OPERATOR = "tandem.operator"
+"""Key in the scope of a request with a key: whether it is an operator's."""
+
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
 REFUSED = ("refused", "")
@@ -81,13 +86,15 @@ class PerKeyLimiter:
 class Authenticated:
     """ASGI middleware that checks API keys and their request limits.
 
-    Without configured keys, it admits all requests.
+    Without configured keys, it admits all requests. With keys, only an operator's key may learn of
+    the requests of other keys: it may request STATUS_PATH, and the scope has OPERATOR.
     """
 
-    def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes]) -> None:
+    def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes], operators: Sequence[bytes] = ()) -> None:
         self._app = app
         self._router = router
-        self._digests = digests
+        self._digests = sorted({*digests, *operators})
+        self._operators = frozenset(operators)
         self._limiter = PerKeyLimiter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,9 +107,13 @@ class Authenticated:
             return
         if (entry := scope.get(ENTRY)) is not None:
             entry.key = key.hex()[:8]
+        operator = key in self._operators
+        if path == STATUS_PATH and not operator:
+            await self._refuse(forbidden())(scope, receive, send)
+            return
         try:
             with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):
-                await self._app(scope, receive, send)
+                await self._app({**scope, OPERATOR: operator}, receive, send)
         except OverloadedError as error:
             response = error_response(error, self._router.limits.retry_after_s, scope["path"])
             await self._refuse(response)(scope, receive, send)
@@ -124,6 +135,13 @@ class Authenticated:
     def _refuse(self, response: JSONResponse) -> JSONResponse:
         self._router.metrics.requests.labels(*REFUSED, response.status_code).inc()
         return response
+
+
+def forbidden() -> JSONResponse:
+    """Return a 403 response to a key that is not an operator's."""
+    status = HTTPStatus.FORBIDDEN
+    message = "an operator's key is required: one of `auth.operator_keys` or `TANDEM_OPERATOR_KEYS`"
+    return JSONResponse(error_body(status, message), status_code=status)
 
 
 def unauthorized() -> JSONResponse:

@@ -1,6 +1,7 @@
 """Report one request in response headers, metrics, status page, access log and traces.
 
-A client that sends `x-tandem-explain: 1` receives two headers, unless the answer is an error:
+A client that sends `x-tandem-explain: 1`, with an operator's key if there are keys, receives two
+headers, unless the answer is an error:
 `x-tandem-decision`, the routing decision and its inputs, and `Server-Timing`, the latency breakdown
 in the W3C format that browsers' developer tools display. If a stream has begun with keep-alive
 comments, the router sends the two headers as SSE comments.
@@ -11,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 
+from starlette.types import Scope
+
 from actors.router.client_request import ClientRequest
 from actors.router.models.model_router import AnyAnswer, ModelRouter
 from actors.telemetry.access_log import AccessEntry
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import MAX_ID_CHARACTERS, RequestRecord, now_unix
+from app.http.auth import OPERATOR
 from app.http.traces import RequestTrace, Traces
 
 EXPLAIN_HEADER = b"x-tandem-explain"
@@ -31,9 +35,14 @@ The timings normally arrive before decode's first token, on a busy machine milli
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
-def wants_explanation(headers: RawHeaders) -> bool:
-    """Return whether the headers ask for an explanation. ASGI header names are lower case."""
-    return any(name == EXPLAIN_HEADER and value.strip().lower() in {b"1", b"true"} for name, value in headers)
+def wants_explanation(scope: Scope) -> bool:
+    """Return whether the client asks for an explanation and may have one.
+
+    The decision tells which prefixes of other clients are cached. The header of a key that is not
+    an operator's is ignored: diagnostics must not fail a request. ASGI header names are lower case.
+    """
+    asks = any(name == EXPLAIN_HEADER and value.strip().lower() in {b"1", b"true"} for name, value in scope["headers"])
+    return asks and scope.get(OPERATOR, True)
 
 
 def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:

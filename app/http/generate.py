@@ -118,7 +118,7 @@ class Generate:
                     request, self._endpoint, limits.max_body_bytes, limits.max_prompts, limits.client_priority
                 )
                 session = request.headers.get(limits.routing.session_header)
-                found = found.with_metadata(session=session, explain=wants_explanation(request.scope["headers"]))
+                found = found.with_metadata(session=session, explain=wants_explanation(request.scope))
                 await found.prepare()
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"

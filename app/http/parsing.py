@@ -34,6 +34,14 @@ PROXY_ID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0
 See `generate_request_id` in ray/serve/_private/utils.py.
 """
 
+ID = re.compile("[!-~]{1,256}")
+"""Form of a client's id. Engines write it to their logs and repeat it in each chunk of a stream, so
+a long one would delay the streams of all clients.
+"""
+
+ID_FIELDS = ("request_id", "session_id")
+ID_HEADERS = (b"x-request-id", b"x-session-id")
+
 FORWARDED_HEADERS = frozenset(
     {
         b"accept",
@@ -101,12 +109,16 @@ def forwarded_headers(request: Request, client_priority: bool = False) -> Header
     """Return the request headers for the engines, with a new X-Request-Id if the client sent none.
 
     ``client_priority``  whether to include PRIORITY_HEADER
+
+    Raises BadRequestError for an id that is not of the form ID.
     """
     passed = FORWARDED_HEADERS | {PRIORITY_HEADER} if client_priority else FORWARDED_HEADERS
     given: dict[bytes, bytes] = {}
     for name, value in request.headers.raw:
         if name in passed:
             given.setdefault(name, value)  # Starlette also reads the first value
+    for name in ID_HEADERS:
+        _check_id(given[name].decode("latin-1") if name in given else None, name.decode())
     given.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
     return tuple(given.items())
 
@@ -124,7 +136,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """Return the parsed body.
 
     Raises BadRequestError for a body that is not a JSON object or has too many levels, and for
-    reserved, unsupported or malformed fields.
+    reserved, unsupported or malformed fields or ids.
     """
     if not raw:
         raise MalformedError("the body is empty; send a JSON object", "body")
@@ -143,6 +155,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     _check_depth(body)
     if TRANSFER_FIELD in body:
         raise BadRequestError(f"{TRANSFER_FIELD} is reserved for this service; remove the field", param=TRANSFER_FIELD)
+    for field in ID_FIELDS:
+        _check_id(body.get(field), field)
     structured = body.get("structured_outputs")
     if structured is not None and not isinstance(structured, dict):
         # For other types vLLM answers HTTP 500.
@@ -172,6 +186,12 @@ async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
         found = json.loads(extra) if isinstance(extra, str) else None
         _check_extra(found)
     return {"stream": stream in ("true", "True", "1")} | ({"model": model} if isinstance(model, str) else {})
+
+
+def _check_id(value: Any, name: str) -> None:
+    """Raise BadRequestError for a string not of the form ID. Engines refuse other types."""
+    if isinstance(value, str) and not ID.fullmatch(value):
+        raise BadRequestError(f"{name} must have 1 to 256 visible ASCII characters and no blanks", name)
 
 
 def _check_extra(extra: Any) -> None:

@@ -18,8 +18,8 @@ from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
 from actors.telemetry.access_log import AccessLog
-from app.http.auth import Authenticated
-from app.http.errors import error_body
+from app.http.auth import STATUS_PATH, Authenticated
+from app.http.errors import BadRequestError, error_body, error_response
 from app.http.forwarded.from_decode import FromDecode
 from app.http.forwarded.models import AdapterEndpoints, ModelList
 from app.http.generate import Generate
@@ -49,14 +49,18 @@ def build_http(
     traces: Traces | None = None,
     access_log: Callable[[str], None] | None = None,
     settings: RouterSettings | None = None,
+    operator_digests: Sequence[bytes] = (),
 ) -> ASGIApp:
     """Return the application of `router`.
 
-    ``key_digests``  digests of valid API keys; empty to admit all requests
+    ``key_digests``  digests of valid API keys. All requests are admitted if there are neither these
+                     nor `operator_digests`
     ``traces``       creates the spans of requests; None: no spans
     ``access_log``   receives one line per request, except for UNLOGGED_PATHS (probes, scrapers and
                      the status page); None: no access log
     ``settings``     settings for CORS and for requests in the access log; None: the defaults
+
+    ``operator_digests``  digests of valid keys of operators
     """
 
     async def merged() -> str:
@@ -86,6 +90,9 @@ def build_http(
     async def page(_: Request) -> Response:
         return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
+    async def refuse(_: Request, error: Exception) -> Response:
+        return error_response(error, router.limits.retry_after_s)
+
     from_decode = FromDecode(router)
     surface = Starlette(
         routes=[
@@ -98,12 +105,12 @@ def build_http(
             Route("/load", load, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
             Route("/", page, methods=["GET"]),
-            Route("/tandem/status", status, methods=["GET"]),
+            Route(STATUS_PATH, status, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: refuse_route},
+        exception_handlers={HTTPException: refuse_route, BadRequestError: refuse},
     )
     own = settings or RouterSettings()
-    app: ASGIApp = Authenticated(surface, router, key_digests)
+    app: ASGIApp = Authenticated(surface, router, key_digests, operator_digests)
     if own.allowed_origins:
         app = CORSMiddleware(  # outside `Authenticated`: browsers send preflights without a key
             app,

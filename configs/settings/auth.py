@@ -9,6 +9,7 @@ from configs.settings.base import Frozen, SettingsError
 
 API_KEYS_VARIABLE = "TANDEM_API_KEYS"
 VLLM_API_KEY_VARIABLE = "VLLM_API_KEY"
+OPERATOR_KEYS_VARIABLE = "TANDEM_OPERATOR_KEYS"
 
 
 class AuthSettings(Frozen):
@@ -21,32 +22,46 @@ class AuthSettings(Frozen):
         "requests need none. /, /health, /ping, /load, /metrics and /tandem/service never need one",
     )
 
-    @field_validator("api_keys")
+    operator_keys: tuple[SecretStr, ...] = Field(
+        (),
+        description=f"further keys, or the variable `{OPERATOR_KEYS_VARIABLE}`: with any key set, only these can read "
+        "/tandem/status and use `x-tandem-explain`, which describe other clients' requests",
+    )
+
+    @field_validator("api_keys", "operator_keys")
     @classmethod
     def _can_be_sent(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         return tuple(SecretStr(_sendable_key(key.get_secret_value())) for key in keys)
 
-    def operators_keys(self) -> tuple[SecretStr, ...]:
-        """Return the operator's API keys from these settings and this process's environment.
+    def all_keys(self) -> tuple[SecretStr, ...]:
+        """Return all keys from these settings and this process's environment.
 
         Raises SettingsError if an environment variable has a key that no client can send, or is not
         empty but has no key.
         """
-        return (*self.api_keys, *environment_keys())
+        return (*self.api_keys, *self.operator_keys, *environment_keys(), *environment_operator_keys())
 
 
 def environment_keys() -> tuple[SecretStr, ...]:
-    """Return the operator's API keys from this process's environment.
+    """Return the keys other than operator keys from this process's environment.
 
     Raises SettingsError if a variable has a key that no client can send, or is not empty but has no
     key.
     """
-    listed = _keys_in(API_KEYS_VARIABLE, os.environ.get(API_KEYS_VARIABLE, "").split(","))
     single = _keys_in(VLLM_API_KEY_VARIABLE, [os.environ.get(VLLM_API_KEY_VARIABLE, "")])
-    return tuple(map(SecretStr, (*listed, *single)))
+    return (*_listed_keys(API_KEYS_VARIABLE), *single)
 
 
-def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
+def environment_operator_keys() -> tuple[SecretStr, ...]:
+    """Return the operator keys from this process's environment. Raises as `environment_keys`."""
+    return _listed_keys(OPERATOR_KEYS_VARIABLE)
+
+
+def _listed_keys(variable: str) -> tuple[SecretStr, ...]:
+    return _keys_in(variable, os.environ.get(variable, "").split(","))
+
+
+def _keys_in(variable: str, values: Sequence[str]) -> tuple[SecretStr, ...]:
     """Return the keys in the `values` of an environment variable, without surrounding blanks.
 
     Raises SettingsError if no client can send one of them, or if the variable is not empty but has
@@ -58,7 +73,7 @@ def _keys_in(variable: str, values: Sequence[str]) -> list[str]:
         raise SettingsError(f"{variable}: {error}") from None
     if not found and list(values) != [""]:
         raise SettingsError(f"{variable}: is set, but contains no key; add a key, or unset the variable")
-    return found
+    return tuple(map(SecretStr, found))
 
 
 def _sendable_key(key: str) -> str:

@@ -22,12 +22,16 @@ transfer; ``engines_lost`` and ``supervisor`` are a supervisor's report of ended
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from connectors.errors import WireError
+
+_MAX_CHARACTERS = 256
+"""Limit of ids and host names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,10 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         raise WireError(f"kv_transfer_params must be an object, not {type(params).__name__}")
     lost = params.get("engines_lost")
     if lost is not None:
-        if not isinstance(lost, str) or not lost.strip("."):
-            raise WireError(f"kv_transfer_params: engines_lost must be an engine id or its prefix, not {lost!r}")
+        if not isinstance(lost, str) or not lost.strip(".") or len(lost) > _MAX_CHARACTERS:
+            raise WireError(
+                f"kv_transfer_params: engines_lost must be an engine id or its prefix, not {reprlib.repr(lost)}"
+            )
         supervisor = params.get("supervisor", "")
         if not isinstance(supervisor, str):
             raise WireError("kv_transfer_params: supervisor must be a string")
@@ -116,7 +122,7 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
     if produce and consume:
         raise WireError("kv_transfer_params: set do_remote_decode or do_remote_prefill, not both")
     transfer_id = params.get("transfer_id")
-    if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= 256):
+    if transfer_id is not None and (not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= _MAX_CHARACTERS):
         raise WireError("kv_transfer_params: transfer_id must be a string of 1 to 256 characters")
     if produce and params.get("discard"):
         if transfer_id is None:
@@ -132,7 +138,9 @@ def parse_params(params: Mapping[str, object] | None) -> TransferParams | None:
         raise WireError("kv_transfer_params: transfer_id is missing; send the parameters of prefill's answer unchanged")
     multiple = params.get("prompt_multiple", 0)
     if type(multiple) is not int or multiple < 0:
-        raise WireError(f"kv_transfer_params: prompt_multiple must be a number of tokens, 0 or more, not {multiple!r}")
+        raise WireError(
+            f"kv_transfer_params: prompt_multiple must be a number of tokens, 0 or more, not {reprlib.repr(multiple)}"
+        )
     return ConsumeParams(transfer_id, _address(params), params.get("remote_num_tokens") is not None, multiple)
 
 
@@ -158,12 +166,12 @@ def names_engine(engines: str, incarnation: str) -> bool:
 
 def _address(params: Mapping[str, object]) -> EngineAddress:
     incarnation, host, port = (params.get(key) for key in ("remote_engine_id", "remote_host", "remote_port"))
-    if not isinstance(incarnation, str) or not incarnation:
+    if not isinstance(incarnation, str) or not 0 < len(incarnation) <= _MAX_CHARACTERS:
         raise WireError("kv_transfer_params: remote_engine_id must be the prefill engine's id")
-    if not isinstance(host, str) or not host:
+    if not isinstance(host, str) or not 0 < len(host) <= _MAX_CHARACTERS:
         raise WireError("kv_transfer_params: remote_host must be a host name or an IP address")
     if type(port) is not int or not 0 < port < 65536:
-        raise WireError(f"kv_transfer_params: remote_port must be a port number, not {port!r}")
+        raise WireError(f"kv_transfer_params: remote_port must be a port number, not {reprlib.repr(port)}")
     return EngineAddress(incarnation, host, port)
 
 

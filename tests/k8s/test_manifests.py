@@ -84,7 +84,8 @@ def test_secrets_go_to_who_needs_them() -> None:
         for name, group in groups.items()
     }
     engine = {"TANDEM_PEER_SECRET": "tandem-auth", "HF_TOKEN": "tandem-hub"}
-    assert secrets == {"head": {}, "router": {"TANDEM_API_KEYS": "tandem-auth"}, "prefill": engine, "decode": engine}
+    router = dict.fromkeys(("TANDEM_API_KEYS", "TANDEM_OPERATOR_KEYS"), "tandem-auth")
+    assert secrets == {"head": {}, "router": router, "prefill": engine, "decode": engine}
     assert only(render(ROOT / "overlays" / "gpu"), "Secret") == []
 
 

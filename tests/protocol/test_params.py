@@ -63,7 +63,7 @@ def test_lost_engines() -> None:
     assert parse_params({"engines_lost": "node-a.", "supervisor": "s"}) == LostParams("node-a.", "s")
     with pytest.raises(WireError, match="supervisor must be a string"):
         parse_params({"engines_lost": "node-a.", "supervisor": 5})
-    for wrong in ("", ".", 5, True, ["node-a."]):
+    for wrong in ("", ".", "x" * 257, 5, True, ["node-a."]):
         with pytest.raises(WireError, match="engines_lost must be an engine id or its prefix"):
             parse_params({"engines_lost": wrong})
 
@@ -114,7 +114,9 @@ def test_whole_blocks(prompt_tokens: int, multiple: int) -> None:
         ({"transfer_id": "x" * 257}, "transfer_id must be a string of 1 to 256"),
         ({"remote_engine_id": None}, "remote_engine_id"),
         ({"remote_engine_id": ""}, "remote_engine_id"),
+        ({"remote_engine_id": "x" * 257}, "remote_engine_id"),
         ({"remote_host": 7}, "remote_host"),
+        ({"remote_host": "x" * 257}, "remote_host"),
         ({"remote_port": None}, "remote_port"),
         ({"remote_port": "5600"}, "remote_port must be a port number, not '5600'"),
         ({"remote_port": True}, "remote_port"),

@@ -94,6 +94,9 @@ class Dispatcher:
     async def open(self, replay_log: ReplayLog = ()) -> Attempt:
         """Return an attempt whose answer has started; the answer first repeats `replay_log`.
 
+        With a `replay_log`, an answer with status 429 or 5xx is a failure of its engine: the client
+        has received status 200.
+
         Raises OverloadedError, UnavailableError or DeadlineError if no engine answers,
         CannotResumeError if an engine cannot repeat `replay_log`, EngineError for an internal error
         of an engine.
@@ -102,7 +105,11 @@ class Dispatcher:
         async with deadline(self.timing.left_s, "waiting for an engine's answer"):
             while True:
                 try:
-                    return await self._open_once(replay_log)
+                    attempt = await self._open_once(replay_log)
+                    if replay_log and _is_busy_or_broken(status := attempt.start.status):
+                        await attempt.close()
+                        raise UnavailableError(f"the engine that should continue the stream answered HTTP {status}")
+                    return attempt
                 except RefusedError as error:
                     logger.debug("a decode engine refused a request; trying again: %s", error)  # until the deadline
                 except UnavailableError as error:
@@ -112,9 +119,10 @@ class Dispatcher:
         """Yield the items of prefill's first token until decode takes over.
 
         Afterwards `attempt.items` are decode's items. Raises HandoverError if decode refuses the
-        request or is silent, or the prefill leg breaks; UnavailableError if the decode engine dies;
-        DeadlineError if decode does not answer within `idle_timeout_s`; CannotResumeError if its
-        answer is no stream; EngineError for an internal error of the engine.
+        request, answers with status 429 or 5xx or is silent, or the prefill leg breaks;
+        UnavailableError if the decode engine dies; DeadlineError if decode does not answer within
+        `idle_timeout_s`; CannotResumeError if it answers otherwise and not with a stream;
+        EngineError for an internal error of the engine.
         """
         assert attempt.prefill is not None
         items = attempt.prefill.items
@@ -141,9 +149,10 @@ class Dispatcher:
         if broken is not None:
             raise HandoverError(f"the handover broke after prefill's first token, with the outcome `{broken}`")
         if not attempt.start.streams:
-            raise CannotResumeError(
-                f"decode answered HTTP {attempt.start.status} after prefill's first token; send the request again"
-            )
+            answered = f"decode answered HTTP {attempt.start.status} after prefill's first token"
+            if _is_busy_or_broken(attempt.start.status):
+                raise HandoverError(answered)
+            raise CannotResumeError(f"{answered}; send the request again")
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
         """Return the request's timestamps up to the answer of `attempt`."""
@@ -505,6 +514,11 @@ async def _end(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
+
+
+def _is_busy_or_broken(status: int) -> bool:
+    """Return whether another engine may accept a request that was answered with `status`."""
+    return status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def _has_tokens(items: list[StreamChunk | bytes]) -> bool:

@@ -8,9 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.router.event_stream import DONE, END
+from actors.router.event_stream import DATA, DONE, END
 
-DATA = b"data: "
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 OF_ONE_PROMPT = "metrics"
 """Field that vLLM sets only in answers to one prompt."""

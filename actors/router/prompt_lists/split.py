@@ -27,8 +27,8 @@ def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRe
         return []
     if why_local(request.endpoint, {**request.body, "prompt": "any"}) is not None:
         return []
-    if not isinstance(request.body.get("stream"), bool | None) or not parent_id(request).isprintable():
-        return []  # vLLM converts such a `stream`; the id becomes a header
+    if not isinstance(request.body.get("stream"), bool | None):
+        return []  # vLLM converts such a `stream`
     fields = request.fields
     written = fields["prompt"]
     each: list[Any] = (

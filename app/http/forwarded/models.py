@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 1 << 16
 """Largest body in bytes of a request that loads or unloads an adapter."""
 
+MAX_NAME_CHARACTERS = 256
+MAX_PATH_CHARACTERS = 4096
+"""Limits of an adapter's name and path; the latter is Linux's."""
+
 
 class ModelList:
     """Endpoint `/v1/models` of several models: joins the lists of those with a decode replica."""
@@ -106,7 +110,7 @@ class AdapterEndpoints:
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
 
     async def _load(self, body: dict[str, Any]) -> str:
-        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        name, path = _text(body, "lora_name"), _text(body, "lora_path", MAX_PATH_CHARACTERS)
         if not name or not path:
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
         if body.get("load_inplace"):
@@ -218,16 +222,15 @@ def _not_allowed(names: Sequence[str]) -> BadRequestError:
     )
 
 
-def _text(body: dict[str, Any], field: str) -> str:
+def _text(body: dict[str, Any], field: str, most: int = MAX_NAME_CHARACTERS) -> str:
     """Return the string in `field` of the body, or "".
 
-    Raises BadRequestError for another type, and for a string that cannot be sent to engines.
+    Raises BadRequestError for another type, and for a string that is not printable or has more than
+    `most` characters: engines log it, and repeat an adapter's name in each chunk.
     """
     value = body.get(field)
     if value is not None and not isinstance(value, str):
         raise BadRequestError(f"`{field}` must be a string", field)
-    try:
-        (value or "").encode()
-    except UnicodeEncodeError:
-        raise BadRequestError(f"`{field}` must not contain lone surrogates", field) from None
+    if value and (len(value) > most or not value.isprintable()):
+        raise BadRequestError(f"`{field}` must have at most {most} characters, all printable", field)
     return value or ""

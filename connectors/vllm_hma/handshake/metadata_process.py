@@ -23,6 +23,7 @@ import threading
 from typing import BinaryIO
 
 from connectors.errors import ConfigurationError
+from connectors.log_lines import escape_log_arguments
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ def serve() -> None:
     returns.
     """
     os.nice(_NICE)
+    escape_log_arguments()
     logging.basicConfig(format="%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
     source, out = sys.stdin.buffer, sys.stdout
     (length,) = _LENGTH.unpack(source.read(_LENGTH.size))

@@ -286,6 +286,17 @@ async def test_an_engine_that_answers_otherwise_than_with_the_stream():
     await at_rest(p, d)
 
 
+@pytest.mark.parametrize("status", [429, 500])
+async def test_a_busy_or_broken_engine_does_not_end_a_stream(status):
+    """The router asks the next engine to continue the stream."""
+    router, p, d = fleet([], [engine(1, [1], 7), answers(status, {}), engine(1, [1])])
+    d.replicas.reverse()
+    d.in_order = True
+    _, body = await ask(router, request())
+    await at_rest(p, d)
+    assert (len(d.calls), body.count(b"<39>"), body.count(b"data: [DONE]")) == (3, 1, 1)
+
+
 @pytest.mark.parametrize("status", [400, 429, 503])
 async def test_a_stream_that_died_before_its_first_event_hides_no_status(status):
     """The client has received nothing: the next engine's status and body are the answer."""

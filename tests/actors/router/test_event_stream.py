@@ -63,13 +63,23 @@ def test_the_responses_api_ends_without_a_mark(last):
 
 
 @pytest.mark.parametrize(
-    "error", [b'data: {"error": {"message": "m"}}\n\n', b'event: error\ndata: {"type": "error"}\n\n']
+    ("error", "end"),
+    [
+        (b'data: {"error": {"message": "m"}}\n\n', b"data: [DONE]\n\n"),
+        (b'event: error\ndata: {"type": "error"}\n\n', b""),
+    ],
 )
-def test_an_error_is_no_repetition(error):
-    """An engine that fails while it repeats events has not sent the event at that position."""
+@pytest.mark.parametrize("repeats", [True, False])
+def test_an_error_is_no_repetition_and_ends_the_stream(error, end, repeats):
+    """An engine that fails while it repeats events has not sent the event at that position. No
+    other engine continues the stream, even if the engine dies before `[DONE]`.
+    """
     stream = EventStream()
     stream.feed(event(0) + event(1))
-    stream.restart()
-    rest = error + b"data: [DONE]\n\n"
-    assert stream.feed(event(0) + rest) == rest
+    if repeats:
+        stream.restart()
+    assert stream.feed((event(0) if repeats else b"") + error) == error + end
     assert stream.done
+    assert stream.feed(b"data: [DONE]\n\n") == b""
+    stream.restart()
+    assert stream.feed(b"".join(map(event, range(5)))) == b""

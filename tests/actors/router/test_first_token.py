@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.errors import CannotResumeError, EngineDownError
+from actors.errors import CannotResumeError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, TokenChunk
 from actors.router.answer import Answer
 from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
@@ -305,14 +305,28 @@ async def test_an_error_of_decode_after_the_first_token_is_sent(first: bytes):
     await at_rest(p, d)
 
 
-@pytest.mark.parametrize("dies_after", [0, 1, 2])
-async def test_decode_that_dies_around_its_first_token(dies_after: int):
+@pytest.mark.parametrize(
+    "fails",
+    [
+        *(pytest.param(engine(1, [1], dies_after=tokens), id=f"dies after {tokens}") for tokens in range(3)),
+        *(pytest.param(answers(status, {}), id=f"HTTP {status}") for status in (429, 500, 503)),
+    ],
+)
+async def test_decode_that_fails_around_its_first_token(fails: Any):
     """Another decode engine repeats the tokens that the client has received."""
-    router, p, d = fleet([samples()], [later(engine(1, [1], dies_after=dies_after)), engine(2, [1])])
+    router, p, d = fleet([samples()], [later(fails), engine(2, [1])])
     _, body = await ask(router, request())
     expected = await whole(engine(1, [1]))
     assert body.replace(b": ping\n\n", b"") == expected.replace(b": ping\n\n", b"")
     assert {call.replay_log[:1] for call in d.calls} == {(), ((0,),)}
+    await at_rest(p, d)
+
+
+async def test_decode_that_stays_busy_after_the_first_token_is_asked_twice():
+    router, p, d = fleet([samples()], [later(answers(429, {}))])
+    with pytest.raises(UnavailableError, match="continue the stream answered HTTP 429"):
+        await ask(router, request())
+    assert len(d.calls) == 2
     await at_rest(p, d)
 
 

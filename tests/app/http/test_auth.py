@@ -22,7 +22,7 @@ from app.http.auth import Authenticated, PerKeyLimiter, digest
 from app.http.errors import BadRequestError
 from app.http.parsing import check_prompts
 from app.main import DeployedModel, HttpRouter, build
-from configs.settings.auth import API_KEYS_VARIABLE, AuthSettings
+from configs.settings.auth import API_KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, AuthSettings
 from configs.settings.base import SettingsError
 from configs.settings.parsing import parse_settings
 from configs.settings.router import RouterLimits, RouterSettings
@@ -199,10 +199,10 @@ def test_keys_from_settings_and_environment(monkeypatch):
     """Keys of both sources admit requests; neither is printed."""
     monkeypatch.setenv(API_KEYS_VARIABLE, " one, two,, ")
     auth = AuthSettings(api_keys=["three"])
-    assert {key.get_secret_value() for key in auth.operators_keys()} == {"one", "two", "three"}
+    assert {key.get_secret_value() for key in auth.all_keys()} == {"one", "two", "three"}
     assert "three" not in repr(auth) + str(auth) + auth.model_dump_json()
     monkeypatch.delenv(API_KEYS_VARIABLE)
-    assert AuthSettings().operators_keys() == ()
+    assert AuthSettings().all_keys() == ()
     with pytest.raises(ValidationError, match="must not be empty"):
         AuthSettings(api_keys=[" "])
     with pytest.raises(SettingsError, match=r"auth.api_keys") as raised:
@@ -232,10 +232,10 @@ def test_the_variable_of_vllm_serve_holds_a_key(monkeypatch):
     """The variable holds one key, which may contain a comma."""
     monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
     monkeypatch.setenv("VLLM_API_KEY", "one,two")
-    assert [key.get_secret_value() for key in AuthSettings().operators_keys()] == ["one,two"]
+    assert [key.get_secret_value() for key in AuthSettings().all_keys()] == ["one,two"]
     monkeypatch.setenv("VLLM_API_KEY", " ")
     with pytest.raises(SettingsError, match=r"^VLLM_API_KEY: is set, but contains no key"):
-        AuthSettings().operators_keys()
+        AuthSettings().all_keys()
 
 
 async def http_router(built: dict[str, Any]) -> httpx.AsyncClient:
@@ -291,10 +291,20 @@ async def test_a_key_of_the_build_ends_with_its_rotation(monkeypatch):
 async def test_one_key_in_two_places_is_one_key(monkeypatch):
     """The only key may use the whole router; one of two, half of it."""
     found = []
-    monkeypatch.setattr(Authenticated, "__init__", lambda self, app, router, digests: found.append(digests))
+    monkeypatch.setattr(Authenticated, "__init__", lambda self, app, router, digests, _: found.append(digests))
     monkeypatch.setenv(API_KEYS_VARIABLE, "the-key")
     await http_router(built(auth={"api_keys": ["the-key"]}))
-    assert found == [(digest("the-key"),)]
+    assert found == [[digest("the-key")]]
+
+
+async def test_the_operators_keys_come_from_both_places(monkeypatch):
+    """Alone, they are the only keys of the service."""
+    keys = built(auth={"operator_keys": ["of-the-settings"]})
+    monkeypatch.setenv(OPERATOR_KEYS_VARIABLE, "of-the-environment")
+    client = await http_router(keys)
+    assert (await client.get("/tandem/status")).status_code == 401
+    for key in ("of-the-settings", "of-the-environment"):
+        assert (await client.get("/v1/nothing", headers=bearer(key))).status_code == 404
 
 
 @pytest.mark.parametrize("key", ["key-of-björn", "two words", "tab\there", "line\nbreak", "bell\x07", "a\u00a0x", "🔑"])
@@ -305,7 +315,7 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, key):
     assert key not in str(raised.value)
     monkeypatch.setenv(API_KEYS_VARIABLE, f"good-key,{key}")
     with pytest.raises(SettingsError, match=f"^{API_KEYS_VARIABLE}: .*printable ASCII") as raised:
-        AuthSettings().operators_keys()
+        AuthSettings().all_keys()
     assert key not in str(raised.value)
 
 
@@ -315,7 +325,7 @@ async def test_blanks_around_a_key_are_no_part_of_it(monkeypatch):
     """
     monkeypatch.setenv(API_KEYS_VARIABLE, "of-the-environment\n")
     auth = parse_settings({"auth": {"api_keys": [" of-the-settings "]}}).auth
-    surface = Surface(tuple(key.get_secret_value() for key in auth.operators_keys()))
+    surface = Surface(tuple(key.get_secret_value() for key in auth.all_keys()))
     for key in ("of-the-environment", "of-the-settings"):
         assert (await surface.get("/v1/models", key)).status_code == 200
 
@@ -325,9 +335,9 @@ def test_a_variable_without_a_key_lets_nobody_in(monkeypatch):
     for listed in (",", " ", "\n", " , "):
         monkeypatch.setenv(API_KEYS_VARIABLE, listed)
         with pytest.raises(SettingsError, match="contains no key"):
-            AuthSettings().operators_keys()
+            AuthSettings().all_keys()
     monkeypatch.setenv(API_KEYS_VARIABLE, "")
-    assert AuthSettings().operators_keys() == ()
+    assert AuthSettings().all_keys() == ()
 
 
 @pytest.mark.parametrize(

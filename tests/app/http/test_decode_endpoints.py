@@ -69,6 +69,14 @@ def http(router: Router) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
 
+async def test_an_id_that_no_engine_may_log(http: httpx.AsyncClient, decode: Handle) -> None:
+    """Requests without a body have the id in their header only."""
+    async with http:
+        reply = await http.get("/v1/models", headers={"X-Request-Id": "two words"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-id")
+    assert not decode.calls
+
+
 @pytest.mark.parametrize("path", SERVED)
 async def test_what_the_model_does_not_support(path: str, http: httpx.AsyncClient, decode: Handle) -> None:
     """vLLM registers routes for the model's tasks only, so the client receives vLLM's 404."""

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from app.http import explain
+from app.http.auth import digest
 from app.http.routes import build_http
 from tests.actors.behaviours import counted, request
 from tests.actors.fleet import at_rest
 from tests.actors.router.test_delays import DELAY_S, Engines
-from tests.app.http.test_cancelled_requests import Client
+from tests.app.http.test_cancelled_requests import KEY, Client
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -29,10 +30,10 @@ class Asking(Client):
         await super().send(message)
 
 
-async def ask(engines: Engines, client: Client) -> dict[str, float]:
+async def ask(engines: Engines, client: Client, **keys: Any) -> dict[str, float]:
     """Return the number of requests with each of these parts in the final records."""
     router: Any = engines.router
-    http: Any = build_http(router)
+    http: Any = build_http(router, **keys)
     await http(client.scope, client.receive, client.send)
     assert (client.status, client.ended) == (200, True)
     await at_rest(engines.prefill, engines.decode)
@@ -48,6 +49,14 @@ async def test_a_client_that_asks_is_told_all(stream: bool) -> None:
     assert await ask(engines, client) == {"prefill": 1, "unexplained": 0, "first_step": 1}
     assert "prefill;" in client.timing
     assert "unexplained" not in client.timing
+
+
+@pytest.mark.parametrize("keys", ["key_digests", "operator_digests"])
+async def test_with_keys_only_an_operator_is_told(keys: str) -> None:
+    """The decision tells which prefixes of other clients are cached. The answer is the same."""
+    client = Asking()
+    await ask(Engines(), client, **{keys: [digest(KEY)]})
+    assert bool(client.timing) == (keys == "operator_digests")
 
 
 async def test_a_client_that_asks_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

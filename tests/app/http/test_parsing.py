@@ -26,6 +26,11 @@ from app.http.parsing import check_prompts, forwarded_headers, parse_body, read_
         (b"null", "must be a JSON object, not NoneType", "body"),
         (b'{"kv_transfer_params": {}}', "kv_transfer_params is reserved for this service", "kv_transfer_params"),
         (b'{"kv_transfer_params": null}', "kv_transfer_params is reserved for this service", "kv_transfer_params"),
+        (b'{"request_id": "a\\nINFO 01-01 forged"}', "request_id must have 1 to 256 visible ASCII char", "request_id"),
+        (b'{"request_id": "' + b"x" * 257 + b'"}', "request_id must have", "request_id"),
+        (b'{"request_id": ""}', "request_id must have", "request_id"),
+        (b'{"request_id": "\\u0085"}', "request_id must have", "request_id"),
+        (b'{"session_id": "a b"}', "session_id must have", "session_id"),
         (b'{"structured_outputs": "x"}', "structured_outputs must be an object", "body.structured_outputs"),
         (
             b'{"structured_outputs": [{"regex": "a"}]}',
@@ -134,6 +139,15 @@ def test_a_request_that_its_body_names(client, header, sent):
     headers = {"x-request-id": header} if header else {}
     given = client.post("/", json={"request_id": "mine"}, headers=headers).json()["headers"]
     assert given.get("x-request-id") == (header if sent else None)
+
+
+@pytest.mark.parametrize("name", ["X-Request-Id", "X-Session-ID"])
+@pytest.mark.parametrize(("given", "status"), [(b"x" * 256, 200), (b"x" * 257, 400), (b"a\x85b", 400), (b"a b", 400)])
+def test_an_id_in_a_header_has_the_form_of_an_id(client, name, given, status):
+    reply = client.post("/", json={}, headers={name.encode(): given})
+    assert reply.status_code == status
+    if status == 400:
+        assert reply.json()["error"]["param"] == name.lower()
 
 
 @pytest.mark.parametrize(

@@ -426,9 +426,12 @@ async def test_refused_changes(service: Service, body: dict[str, Any], status: i
         ("unload", "base_model_name"),
     ],
 )
-async def test_a_change_that_no_engine_can_receive(service: Service, change: str, field: str) -> None:
-    """The connections to engines encode strings in UTF-8, which has no lone surrogates."""
-    body = {"lora_name": "new", "lora_path": "/x", "base_model_name": "a", field: "\ud800"}
+@pytest.mark.parametrize("value", ["\ud800", "a\nINFO forged", "x" * 4097], ids=["surrogate", "two lines", "long"])
+async def test_a_change_that_no_engine_can_receive(service: Service, change: str, field: str, value: str) -> None:
+    """The connections to engines encode strings in UTF-8, which has no lone surrogates. Engines
+    write names and paths to their logs.
+    """
+    body = {"lora_name": "new", "lora_path": "/x", "base_model_name": "a", field: value}
     reply = await service.http.post(f"/v1/{change}_lora_adapter", content=json.dumps(body))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
     assert not any(one.told for one in (*service.a, *service.b))

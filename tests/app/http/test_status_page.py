@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import httpx
@@ -36,8 +37,9 @@ class Told:
         return {"at": 1.5, "routers": [], "engines": [], "recent": []}
 
 
-def client(*keys: str) -> httpx.AsyncClient:
-    app = build_http(cast(RouterReplica, Told()), [digest(key) for key in keys])
+def client(*keys: str, operators: Sequence[str] = ()) -> httpx.AsyncClient:
+    digests = [[digest(key) for key in some] for some in (keys, operators)]
+    app = build_http(cast(RouterReplica, Told()), digests[0], operator_digests=digests[1])
     return httpx.AsyncClient(transport=httpx.ASGITransport(cast(Any, app)), base_url="http://tandem")
 
 
@@ -72,14 +74,16 @@ def test_nothing_that_is_told_becomes_markup() -> None:
 
 
 async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
-    """With keys, only their holders can read the numbers."""
-    async with client("anna") as http:
+    """With keys, only an operator can read the numbers and the ids of all clients' requests."""
+    async with client("anna", operators=["otto"]) as http:
         page = await http.get("/")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         assert page.text == status_page()
         assert page.headers["content-security-policy"] == PAGE_HEADERS["Content-Security-Policy"]
         assert (await http.get("/tandem/status")).status_code == 401
-        told = await http.get("/tandem/status", headers={"Authorization": "Bearer anna"})
+        refused = await http.get("/tandem/status", headers={"Authorization": "Bearer anna"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "Forbidden")
+        told = await http.get("/tandem/status", headers={"Authorization": "Bearer otto"})
         assert json.loads(told.text)["at"] == 1.5
         assert told.headers["cache-control"] == "no-store"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.settings.auth import API_KEYS_VARIABLE, VLLM_API_KEY_VARIABLE
+from configs.settings.auth import API_KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, VLLM_API_KEY_VARIABLE
 from tests.campaigns.service.setting_changes.running import Replicas, Service
 from tests.campaigns.service.setting_changes.steps import Step
 
@@ -17,7 +17,7 @@ CPU_VARIABLES = {
     "threads_bind": "VLLM_CPU_OMP_THREADS_BIND",
 }
 ORIGIN = "https://chat.example"
-KEYS_OF_THE_ENVIRONMENT = (API_KEYS_VARIABLE, VLLM_API_KEY_VARIABLE)
+KEYS_OF_THE_ENVIRONMENT = (API_KEYS_VARIABLE, VLLM_API_KEY_VARIABLE, OPERATOR_KEYS_VARIABLE)
 
 
 def not_in_effect(step: Step, service: Service, replicas: Replicas, worker: str, session: Path) -> str | None:
@@ -65,7 +65,7 @@ def _in_replica(step: Step, state: Mapping[str, Any], worker: str, service: Serv
     settings = _under(state["settings"], section)
     if key == "secret":
         return _differs("the secret", state["secret"], value)
-    if key == "api_keys":
+    if section == "auth":
         return None  # `OBSERVED` checks it by a request
     if key in settings and (problem := _differs("settings", settings[key], _listed(value))):
         return problem
@@ -180,6 +180,7 @@ def _request_log(service: Service, replicas: Replicas, session: Path) -> str | N
 
 OBSERVED: dict[tuple[str, str], Callable[[Service, Replicas, Path], str | None]] = {
     ("auth", "api_keys"): _keys,
+    ("auth", "operator_keys"): _keys,
     ("router", "ssl_ca_certs"): _client_certificate,
     ("router", "allowed_origins"): _preflight("access-control-allow-origin", ORIGIN),
     ("router", "allowed_methods"): _preflight("access-control-allow-methods", "GET, POST"),

@@ -278,6 +278,7 @@ def _special_values(files: Files) -> dict[tuple[str, str], Any]:
         ("router", "otlp_traces_endpoint"): "http://127.0.0.1:9/v1/traces",
         ("router", "request_log"): "parameters",
         ("auth", "api_keys"): [KEY],
+        ("auth", "operator_keys"): [KEY],
         ("cpu", "threads_bind"): "auto",
         ("autoscaling_policy", "prefill_busy"): 0.8,
         ("autoscaling_policy", "kv_use"): 0.8,
