@@ -19,6 +19,7 @@ from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError
+from actors.process import prepare_process
 from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
@@ -58,6 +59,7 @@ class EngineActor:
         EngineStartError with the cause if the start fails.
         """
         keep_serve_log()
+        prepare_process(self.role.capitalize())
         settings = settings.with_secret(fallback_secret)
         self._changes_adapters = settings.allow_runtime_lora_updating
         self.replica = serve.get_replica_context().replica_id.unique_id

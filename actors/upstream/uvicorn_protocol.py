@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from connectors.open_files import report_few_left
+
 MAX_HEAD_BYTES = 64 * 1024
 """Size limit in bytes of a request line and its headers, or of trailers after a body."""
 
@@ -74,6 +76,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        report_few_left(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

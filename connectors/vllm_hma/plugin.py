@@ -12,6 +12,8 @@ import contextlib
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from connectors.logs import log_with_vllm
+from connectors.open_files import raise_limit
 from connectors.vllm_hma.upstream.vllm_media_names import mark_names_of_clients
 
 _CONNECTORS = {
@@ -22,11 +24,14 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factory, and mark names that clients give to images.
+    """Register the connectors with vLLM's factory, and prepare the process: its log, its limit of
+    open files, and the names that clients give to images.
 
     Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins.
     The connectors' modules also call it when they are imported.
     """
+    log_with_vllm()
+    raise_limit()
     mark_names_of_clients()
     for name, module in _CONNECTORS.items():
         # vLLM raises ValueError for a name that is already registered.

@@ -113,7 +113,7 @@ def _cached_digest(file: Path) -> str:
 def _read_cached(cached: Path | None) -> str:
     """Return the digest in a cache file; empty if there is none or if it cannot be read."""
     try:
-        return cached.read_text() if cached is not None else ""
+        return cached.read_text(encoding="utf-8") if cached is not None else ""
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -122,7 +122,7 @@ def _write_cached(cached: Path, digest: str) -> None:
     """Write a cache file. If this fails, log a warning."""
     part = cached.with_suffix(f".{os.getpid()}")
     try:
-        part.write_text(digest)
+        part.write_text(digest, encoding="utf-8")
         part.replace(cached)
     except OSError as error:
         logger.warning("Tandem: a weight file's digest cannot be cached, so the next start reads the file: %s", error)
@@ -147,7 +147,7 @@ def _cache_file(state: str) -> Iterator[Path | None]:
         try:
             folder = Path(vllm.envs.VLLM_CACHE_ROOT) / "tandem" / "weights"
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / f"{name}.lock").open("w"))
+            lock = stack.enter_context((folder / f"{name}.lock").open("w", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             logger.warning("Tandem: a weight file's digest cannot be cached, so every start reads the file: %s", error)
