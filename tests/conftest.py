@@ -16,6 +16,7 @@ from connectors.logs import PACKAGES
 def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """Capture lines of Tandem's packages, which vLLM's plugin sends to vLLM's log only."""
     for name in PACKAGES:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     return caplog
 
