@@ -71,15 +71,20 @@ def _directory(folder: Path) -> Iterator[Finding]:
 
 def check_template(settings: ServiceSettings) -> Iterator[Finding]:
     """Check that the chat template does not render the time. Yields nothing for a hub id."""
-    folder, given = Path(settings.model_path), settings.frontend.get("chat_template")
-    if folder.is_dir() and renders_time(given or _template(folder)):
+    folder = Path(settings.model_path)
+    if folder.is_dir() and renders_time(_template(folder, settings.frontend.get("chat_template"))):
         yield Finding("model", f"{folder}: the chat template renders the time, so chats transfer no KV", REMEDY)
 
 
-def _template(folder: Path) -> str:
-    """Return the chat template in a checkpoint; several are joined; empty without one."""
-    with suppress(OSError):
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+def _template(folder: Path, given: str | None) -> str:
+    """Return the chat template `given` (path or text), else a checkpoint's; empty without one.
+
+    Several templates are joined.
+    """
+    with suppress(OSError):  # no such file, or a text
+        return Path(given or folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    if given:
+        return given
     with suppress(OSError, ValueError):
         return str(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
     return ""
