@@ -2,6 +2,7 @@
 
 import logging
 import ssl
+import urllib.request
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -186,13 +187,15 @@ def rpc_files(settings: ServiceSettings) -> TlsFiles | None:
     return TlsFiles(Path(own.certfile), Path(own.keyfile), Path(own.ca_certs), mutual=True, prefix="rpc_tls.")
 
 
-def unverified_context() -> ssl.SSLContext:
-    """Return a client context without verification, for requests to routers at a local address.
+def local_opener() -> urllib.request.OpenerDirector:
+    """Return an opener for requests to routers at a local address: no proxy, no verification.
 
-    A router's certificate is for the service's public address, so verification would fail. These
-    requests contain no secret.
+    The environment's proxy (`http_proxy`) does not reach this machine's loopback. A router's
+    certificate is for the service's public address, so verification would fail. These requests
+    contain no secret.
     """
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    return context
+    handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    return urllib.request.build_opener(*handlers)

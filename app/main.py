@@ -21,6 +21,7 @@ from actors.engine.decode import Decode
 from actors.engine.prefill import Prefill
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.serve_discovery import DiscoveryRouter
+from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, own_replica_id
 from actors.telemetry.access_log import open_access_log
@@ -36,7 +37,6 @@ from configs.settings.auth import environment_keys, environment_operator_keys
 from configs.settings.base import RoleName
 from configs.settings.router import RouterSettings
 from configs.settings.service import ServiceSettings
-from connectors.log_lines import escape_log_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,8 @@ class HttpRouter(RouterReplica):
         process takes the port during the start, and SettingsError for an invalid API key in this
         process's environment.
         """
-        escape_log_arguments()
+        link_logs(own_logs(), f"router-{own_replica_id()}")
+        prepare_process("Router", open_files_of(settings))
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
             settings.limits(),

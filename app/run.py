@@ -2,15 +2,16 @@
 
 Checks the configuration, starts a Ray cluster (or joins the one at `--address`), deploys the
 configuration with `serve run` in the foreground, and prints the stages of the start. After Ctrl-C,
-SIGTERM or a failed start, the launcher shuts Serve down, also on a cluster that it has joined, and
-ends all processes that it has started. Logs of Ray, actors and engines are in the Ray session's log
-directory; VERBOSE=1 also prints those of actors and engines.
+SIGTERM, SIGHUP or a failed start, the launcher shuts Serve down, also on a cluster that it has
+joined, and ends all processes that it has started. Logs of Ray, actors and engines are in the Ray
+session's log directory; VERBOSE=1 also prints those of actors and engines.
 """
 
 import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import signal
@@ -19,17 +20,19 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO, get_args
+from typing import Any, get_args
+from urllib.request import getproxies
 
 import psutil
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from actors.tls import unverified_context
+from actors.tls import local_opener
+from app.launch_environment import prepare_environment
+from app.screen import Screen
 from app.start_screen import (
     EngineReport,
     EngineStages,
@@ -37,7 +40,6 @@ from app.start_screen import (
     failure_of,
     last_error,
     replicas_at_start,
-    stage_line,
 )
 from configs.settings.base import ROLES, SettingsError
 from configs.settings.parsing import changed_limits, parse_scaling, parse_settings
@@ -54,7 +56,12 @@ AWAITED = "to be scheduled"
 Serve's message about replicas that are slow to initialize does not contain this part.
 """
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_STOP_S = 1.0
+"""Seconds after a signal in which others do nothing.
+
+`make` forwards a SIGTERM that this process has also received, as a member of its group.
+"""
 END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
@@ -67,6 +74,7 @@ CURL = (
     '-d \'{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 8, "temperature": 0}}\''
 )
 KEY_HEADER = '-H "Authorization: Bearer $KEY" '
+NO_PROXY = "--noproxy '*' "
 SLOW_NODE = "node timed out during startup"
 """Part of Ray's message about a node whose processes were not ready in time."""
 
@@ -88,22 +96,22 @@ def main(argv: list[str] | None = None) -> int:
     screen = Screen()
     screen.stage(f"environment: {environment()}")
     try:
+        if changed := prepare_environment():
+            screen.say(changed)
         config, settings = load(Path(options.config), options.port)
     except SettingsError as error:
-        print(f"{options.config}: {error}", file=sys.stderr)
+        screen.error(f"{options.config}: {error}")
         return 2
     screen.stage(f"model: {', '.join(one.model_name for one in settings.each_model().values())} ({options.config})")
     if options.address is None and settings.transfer.side_channel_port:
-        print(
+        screen.error(
             f"{options.config}: transfer.side_channel_port must be 0 without --address: all engines are on this node, "
-            "and no two of them can listen on one port",
-            file=sys.stderr,
+            "and no two of them can listen on one port"
         )
         return 2
     if options.address is None and (taken := port_taken(*listening_address(config, settings))):
-        print(
-            f"tandem: {taken}; stop the program that uses the port, or choose another port (make run PORT=...) or host",
-            file=sys.stderr,
+        screen.error(
+            f"tandem: {taken}; stop the program that uses the port, or choose another port (make run PORT=...) or host"
         )
         return 2
     try:
@@ -124,39 +132,6 @@ def port_taken(host: str, port: int) -> str | None:
         return f"{host}:{port}: {error.strerror}"
     except OverflowError:
         return f"{host}:{port}: port must be 0-65535"
-
-
-class Screen:
-    """Output of the launcher. `quiet` sends all other output of this process to a file."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._out: TextIO = sys.stdout
-        self._err: TextIO = sys.stderr
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def stage(self, text: str) -> None:
-        """Print a stage of the start with the elapsed time."""
-        self.line(stage_line(text, self.elapsed_s))
-
-    def say(self, text: str) -> None:
-        self.line(f"tandem: {text}")
-
-    def line(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
-
-    def error(self, text: str) -> None:
-        print(text, file=self._err, flush=True)
-
-    def quiet(self, log: Path) -> None:
-        """Redirect stdout and stderr of this process to `log`, including Ray's C++ output."""
-        self._out, self._err = (os.fdopen(os.dup(stream), "w") for stream in (1, 2))
-        with log.open("ab") as file:
-            for stream in (1, 2):
-                os.dup2(file.fileno(), stream)
 
 
 def environment() -> str:
@@ -242,7 +217,7 @@ def read(path: Path) -> tuple[dict[str, Any], ServiceSettings]:
     from actors.engine.arguments import check_arguments
 
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -373,7 +348,10 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     from ray import serve
     from ray.serve.scripts import cli
 
+    from actors.upstream.ray_processes import start_in_own_sessions
+
     stop_on_signals()
+    start_in_own_sessions()
     options = {"namespace": "serve", "log_to_driver": verbose} | ({} if verbose else {"logging_level": logging.ERROR})
     where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
     try:
@@ -391,7 +369,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     watcher = Watcher(config, settings, logs, screen)
     stop_routers_soon(config)
     try:
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
             yaml.safe_dump(config, file)
             file.flush()
             watcher.start()
@@ -399,7 +377,7 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     except Stop:
         pass
     except SystemExit:  # `serve run` has printed its error
-        printed = (logs / "launcher.log").read_text(errors="replace") if not verbose else ""
+        printed = (logs / "launcher.log").read_text(encoding="utf-8", errors="replace") if not verbose else ""
         watcher.failure = StartFailure("service did not start:", last_error(printed), str(logs / "launcher.log"))
     finally:
         with contextlib.suppress(Stop):  # after a second signal, do not wait for running requests
@@ -419,20 +397,30 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
 
 
 class Stop(BaseException):
-    """Exception that stops the launcher after Ctrl-C, SIGTERM or a failed start.
+    """Exception that stops the launcher after Ctrl-C, another signal or a failed start.
 
     Not a KeyboardInterrupt: after one, `serve run` waits up to 30 s for starting replicas.
     """
 
 
 def stop_on_signals() -> None:
-    """Make SIGINT and SIGTERM raise `Stop`."""
+    """Make STOP_SIGNALS raise `Stop`."""
+    latest = -math.inf
 
     def stop(*_: object) -> None:
-        raise Stop
+        nonlocal latest
+        now = time.monotonic()
+        if now - latest >= SAME_STOP_S:
+            latest = now
+            raise Stop
 
+    _handle_stop_signals(stop)
+
+
+def _handle_stop_signals(handler: Callable[..., object]) -> None:
     for number in STOP_SIGNALS:
-        signal.signal(number, stop)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: started by `nohup`
+            signal.signal(number, handler)
 
 
 def end_ray(family: list[psutil.Process]) -> None:
@@ -453,12 +441,11 @@ def end_ray(family: list[psutil.Process]) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Make SIGINT and SIGTERM raise KeyboardInterrupt.
+    """Make STOP_SIGNALS raise KeyboardInterrupt.
 
     A shell script starts background jobs with SIGINT ignored, and Python keeps that.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
+    _handle_stop_signals(signal.default_int_handler)
 
 
 class Watcher:
@@ -474,7 +461,7 @@ class Watcher:
         self._address = url_of(config, settings)
         self._name = ServeApplicationSchema.model_validate(_ours(config)).name
         self._model = next(iter(settings.each_model().values())).model_name
-        self._header = KEY_HEADER if settings.auth.all_keys() else ""
+        self._options = (KEY_HEADER if settings.auth.all_keys() else "") + (NO_PROXY if getproxies() else "")
         self._logs = logs
         self._screen = screen
         self._stages = EngineStages(replicas_at_start(settings))
@@ -528,7 +515,7 @@ class Watcher:
 
     def _print_ready(self) -> None:
         prompt = DEMO_PROMPT if self._model == DEMO_SERVED_NAME else "Hello"
-        curl = CURL.format(address=self._address, model=self._model, prompt=prompt, header=self._header)
+        curl = CURL.format(address=self._address, model=self._model, prompt=prompt, header=self._options)
         self._screen.say(f"ready after {self._screen.elapsed_s:.1f} s at {self._address}")
         self._screen.line(curl)
         self._screen.say(f"status page: {self._address}/")
@@ -543,9 +530,7 @@ class Watcher:
     def _healthy(self) -> bool:
         """Return whether `/health` reports running engines of both roles for each model."""
         try:
-            with urllib.request.urlopen(
-                f"{self._address}/health", timeout=HEALTH_TIMEOUT_S, context=unverified_context()
-            ) as reply:
+            with local_opener().open(f"{self._address}/health", timeout=HEALTH_TIMEOUT_S) as reply:
                 return bool(json.load(reply)["status"] == "ok")
         except (OSError, ValueError):
             return False

@@ -152,7 +152,7 @@ def one_round(checkout: Path, short_every_s: float) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [sys.executable, __file__, "--once", out.name, "--short-every-s", str(short_every_s)]
         subprocess.run(command, env=environment, cwd=checkout, check=True)
-        found: dict[str, Any] = json.loads(Path(out.name).read_text())
+        found: dict[str, Any] = json.loads(Path(out.name).read_text(encoding="utf-8"))
     return found
 
 

@@ -186,7 +186,7 @@ def main() -> None:
                 command = [sys.executable, __file__, "--once", out.name]
                 command += ["--engines", str(arguments.engines), "--ranks", str(arguments.ranks)]
                 subprocess.run(command, env=os.environ | {"PYTHONPATH": str(checkout)}, cwd=checkout, check=True)
-                rounds.append({"arm": arm, **json.loads(Path(out.name).read_text())})
+                rounds.append({"arm": arm, **json.loads(Path(out.name).read_text(encoding="utf-8"))})
             print(rounds[-1], flush=True)
     from benchmarks.report import write
 

@@ -39,8 +39,8 @@ class Namespace:
         started others return to another set of mounts.
         """
         with (
-            open("/proc/thread-self/ns/net") as network,
-            open(f"/var/run/netns/{self.name}") as there,
+            open("/proc/thread-self/ns/net", encoding="utf-8") as network,
+            open(f"/var/run/netns/{self.name}", encoding="utf-8") as there,
         ):
             _call("unshare", _CLONE_NEWNS)
             try:

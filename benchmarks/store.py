@@ -95,7 +95,7 @@ class Engine:
     def __init__(self, model: str, path: Path | None, log: Path) -> None:
         command = [sys.executable, "-m", "benchmarks.store", "--serve", model, "--path", str(path or "")]
         self._log = log
-        with log.open("w") as errors:
+        with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -313,7 +313,7 @@ def _start(path: Path, objects: int) -> tuple[float, float]:
 
 def _queued_s() -> float:
     """Return the time for which this thread has waited for a core, in seconds."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return int(Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
 
 
 def _drop_from_page_cache(file: Path) -> None:

@@ -27,7 +27,7 @@ def enter_network(path: str) -> None:
     """
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, _PRIVATE, None)
-    with open(path) as network:
+    with open(path, encoding="utf-8") as network:
         _call("setns", network.fileno(), _CLONE_NEWNET)
     _call("umount2", b"/sys", _MNT_DETACH)
     _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)

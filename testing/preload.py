@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 import torch._dynamo
-import vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector
-import vllm.model_executor.models.falcon_h1
+import vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector  # noqa: F401
+import vllm.model_executor.models.falcon_h1  # noqa: F401
 import vllm.model_executor.models.gemma3  # noqa: F401
 from vllm.entrypoints.launchers.api_server.entry import main as _main
 from vllm.envs import environment_variables

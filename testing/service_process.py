@@ -37,6 +37,7 @@ class ServiceProcess:
     config: Path
     folder: Path
     port: int = field(default_factory=free_port)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -56,7 +57,7 @@ class ServiceProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "app.run", "--config", str(self.config), "--port", str(self.port)],
                 cwd=ROOT,
-                env=os.environ | {"VERBOSE": "1"},
+                env=os.environ | {"VERBOSE": "1"} | dict(self.environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -86,12 +87,15 @@ class ServiceProcess:
         launcher = psutil.Process(self._process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
-    def stop(self) -> list[psutil.Process]:
-        """Send SIGINT; kill the processes left after STOP_TIMEOUT_S and return them."""
+    def stop(self, number: signal.Signals = signal.SIGINT, group: bool = False) -> list[psutil.Process]:
+        """Send a signal to the launcher, or to its process group.
+
+        Kill the processes left after STOP_TIMEOUT_S and return them.
+        """
         if self._process.poll() is not None:
             return []
         family = self.processes()
-        self._process.send_signal(signal.SIGINT)
+        (os.killpg if group else os.kill)(self._process.pid, number)
         _, left = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
         for process in left:
             process.kill()

@@ -14,7 +14,7 @@ def source_of(path: str) -> str:
     spec = importlib.util.find_spec(top)
     assert spec is not None
     assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0], rest).read_text()
+    return Path(spec.submodule_search_locations[0], rest).read_text(encoding="utf-8")
 
 
 def digest(source: str, symbol: str) -> str:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
 import pytest
+
+from connectors.logs import PACKAGES
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Capture lines of Tandem's packages, which vLLM's plugin sends to vLLM's log only."""
+    for name in PACKAGES:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    return caplog
 
 
 @pytest.fixture

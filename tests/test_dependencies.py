@@ -123,7 +123,7 @@ def test_tests_and_benchmarks_declare_what_they_import() -> None:
 @pytest.mark.parametrize(("lock", "extras"), [(CPU_LOCK, ("gpu", "dev")), (GPU_LOCK, ("gpu",))])
 def test_a_lock_has_what_is_declared(lock: Path, extras: tuple[str, ...]) -> None:
     """Each lock has the declared packages, some under the names of their builds."""
-    locked = {BUILDS.get(package, package) for package in pins(lock.read_text())}
+    locked = {BUILDS.get(package, package) for package in pins(lock.read_text(encoding="utf-8"))}
     assert declared(*extras) - locked == set()
 
 

@@ -29,14 +29,14 @@ GENERATED_TEXT = "tests/campaigns/faults/reading.md"
 @cache
 def anchors(path: Path) -> frozenset[str]:
     """Return GitHub's anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
 
 
 def broken_links(page: Path, folder: Path) -> list[str]:
     """Return the broken relative links of `page`; they are relative to `folder`."""
     broken = []
-    for target in LINK.findall(FENCE.sub("", page.read_text())):
+    for target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")

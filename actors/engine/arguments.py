@@ -119,7 +119,7 @@ def _source(module: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise SettingsError(f"{top} is not installed: run `make install`")
     path = Path(spec.submodule_search_locations[0]).joinpath(*rest).with_suffix(".py")
-    return path.read_text() if path.is_file() else ""
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def fields_in_source(source: str, name: str) -> set[str] | None:

@@ -20,6 +20,7 @@ from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError
+from actors.process import prepare_process
 from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
@@ -28,7 +29,6 @@ from actors.tls import TlsFiles, rpc_files, server_context
 from configs.settings.base import ROLES, RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
-from connectors.log_lines import escape_log_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class EngineActor:
         `fallback_secret`. Raises SettingsError if the secret in the environment is too short, and
         EngineStartError with the cause if the start fails.
         """
-        escape_log_arguments()
         keep_serve_log()
+        prepare_process(self.role.capitalize())
         settings = settings.with_secret(fallback_secret)
         self._changes_adapters = settings.allow_runtime_lora_updating
         self.replica = serve.get_replica_context().replica_id.unique_id

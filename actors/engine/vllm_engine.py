@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from actors.engine.adapters import EngineAdapters
 from actors.engine.arguments import engine_arguments
 from actors.engine.asgi_call import AsgiApp, call_asgi
+from actors.engine.chat_template import REMEDY, renders_time, template_of
 from actors.engine.heartbeat import HUNG_MARGIN_S, HeartbeatMonitor
 from actors.engine.node_failures import new_engine_id
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
@@ -176,6 +177,8 @@ class VllmEngine:
             # `build_app` imports a package that raises the root logger's level; restore it.
             logging.getLogger().setLevel(level)
             await init_app_state(llm, app.state, namespace, tasks)
+            if role == "decode" and renders_time(template_of(llm.renderer.tokenizer, namespace.chat_template)):
+                logger.warning("the chat template renders the time, so chats transfer no KV; %s", REMEDY)
             stop_flag = StopFlag()
             app.state.server = stop_flag
             await stack.enter_async_context(app.router.lifespan_context(app))

@@ -8,6 +8,7 @@ from typing import Any, cast
 from actors.request import Accepted, Item, ResponseStart
 from actors.rpc.messages import Ask, CancelStream, Credit, Open, RpcFailure, RpcProtocolError, RpcRequest
 from actors.rpc.protocol import PIECE_BYTES, EngineProtocol, item_bytes, pieces
+from connectors.open_files import report_few_left
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class ServerConnection(asyncio.Protocol):
         """Start the timeout for authentication; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
+        report_few_left(transport)
         self._authentication_timer = asyncio.get_running_loop().call_later(
             HELLO_S, self._reject, f"it did not authenticate within {HELLO_S:g} s"
         )

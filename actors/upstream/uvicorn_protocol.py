@@ -17,6 +17,8 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from connectors.open_files import report_few_left
+
 MAX_HEAD_BYTES = 64 * 1024
 """Size limit in bytes of a request line and its headers, or of trailers after a body."""
 
@@ -81,6 +83,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        report_few_left(transport)
         # Clients and proxies open connections in advance, and these are as idle as later.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
-from app.doctor.configuration import check_config, check_kernels, check_readable
+from app.doctor.configuration import check_config, check_kernels, check_readable, check_template
 from app.doctor.finding import Finding
 from app.doctor.machine import (
     check_gpus,
+    check_home,
     check_libraries,
+    check_open_files,
     check_ports,
     check_python,
     check_shared_memory,
@@ -27,8 +29,8 @@ from app.doctor.store import check_store
 from app.doctor.transfer import check_transfer
 
 CHECKS = (
-    *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "temporary", "ports"),
-    *("tls", "ucx", "transfer", "store"),
+    *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "open-files"),
+    *("home", "temporary", "ports", "tls", "ucx", "transfer", "store"),
 )
 
 
@@ -58,11 +60,13 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         yield from found
     models = list(settings.each_model().values())
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "model": lambda: chain.from_iterable(map(check_readable, models)),
+        "model": lambda: chain.from_iterable(chain(check_readable(one), check_template(one)) for one in models),
         "kernels": lambda: chain.from_iterable(map(check_kernels, models)),
         "libraries": lambda: check_libraries(settings),
         "gpus": lambda: check_gpus(settings),
         "shared-memory": lambda: check_shared_memory(settings),
+        "open-files": lambda: check_open_files(settings),
+        "home": check_home,
         "temporary": check_temporary_directory,
         "ports": lambda: check_ports(config, settings),
         "tls": lambda: check_tls(config, settings),

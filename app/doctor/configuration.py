@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from actors.engine.arguments import engine_arguments
+from actors.engine.chat_template import REMEDY, renders_time
 from actors.upstream.vllm_cpu_kernels import cache_problem, cpu_features, experts_problem, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
@@ -65,6 +67,27 @@ def _directory(folder: Path) -> Iterator[Finding]:
         )
         return
     yield Finding("model", f"{folder}: {len(weights)} weight files are readable")
+
+
+def check_template(settings: ServiceSettings) -> Iterator[Finding]:
+    """Check that the chat template does not render the time. Yields nothing for a hub id."""
+    folder = Path(settings.model_path)
+    if folder.is_dir() and renders_time(_template(folder, settings.frontend.get("chat_template"))):
+        yield Finding("model", f"{folder}: the chat template renders the time, so chats transfer no KV", REMEDY)
+
+
+def _template(folder: Path, given: str | None) -> str:
+    """Return the chat template `given` (path or text), else a checkpoint's; empty without one.
+
+    Several templates are joined.
+    """
+    with suppress(OSError):  # no such file, or a text
+        return Path(given or folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    if given:
+        return given
+    with suppress(OSError, ValueError):
+        return str(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    return ""
 
 
 def _unreadable(path: Path) -> str | None:

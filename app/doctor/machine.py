@@ -11,12 +11,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from actors.process import open_files_of
 from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
 from app.http.http_server import proxies_refuse
+from app.launch_environment import home_problem
 from app.run import port_taken, release_of
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
+from connectors.open_files import REMEDY, too_few
 
 PYTHON = (3, 11)
 RELEASES = {"vLLM": "0.32.0", "Ray": "2.60.0", "NIXL": "1.5.1"}
@@ -96,6 +99,20 @@ def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> It
     yield Finding(
         "shared-memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
     )
+
+
+def check_open_files(settings: ServiceSettings) -> Iterator[Finding]:
+    """Check the hard limit of open files, to which a serving process raises its soft limit."""
+    needed, limit = open_files_of(settings.router), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    what = f"a process may open {'any number of' if limit == resource.RLIM_INFINITY else f'{limit:,}'} files"
+    yield Finding("open-files", f"{what}; a router may need {needed:,}", REMEDY if too_few(limit, needed) else "")
+
+
+def check_home() -> Iterator[Finding]:
+    """Check that the home directory can be written, for Ray's token and the libraries' caches."""
+    problem = home_problem()
+    remedy = "" if problem is None else "set HOME to a directory that this user can write"
+    yield Finding("home", problem or f"{os.path.expanduser('~')} can be written", remedy)
 
 
 def ray_temporary_directory() -> str:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import socket
 import time
-import urllib.request
 from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPException
@@ -25,7 +24,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.rpc.address import LOST_S, enable_keepalive
-from actors.tls import TlsFiles, server_context, unverified_context
+from actors.tls import TlsFiles, local_opener, server_context
 from actors.upstream.uvicorn_protocol import CLIENT_CERTIFICATE, BoundedHttpProtocol
 from actors.upstream.uvicorn_server import Server
 from app.http.auth import OPEN_PATHS, is_open
@@ -175,12 +174,9 @@ class HttpServer:
                 raise ConfigurationError(f"{where} cannot be used; choose another host or port: {error}") from error
         try:
             address = f"[{host}]" if ":" in host else host.replace("0.0.0.0", "127.0.0.1")
-            opener = urllib.request.build_opener(
-                urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified_context())
-            )
             scheme = "http" if self._tls is None else "https"
             try:
-                reply = opener.open(f"{scheme}://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
+                reply = local_opener().open(f"{scheme}://{address}:{port}{SERVICE_PATH}", timeout=ASK_S)
             except HTTPError as error:
                 reply = error  # a router that is stopping or not ready answers 503 with its service id
             with reply:

@@ -85,7 +85,7 @@ def wait_until_up(url: str, process: psutil.Process, log: Path, path: str = "/he
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             break
         time.sleep(POLL_S)
-    raise RuntimeError(f"{url} did not answer:\n{log.read_text(errors='replace')[-3000:]}")
+    raise RuntimeError(f"{url} did not answer:\n{log.read_text(encoding='utf-8', errors='replace')[-3000:]}")
 
 
 def begin(stack: ExitStack, folder: Path, vllm_router: Path | None, routers: int = 1) -> dict[str, Arm]:

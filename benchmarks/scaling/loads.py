@@ -68,7 +68,7 @@ def from_file(path: Path, rate: float = 1.0) -> Load:
 
     With a `rate` below 1, only this share of the requests is used, evenly.
     """
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     began = _timestamp(rows[0]["TIMESTAMP"])
     arrivals = tuple(

@@ -241,7 +241,10 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
     if offer.digest and consumer.new_digest is None:
         return "the offer requests a digest, but this prefill worker computes no digests"
     if offer.prompt_digest != transfer.prompt_digest:
-        return "the two requests of this transfer have different prompts"
+        return (
+            "the two requests of this transfer have different prompts, perhaps because the chat template renders "
+            "the time (strftime_now)"
+        )
     if offer.end_token > transfer.prompt_tokens:
         return f"the offer is for {offer.end_token} tokens, but prefill sends {transfer.prompt_tokens}"
     if len(offer.groups) != len(groups):

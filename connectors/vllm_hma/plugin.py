@@ -12,7 +12,8 @@ import contextlib
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from connectors.log_lines import escape_log_arguments
+from connectors.logs import log_with_vllm
+from connectors.open_files import raise_limit
 from connectors.vllm_hma.upstream.vllm_media_names import mark_names_of_clients
 
 _CONNECTORS = {
@@ -23,13 +24,14 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factory, and mark names that clients give to images.
+    """Register the connectors with vLLM's factory, and prepare the process: its log, its limit of
+    open files, and the names that clients give to images.
 
-    Also keeps the connectors' log messages, which quote clients and peers, on one line. Repeated
-    calls have no effect. vLLM calls this in each of its processes when it loads plugins. The
+    Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins. The
     connectors' modules also call it when they are imported.
     """
-    escape_log_arguments("connectors")
+    log_with_vllm()
+    raise_limit()
     mark_names_of_clients()
     for name, module in _CONNECTORS.items():
         # vLLM raises ValueError for a name that is already registered.

@@ -33,4 +33,4 @@ class RateLimitedLog:
                 return
             self._kinds[kind] = (now, 0)
         more = f" ({omitted} similar messages omitted)" if omitted else ""
-        self._logger.warning("Tandem: %s%s", message[:_MAX_CHARACTERS], more)
+        self._logger.warning("Tandem: %s%s", message[:_MAX_CHARACTERS], more, stacklevel=2)

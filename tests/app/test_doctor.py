@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import socket
@@ -83,6 +84,8 @@ def test_a_healthy_machine(config_file: Callable[..., str], capsys: pytest.Captu
         "kernels",
         "libraries",
         "shared-memory",
+        "open-files",
+        "home",
         "ports",
         "ucx",
         "transfer",
@@ -204,11 +207,11 @@ def test_a_library_that_only_the_second_of_two_models_needs(
     """A model without GPUs behind one with them."""
     monkeypatch.setattr(machine, "NUMA", "libnuma-not.so.1")
     path = Path(two_models())
-    config = yaml.safe_load(path.read_text())
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
     first = config["applications"][0]["args"]["models"][0]
     for role in ("prefill", "decode"):
         first[role] = first[role] | {"num_gpus": 1}
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     (finding,) = examine(path, set(CHECKS) - {"libraries"})
     assert not finding.ok
 
@@ -233,6 +236,25 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch, decode: dict[str,
 def checkpoint(tmp_path: Path) -> Path:
     """Return a copy of the demo model, to be damaged."""
     return Path(shutil.copytree(DEMO_MODEL_DIR, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("call", "ok"),
+    [
+        ("'%d %b %Y'", True),
+        ('"%Y-%m-%d"', True),
+        ("'%H:%M'", False),
+        ('"%Y-%m-%dT%X"', False),
+        ("'%-I %p'", False),
+        ("format", False),
+    ],
+)
+def test_a_chat_template_that_renders_the_time(checkpoint: Path, call: str, ok: bool) -> None:
+    """The two legs of a request would render different prompts; a date differs at midnight only."""
+    template = {"chat_template": "{{ strftime_now(" + call + ") }}"}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(template), encoding="utf-8")
+    found = list(configuration.check_template(parse_settings({"model": str(checkpoint)})))
+    assert (found == []) == ok
 
 
 def model_problem(folder: Path) -> str:
@@ -311,6 +333,17 @@ def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = machine.check_shared_memory(ServiceSettings())
     assert not finding.ok
     assert "enlarge /dev/shm" in finding.remedy
+
+
+def test_few_open_files_and_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hard limit counts: each process raises its soft limit to it."""
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 4096))
+    (finding,) = machine.check_open_files(ServiceSettings())
+    assert (finding.what, finding.ok) == ("a process may open 4,096 files; a router may need 5,120", False)
+    (finding,) = machine.check_open_files(parse_settings({"router": {"max_ongoing_sequences": 3000}}))
+    assert finding.ok
+    monkeypatch.setenv("HOME", "/none")
+    assert [one.ok for one in machine.check_home()] == [False]
 
 
 def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from testing.ports import free_port
 from testing.service_process import ROOT, write_config
 
@@ -17,8 +19,12 @@ raise RuntimeError("Engine core initialization failed. See root cause above.")
 """
 
 
-def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path) -> None:
-    """The last lines on the screen are the cause and its log; the exit status is not 0."""
+@pytest.mark.parametrize("more", [{}, {"HOME": "/none", "LC_ALL": "C", "PYTHONUTF8": "0"}], ids=["usual", "bare"])
+def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path, more: dict[str, str]) -> None:
+    """The last lines on the screen are the cause and its log; the exit status is not 0.
+
+    Ray starts also without a home directory and with an ASCII locale.
+    """
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(FAILING_VLLM)
     environment = {"environment": {"PYTHONPATH": str(tmp_path)}}
@@ -26,7 +32,7 @@ def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "app.run", "--config", str(config), "--port", str(free_port())],
         cwd=ROOT,
-        env=os.environ | {"VERBOSE": ""},
+        env=os.environ | {"VERBOSE": ""} | more,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -36,5 +42,5 @@ def test_a_failed_start_ends_with_the_engines_own_error(tmp_path: Path) -> None:
     what, cause, hint = run.stdout.splitlines()[-3:]
     assert what in ("tandem: prefill engine did not start:", "tandem: decode engine did not start:")
     assert cause == "ValueError: the cause"
-    assert "ValueError: the cause" in Path(hint.removeprefix("tandem: full log: ")).read_text()
-    assert len(run.stdout.splitlines()) <= 25
+    assert "ValueError: the cause" in Path(hint.removeprefix("tandem: full log: ")).read_text(encoding="utf-8")
+    assert len(run.stdout.splitlines()) <= 26

@@ -1,9 +1,14 @@
 """Configurations and addresses that the launcher refuses before it starts a process."""
 
+import os
+import signal
 import socket
-from collections.abc import Mapping
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,15 +17,20 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
+from app import run
+from app.launch_environment import prepare_environment
 from app.main import build
 from app.run import (
     ROUTER_DRAIN_POLL_S,
+    STOP_SIGNALS,
     Screen,
+    Stop,
     Watcher,
     load,
     main,
     port_taken,
     start_ray,
+    stop_on_signals,
     stop_routers_soon,
     url_of,
 )
@@ -271,6 +281,65 @@ def test_the_application_that_the_launcher_watches(
     assert watcher._application() is states[name]  # noqa: SLF001 - its thread needs a cluster
     del states[name]
     assert watcher._application() is None  # noqa: SLF001
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
+def test_the_launcher_needs_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """It sees the service's health, and the printed command works, whatever the environment has."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    with health_server() as port:
+        watcher = Watcher(*load(LOCAL, port), tmp_path, Screen())
+        assert watcher._healthy()  # noqa: SLF001 - its thread needs a cluster
+    assert "--noproxy" in watcher._options  # noqa: SLF001
+
+
+@contextmanager
+def health_server() -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ok"}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_a_signal_that_make_repeats_stops_once() -> None:
+    """After a second signal the launcher would not drain. A later one is a second signal."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        stop_on_signals()
+        with pytest.raises(Stop):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        run.SAME_STOP_S = 0.0
+        with pytest.raises(Stop):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        run.SAME_STOP_S = 1.0
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("home", ["none", "file"])
+def test_a_home_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    """Another directory takes its place; a second start uses the same one."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("HOME", "PYTHONUTF8"):
+        monkeypatch.setenv(name, str(tmp_path / home))
+    assert "is not a directory" in str(prepare_environment())
+    assert Path.home().parent == tmp_path
+    assert prepare_environment() is None
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    Path(tmp_path, f"tandem-home-{os.getuid()}").chmod(0o777)
+    with pytest.raises(SettingsError, match="others may write"):
+        prepare_environment()
 
 
 class SlowRay:

@@ -21,7 +21,7 @@ FEWEST_WORDS = 4
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield line and text of each docstring and message of a source file."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     parts = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

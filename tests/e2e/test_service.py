@@ -7,11 +7,13 @@ import asyncio
 import json
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
@@ -43,7 +45,8 @@ FACTS_FAR = 120
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("service")
-    service = ServiceProcess(write_config("local-unequal-tp.yaml", folder), folder)
+    proxies = dict.fromkeys(("http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")  # nothing of a service uses them
+    service = ServiceProcess(write_config("local-unequal-tp.yaml", folder), folder, environment=proxies)
     service.start()
     yield service
     service.stop()
@@ -621,10 +624,30 @@ def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
     assert "Ray: started" not in run.stdout
 
 
-def test_stopping_leaves_nothing(service):
-    """Ctrl-C ends Ray's processes, the actors, vLLM's engine cores and workers."""
+@pytest.mark.parametrize(
+    "line",
+    [
+        r"\(Router pid=\d+\) INFO [\d-]+ [\d:]+ \[http_server.py:\d+\] the router listens",
+        r"\((Prefill|MainProcess) pid=\d+\) INFO [\d-]+ [\d:]+ \[engine_actor.py:\d+\] starting the prefill",
+        r"\(EngineCore pid=\d+\) INFO [\d-]+ [\d:]+ \[scheduler.py:\d+\] Tandem: ",
+        r"\(Worker\w* pid=\d+\) INFO [\d-]+ [\d:]+ \[worker.py:\d+\] Tandem: ",
+    ],
+)
+def test_the_log_has_lines_of_every_process(service, line):
+    assert re.search(line, service.log)
+
+
+def test_sigterm_to_the_group_drains_and_leaves_nothing(service):
+    """It ends Ray's processes, actors, engine cores and workers, after the open stream."""
     names = [" ".join(process.cmdline()) for process in service.processes()]
     assert sum("EngineCore" in name for name in names) == 2
     assert sum("Worker_TP" in name for name in names) == 2
-    assert service.stop() == []
+    body = completion("a", max_tokens=1000, ignore_eos=True, stream=True)
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=SOON_S) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        with ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(service.stop, signal.SIGTERM, group=True)
+            assert "data: [DONE]" in lines
+    assert stopping.result() == []
     assert "did not shut down after grace period" not in service.log

@@ -23,7 +23,7 @@ def sources() -> list[Path]:
 def used(path: Path) -> set[str]:
     """Return modules imported and functions called by name, anywhere in the file."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Import():
                 names |= {alias.name.split(".")[0] for alias in node.names}
@@ -43,7 +43,7 @@ def test_no_source_of_ours_unpickles(path: Path) -> None:
     if "compile" in found and "re" in used(path):
         found.discard("compile")
     assert found <= ALLOWED.get(str(path.relative_to(ROOT)), set())
-    assert "allow_pickle" not in path.read_text()
+    assert "allow_pickle" not in path.read_text(encoding="utf-8")
 
 
 def test_the_check_sees_what_it_looks_for(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def _load(directory: Path, kind: str) -> dict[str, Any]:
 
 def _manifests(path: Path) -> list[Manifest]:
     try:
-        return [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
+        return [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one is not None]
     except OSError as error:
         raise KustomizeError(f"{path}: {error.strerror}") from None
 

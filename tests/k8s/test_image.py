@@ -34,7 +34,7 @@ def stages() -> dict[str, list[str]]:
 
 
 def pins(lock: Path) -> dict[str, str]:
-    return dict(line.split("==") for line in lock.read_text().splitlines())
+    return dict(line.split("==") for line in lock.read_text(encoding="utf-8").splitlines())
 
 
 def test_the_dockerfile_lints() -> None:
@@ -141,7 +141,7 @@ def test_make_takes_the_gpu_lock_where_there_is_a_gpu(
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
 def test_a_lock_is_exact_and_sorted(lock: Path) -> None:
     """One release of each package, including those that the code names."""
-    lines = lock.read_text().splitlines()
+    lines = lock.read_text(encoding="utf-8").splitlines()
     assert lines == sorted(lines)
     pinned = pins(lock)
     assert len(pinned) == len(lines)

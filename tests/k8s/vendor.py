@@ -37,4 +37,10 @@ def _bare(schema: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(condensed(yaml.safe_load(Path(sys.argv[1]).read_text())), separators=(",", ":"), sort_keys=True))
+    print(
+        json.dumps(
+            condensed(yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))),
+            separators=(",", ":"),
+            sort_keys=True,
+        )
+    )

@@ -70,7 +70,7 @@ def test_no_clocks_threads_or_sockets(path: Path) -> None:
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_package_files_hold_a_docstring(package: ModuleType) -> None:
     """``__init__`` describes the package and imports nothing."""
-    tree = ast.parse(Path(package.__path__[0], "__init__.py").read_text())
+    tree = ast.parse(Path(package.__path__[0], "__init__.py").read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     assert len(tree.body) == 1
 

@@ -91,7 +91,7 @@ def test_a_read_only_cache_folder_costs_time_only(model: Path, cache_root: Path)
     """If nothing can be cached, the digest is the same."""
     before = digest_weights(model)
     shutil.rmtree(cache_root)
-    cache_root.write_text("not a folder")
+    cache_root.write_text("not a folder", encoding="utf-8")
     assert digest_weights(model) == before
 
 

@@ -106,7 +106,7 @@ def test_a_process_that_has_lost_its_main_thread_lives(monkeypatch: pytest.Monke
         stat = Path(f"/proc/{process.pid}/stat")
 
         def fields() -> list[str]:
-            return stat.read_text().rpartition(")")[2].split()
+            return stat.read_text(encoding="utf-8").rpartition(")")[2].split()
 
         until(lambda: fields()[0] == "Z")
         identity = replace(own_process(), pid=process.pid, started_at=int(fields()[19]))

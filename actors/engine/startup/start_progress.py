@@ -7,8 +7,6 @@ reports only between `StartWatch.open` and `StartWatch.close`.
 import contextlib
 import json
 import logging
-import os
-import stat
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +14,7 @@ from typing import Any
 
 from actors.engine.startup.start_log import STAGES, Stage, root_cause, stage_of
 from actors.errors import EngineStartError
+from actors.process import link_logs, own_logs
 from actors.upstream import ray_private
 
 logger = logging.getLogger(__name__)
@@ -40,14 +39,14 @@ class StartProgress:
     def __init__(self, role: str, replica: str) -> None:
         self._role = role
         self._replica = replica
-        self._logs = _own_logs()
+        self._logs = own_logs()
         self._begins = {path: path.stat().st_size for path in self._logs}
         self._stage: Stage = STAGES[0]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="start-progress", daemon=True)
 
     def __enter__(self) -> "StartProgress":
-        _link(self._logs, f"{self._role}-{self._replica}")
+        link_logs(self._logs, f"{self._role}-{self._replica}")
         self._put()
         self._thread.start()
         return self
@@ -84,7 +83,7 @@ class StartProgress:
         with contextlib.ExitStack() as stack:
             files = []
             for path in self._logs:
-                file = stack.enter_context(path.open(errors="replace"))
+                file = stack.enter_context(path.open(encoding="utf-8", errors="replace"))
                 file.seek(self._begins[path])
                 files.append(file)
             while not self._ended.wait(POLL_S):
@@ -127,29 +126,6 @@ class StartWatch:
         """Delete all reports and end the watch: engines that start later write no reports."""
         ray_private.store_delete(WATCHED)
         ray_private.store_delete(PREFIX, by_prefix=True)
-
-
-def _own_logs() -> list[Path]:
-    """Return the files to which Ray redirects stderr and stdout; engine processes inherit both.
-
-    Omits a stream that is not redirected to a file.
-    """
-    logs = []
-    for stream in (2, 1):
-        path = Path(os.readlink(f"/proc/self/fd/{stream}"))
-        if stat.S_ISREG(os.fstat(stream).st_mode) and path.exists():
-            logs.append(path)
-    return logs
-
-
-def _link(logs: list[Path], name: str) -> None:
-    """Link each log as `name` with its suffix; Ray names logs by worker and process ids.
-
-    Omits links that cannot be created.
-    """
-    for path in logs:
-        with contextlib.suppress(OSError):
-            path.with_name(f"{name}{path.suffix}").symlink_to(path.name)
 
 
 def _tail(path: Path, begin: int) -> str:

@@ -23,7 +23,8 @@ import threading
 from typing import BinaryIO
 
 from connectors.errors import ConfigurationError
-from connectors.log_lines import escape_log_arguments
+from connectors.logs import log_to
+from connectors.open_files import OTHER_FILES, raise_limit
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ _START_S = 60.0
 _END_S = 5.0
 _RESTART_S = 1.0
 """Pause before a process that has ended is started again, in seconds."""
+_STDOUT = 1
+"""File descriptor of the engine's log, to which the process writes its own lines."""
 # Lower priority than the engine's processes.
 _NICE = 5
 
@@ -73,7 +76,11 @@ class MetadataProcess:
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = os.environ | {"PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=_STDOUT,
+            env=environment,
         )
         try:
             # If the process has ended, `_answer` raises.
@@ -159,8 +166,8 @@ def serve() -> None:
     returns.
     """
     os.nice(_NICE)
-    escape_log_arguments()
-    logging.basicConfig(format="%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%m-%d %H:%M:%S")
+    log_to(sys.stderr, "SideChannel")
+    raise_limit(OTHER_FILES)
     source, out = sys.stdin.buffer, sys.stdout
     (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
     header = json.loads(source.read(length))

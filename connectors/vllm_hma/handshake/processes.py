@@ -83,7 +83,7 @@ def _host() -> str:
 
     Raises OSError without a readable ``/proc``.
     """
-    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespaces = [os.stat(_PROC / "self/ns" / name).st_ino for name in ("pid", "time")]
     return "/".join([boot, *map(str, namespaces)])
 
@@ -93,4 +93,4 @@ def _stat(pid: int) -> list[str]:
 
     The name may contain spaces and parentheses. Raises OSError if the file cannot be read.
     """
-    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -117,7 +117,7 @@ def _read_cached(cache: OpenFolder | None, name: str) -> str:
     if cache is None:
         return ""
     try:
-        with open(cache.file(name)) as file:
+        with open(cache.file(name), encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError):
         return ""
@@ -127,7 +127,7 @@ def _write_cached(cache: OpenFolder, name: str, digest: str) -> None:
     """Write a cache file. If this fails, log a warning."""
     part = f"{name}.{os.getpid()}"
     try:
-        with open(cache.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        with open(cache.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
             file.write(digest)
         cache.move(part, cache, name)
     except OSError as error:
@@ -152,7 +152,7 @@ def _cache_locked(name: str) -> Iterator[OpenFolder | None]:
     with contextlib.ExitStack() as stack:
         try:
             folder = open_folder(Path(vllm.envs.VLLM_CACHE_ROOT) / "tandem" / "weights", create=True)
-            lock = stack.enter_context(open(folder.file(f"{name}.lock", create=True), "w"))
+            lock = stack.enter_context(open(folder.file(f"{name}.lock", create=True), "w", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             logger.warning("Tandem: a weight file's digest cannot be cached, so every start reads the file: %s", error)

@@ -25,7 +25,7 @@ class Trace:
     def __init__(self, path: str, incarnation: str, rank: int) -> None:
         self._who = {"engine": incarnation, "rank": rank}
         # Short lines in append mode: lines of several processes do not mix.
-        self._stream: IO[str] | None = open(path, "a", buffering=1) if path else None  # noqa: SIM115
+        self._stream: IO[str] | None = open(path, "a", encoding="utf-8", buffering=1) if path else None  # noqa: SIM115
 
     def event(self, name: str, **fields: object) -> None:
         if self._stream is None:

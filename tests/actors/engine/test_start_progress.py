@@ -47,7 +47,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "worker-1.out"
     path.write_text("(EngineCore pid=1) ERROR 11-22 17:03:12 [core.py:1] ValueError: of an earlier replica\n")
-    monkeypatch.setattr(start_progress, "_own_logs", lambda: [path])
+    monkeypatch.setattr(start_progress, "own_logs", lambda: [path])
     monkeypatch.setattr(start_progress, "POLL_S", 0.01)
     return path
 
@@ -57,7 +57,7 @@ def test_stages_of_a_start(store: Store, log: Path) -> None:
     watch.open()
     with StartProgress("prefill", "r1"):
         assert watch.reports()["prefill/r1"]["stage"] == "importing vLLM"
-        with log.open("a") as file:
+        with log.open("a", encoding="utf-8") as file:
             file.write("INFO Starting to load model x...\n")
         until = time.monotonic() + 10
         while watch.reports()["prefill/r1"]["stage"] != "loading weights":
@@ -65,7 +65,7 @@ def test_stages_of_a_start(store: Store, log: Path) -> None:
             time.sleep(0.01)
     name = str(log.with_name("prefill-r1.out"))
     assert watch.reports() == {"prefill/r1": {"role": "prefill", "stage": "ready", "error": None, "log": name}}
-    assert Path(name).read_text() == log.read_text()
+    assert Path(name).read_text(encoding="utf-8") == log.read_text(encoding="utf-8")
     watch.close()
     assert store.values == {}
 
@@ -75,7 +75,7 @@ def test_a_failed_start_reports_and_raises_its_cause(store: Store, log: Path) ->
 
     def fail() -> None:
         with StartProgress("decode", "r1"):
-            with log.open("a") as file:
+            with log.open("a", encoding="utf-8") as file:
                 file.write("(EngineCore pid=2) ERROR 11-22 17:03:12 [core.py:1] ValueError: the cause\n")
             raise RuntimeError("Engine core initialization failed. See root cause above.")
 

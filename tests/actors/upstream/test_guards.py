@@ -19,6 +19,10 @@ GUARDS: dict[str, dict[str, str]] = {
         "ray/experimental/internal_kv.py:_internal_kv_del": "c802230e9dd9",
         "ray/serve/handle.py:DeploymentBroadcastResponse": "6d25542e30cb",
     },
+    "ray_processes": {
+        "ray/_private/services.py:start_ray_process": "37bd0cd9b2a2",
+        "ray/_private/services.py:ConsolePopen": "df336ef65a75",
+    },
     "uvicorn_protocol": {
         "uvicorn/protocols/http/httptools_impl.py:HttpToolsProtocol": "d36be75988c4",
         "uvicorn/protocols/http/httptools_impl.py:RequestResponseCycle": "fc368901cc16",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 from contextlib import suppress
 from itertools import pairwise
@@ -22,6 +24,7 @@ from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
 from app.http.parsing import read_request
 from connectors.errors import ConfigurationError
+from connectors.open_files import FEW
 from testing.ports import free_port
 from tests.app.http.servers import HOST, LEAVE_S, WAIT_S, Behind, answers, http, opened
 
@@ -58,6 +61,20 @@ async def test_routers_of_one_service_share_their_port() -> None:
         while not closing.done():
             assert await answers(port, 1) <= {"first", "second"}
         assert await answers(port, 20) == {"first"}
+
+
+async def test_few_open_files_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """At the limit itself, the event loop would close connections without an error."""
+    port = free_port()
+    async with opened(Behind("first"), port):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + FEW, hard))
+        try:
+            await answers(port, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert f"nearly all of the {free + FEW} files" in caplog.text
 
 
 @pytest.mark.usefixtures("tries_long")

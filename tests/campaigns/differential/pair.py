@@ -113,9 +113,9 @@ class PairOfServers:
             self.service.stop()
 
     def _name_model(self, config: Path) -> None:
-        content = yaml.safe_load(config.read_text())
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
         content["applications"][0]["args"] |= {"model": str(self.model), "served_model_name": DEMO_SERVED_NAME}
-        config.write_text(yaml.safe_dump(content))
+        config.write_text(yaml.safe_dump(content), encoding="utf-8")
 
     def _single_arguments(self, adapter: Path) -> list[str]:
         return [

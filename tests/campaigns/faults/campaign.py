@@ -52,7 +52,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.cases: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        self.cases: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def add(self, key: str, case: dict[str, Any]) -> None:
         self.cases[key] = case

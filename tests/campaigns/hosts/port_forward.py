@@ -56,7 +56,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 def _enter(pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net") as network:
+    with open(f"/proc/{pid}/ns/net", encoding="utf-8") as network:
         if libc.setns(network.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

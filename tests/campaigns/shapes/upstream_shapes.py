@@ -166,7 +166,7 @@ def _inner(connector: str, name: str, tp: tuple[int, int], log: Path, folder: Pa
     The parent ends the engines with the process group.
     """
     os.setsid()
-    with log.open("w") as sink:
+    with log.open("w", encoding="utf-8") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
     report: dict[str, Any] = {"verdict": "unfinished", "reason": "", "checked": 0, "equal": 0, "worst_logprob": 0.0}
@@ -223,7 +223,7 @@ def measure(connector: str, name: str, tp: tuple[int, int], logs: Path) -> dict[
 def merged(log: Path) -> list[tuple[str, tuple[int, int], dict[str, Any]]]:
     """Parse a log of ``make families`` as reports."""
     found = []
-    for match in filter(None, map(MERGED.match, log.read_text().splitlines())):
+    for match in filter(None, map(MERGED.match, log.read_text(encoding="utf-8").splitlines())):
         name, prefill, decode, equal, checked, worst, moved, movable, pools = match.groups()
         report: dict[str, Any] = {
             "checked": int(checked),

@@ -186,7 +186,7 @@ class Engines:
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Reply]] = {}
         self._ended = self._killed = False
-        with log.open("w") as errors:
+        with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.campaigns.store.engines", json.dumps(asdict(setup))],
                 cwd=ROOT,

@@ -1,0 +1,105 @@
+"""Log lines of Tandem's packages in vLLM's format, rate-limited, in every process of a service.
+
+vLLM gives a handler to its own logger only. Without a handler of ours, INFO lines would appear
+nowhere, and warnings would appear on stderr without time, level and process.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from connectors.log_lines import escape_log_arguments
+
+PACKAGES = ("actors", "app", "connectors")
+
+EVERY_S = 10.0
+MOST_LINES = 5
+"""Maximum number of lines of one log statement in EVERY_S seconds. Does not apply to DEBUG."""
+
+_FORMAT = "({process} pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+_DATE_FORMAT = "%m-%d %H:%M:%S"
+
+
+class RateLimitedHandler(logging.Handler):
+    """Handler that passes on at most MOST_LINES records of one log statement in EVERY_S seconds.
+
+    The first record after a pause states how many were omitted.
+    """
+
+    def __init__(self, handle: Callable[[logging.LogRecord], object]) -> None:
+        super().__init__()
+        self.handle_record = handle
+        self._statements: dict[tuple[str, int], list[float]] = {}
+        """For each statement: start of its interval, lines in it, lines omitted."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass the record on, or count it as omitted."""
+        if record.levelno <= logging.DEBUG:
+            self.handle_record(record)
+            return
+        now = time.monotonic()
+        state = self._statements.setdefault((record.pathname, record.lineno), [now, 0, 0])
+        if now - state[0] >= EVERY_S:
+            state[:2] = now, 0
+        if state[1] == MOST_LINES:
+            state[2] += 1
+            return
+        state[1] += 1
+        if state[2]:
+            record = copy.copy(record)
+            record.msg, record.args = f"{record.getMessage()} ({state[2]:.0f} similar lines omitted)", None
+            state[2] = 0
+        self.handle_record(record)
+
+
+def log_to(stream: TextIO, process: str) -> None:
+    """Write the lines of this process to `stream`, with `process` as its name.
+
+    Texts that a message quotes stay on its line, also in messages of libraries.
+    """
+    escape_log_arguments()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter(_FORMAT.format(process=process), _DATE_FORMAT))
+    _set(RateLimitedHandler(handler.handle), logging.INFO)
+
+
+class _VllmHandler(RateLimitedHandler):
+    """Passes records to vLLM's logger, or to `before` until vLLM has configured its logger."""
+
+    def __init__(self, before: RateLimitedHandler | None) -> None:
+        super().__init__(self._to_vllm)
+        self._before = before
+        self._vllm = logging.getLogger("vllm")
+
+    def _to_vllm(self, record: logging.LogRecord) -> None:
+        # vLLM replaces the handlers of its logger when it reads its arguments.
+        if self._vllm.handlers or self._before is None:
+            self._vllm.handle(record)
+        else:
+            self._before.handle_record(record)
+
+
+def log_with_vllm() -> None:
+    """Pass the lines of this process to vLLM's logger, at its level.
+
+    Until vLLM has configured its logger, the handler of `log_to` gets them. Without that, and with
+    VLLM_CONFIGURE_LOGGING=0, the handlers of the root logger get them. Texts that a message of ours
+    quotes stay on its line.
+    """
+    escape_log_arguments(*PACKAGES)
+    handlers = logging.getLogger(PACKAGES[0]).handlers
+    current = next((one for one in handlers if isinstance(one, RateLimitedHandler)), None)
+    handler = current if isinstance(current, _VllmHandler) else _VllmHandler(current)
+    _set(handler, logging.getLogger("vllm").level or logging.INFO)
+
+
+def _set(handler: RateLimitedHandler, level: int) -> None:
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.handlers = [one for one in logger.handlers if not isinstance(one, RateLimitedHandler)] + [handler]
+        logger.setLevel(level)
+        logger.propagate = False
