@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
+from actors.engine.engine_actor import EngineActor
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
 from configs.settings.base import RoleName
@@ -20,7 +20,6 @@ class Decode(EngineActor):
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         node_lost_s = grace_s(settings.transfer.node_lost_s)
-        await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         # Nodes that are dead before the first contact with a prefill engine cannot write here.
         dead = await dead_nodes_now()
         lost = watch_nodes(self.engine.lose, node_lost_s, dead)

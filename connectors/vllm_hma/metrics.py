@@ -130,8 +130,8 @@ No limit with Ray's metrics, which cannot remove a series.
 """
 
 ARRIVALS_KEPT = 1024
-"""Maximum number of arrivals, and of fetches, in one ``TandemStats``. vLLM merges reports until it
-logs them, which may never happen.
+"""Maximum number of arrivals, of fetches and of adapters in one ``TandemStats``. vLLM merges
+reports until it logs them, which may never happen.
 """
 
 
@@ -149,6 +149,8 @@ class TandemStats(KVConnectorStats):
                   start: both times are then its end
     ``fetches``   ``{request id: [began_at, ended_at]}``: start and end of the last fetch from the
                   KV store, on the same clock
+    ``adapters``  ``{"<id> <path>": identity}`` of LoRA adapters whose identity is new or has
+                  changed; empty if it is unknown or ranks differ
     """
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ class TandemStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}, "fetches": {}}
+        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}, "fetches": {}, "adapters": {}}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
         """Add ``number`` to a counter."""
@@ -185,6 +187,14 @@ class TandemStats(KVConnectorStats):
             del fetches[next(iter(fetches))]
         fetches[request_id] = [began_at, ended_at]
 
+    def adapter(self, adapter: str, identity: str) -> None:
+        """Record the identity of an adapter on one rank, or on the ranks of a merged report."""
+        adapters = self.data["adapters"]
+        known = adapters.pop(adapter, identity)
+        if len(adapters) >= ARRIVALS_KEPT:
+            del adapters[next(iter(adapters))]
+        adapters[adapter] = identity if identity == known else ""
+
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for counter, labels in other.data["counts"].items():
             for label, number in labels.items():
@@ -194,6 +204,8 @@ class TandemStats(KVConnectorStats):
             self.arrived(request_id, *arrival)
         for request_id, times in other.data["fetches"].items():
             self.fetched(request_id, *times)
+        for adapter, identity in other.data["adapters"].items():
+            self.adapter(adapter, identity)
         return self
 
     def reduce(self) -> dict[str, int | float]:
