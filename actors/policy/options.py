@@ -121,8 +121,9 @@ class Options:
         """
         if not self.identities:  # the usual case
             return None
-        decode = np.array([self.identities[name] for name in self.decode])
-        prefill = np.array([self.identities[name] for name in self.prefill])
+        # An engine without an entry has just stopped.
+        decode = np.array([self.identities.get(name, "") for name in self.decode])
+        prefill = np.array([self.identities.get(name, "") for name in self.prefill])
         differ: np.ndarray = decode[:, None] != prefill[None, :]
         return differ
 
