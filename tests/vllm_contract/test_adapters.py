@@ -276,6 +276,7 @@ def test_prefill_does_not_send_kv_of_two_adapters(
     engine.load(old)
     prefill = WorkerConnector(parse_config({}), "p", vllm_config(), cache_config((["f"], full())))
     prefill._runtime, prefill._adapters = producer.runtime, engine.claims()  # noqa: SLF001
+    prefill._adapter_changes = AdapterChanges(engine.loads)  # noqa: SLF001
     adapter = Adapter(1, str(old))
 
     def step(load: bool, **orders: Any) -> None:
@@ -288,6 +289,9 @@ def test_prefill_does_not_send_kv_of_two_adapters(
         prefill.after_forward(Orders(**orders))
 
     step(False, expects=[Expect("q", "t", 7, DIGEST, adapter)], chunks=[Chunk("q", ((1,),), 4)])
+    stats = prefill.stats()
+    assert stats is not None
+    assert stats.data["adapters"] == {f"1 {old}": engine.identity(old)}
     consumer.step(receives=[engine.claims().receive(replace(receive(producer.address), adapter=adapter))])
     until(lambda: producer.runtime.counts()["live"] == 1)
     overwrite(old, new)
