@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from actors.errors import CannotResumeError, TandemError
-from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenChunk, TokenGroup
+from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenChunk, TokenGroup, TokenSource
 from actors.telemetry.timestamps import CallTimestamps
 
 
@@ -74,6 +74,8 @@ class ServedCall:
     """
     prompt_digest: bytes | None = None
     """Digest of the prompt, for the next chunk with a token group; None before and after."""
+    source: TokenSource | None = None
+    """Identity of what computes the tokens, for the same chunk; None before and after."""
     split_first: bool = False
     """Whether the outputs of this call's next engine request pass through a `ReplayCollector`."""
     unfinished: bool = False
@@ -109,7 +111,8 @@ class ServedCall:
         """Return `body`, as a TokenChunk if tokens or timings are new since the last chunk.
 
         If `prompt_tokens` is also set, it is a FirstTokenChunk. The chunk has the token groups
-        recorded since the last chunk; the first chunk with a group also has `prompt_digest`.
+        recorded since the last chunk; the first chunk with a group also has `prompt_digest` and
+        `source`.
         """
         timings = self.timestamps.take_timings()
         if not self._sampled and not self._new and timings is None:
@@ -117,13 +120,14 @@ class ServedCall:
         self._sampled = False
         groups = tuple(self._new)
         self._new.clear()
-        digest = None
+        digest = source = None
         if groups:
-            digest, self.prompt_digest = self.prompt_digest, None
+            digest, source = self.prompt_digest, self.source
+            self.prompt_digest = self.source = None
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
-            return FirstTokenChunk(body, groups, timings, prompt_tokens, digest)
-        return TokenChunk(body, groups, timings, digest)
+            return FirstTokenChunk(body, groups, timings, prompt_tokens, digest, source)
+        return TokenChunk(body, groups, timings, digest, source)
 
     def fail(self, why: str) -> TandemError:
         """Record and return the error of a replay log that the engine cannot repeat."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -113,6 +113,17 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """
 
 
+class TokenSource(NamedTuple):
+    """Identity of what computes an answer's tokens; only an equal one may continue the answer.
+
+    ``engine``   identity of the engine (`EngineReplica.identity`)
+    ``adapter``  identity of the LoRA adapter's content; empty for the base model
+    """
+
+    engine: str
+    adapter: str = ""
+
+
 @dataclass(frozen=True)
 class EngineTimings:
     """Times of the events of one call in its engine, in seconds since the call's arrival.
@@ -184,6 +195,12 @@ class TokenChunk(StreamChunk, frozen=True, array_like=True, tag=3):
 
     None in other chunks, for prompt embeddings, and from engines of earlier releases.
     """
+    source: TokenSource | None = None
+    """Identity of what computed the tokens, in the first chunk with a recorded token group.
+
+    None in other chunks, if the content of the adapter is not known, and from engines of earlier
+    releases.
+    """
 
 
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
@@ -193,6 +210,8 @@ class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
     """Number of tokens of the prompt."""
     prompt_digest: bytes | None = None
     """Digest of the prompt; see `TokenChunk.prompt_digest`."""
+    source: TokenSource | None = None
+    """See `TokenChunk.source`."""
 
 
 Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | bytes

@@ -3,9 +3,9 @@
 The peers of an engine are the other engines of its model. Each load or unload has a version,
 normally the time at which the router began it. An unload that reverts a load, or whose router's
 clock is behind, has the previous version + 1. An engine stores the newest change of each adapter
-name, unloads included, and applies newer changes of its peers. So a replica that starts, or that
-missed a change, gets its peers' adapters; it retries those that it cannot load. When all engines
-have ended, adapters loaded at run time are lost, as in vLLM.
+name, the latest UNLOADS_KEPT unloads included, and applies newer changes of its peers. So a replica
+that starts, or that missed a change, gets its peers' adapters; it retries those that it cannot
+load. When all engines have ended, adapters loaded at run time are lost, as in vLLM.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.upstream.vllm_cpu_kernels import adapter_problem
+from connectors.forgotten import ForgottenKeys
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -28,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 5.0
 """Interval in seconds at which an engine reads its peers' changes and applies them."""
+
+UNLOADS_KEPT = 1000
+"""Number of unloads that an engine stores. For other names it assumes an unload that is as new as
+the newest one forgotten, so that no peer returns an unloaded adapter.
+"""
+
+FILES_KEPT = 1000
+"""Number of paths of unloaded adapters whose files an engine can compare at the next load."""
 
 AdapterStates = Mapping[str, tuple[int, str | None, bool]]
 """(version, path, is_3d) of the `AdapterState` of each adapter, by adapter name."""
@@ -64,7 +73,12 @@ class EngineAdapters:
         self._lock = asyncio.Lock()
         self._states: dict[str, AdapterState] = {}
         self._files: dict[tuple[str, str], object] = {}
-        self._refused: set[tuple[str, int]] = set()
+        self._forgotten = ForgottenKeys()
+        """Names and paths of adapters that were in `_files`."""
+        self._forgotten_version = 0
+        """Newest version of an unload that was in `_states`."""
+        self._refused: dict[str, int] = {}
+        """Version of the last change of each adapter that could not be applied."""
         for name, one in models.lora_requests.items():
             self._states[name] = AdapterState(0, one.lora_path, one.is_3d_lora_weight)
             self._files[name, one.lora_path] = _files(one.lora_path)
@@ -72,6 +86,27 @@ class EngineAdapters:
     def states(self) -> AdapterStates:
         """Return the last change of each adapter."""
         return {name: (one.version, one.path, one.is_3d) for name, one in self._states.items()}
+
+    def _state(self, name: str) -> AdapterState:
+        return self._states.get(name) or AdapterState(self._forgotten_version, None)
+
+    def _set(self, name: str, state: AdapterState) -> None:
+        """Set the last change of an adapter; forget the oldest unloads above UNLOADS_KEPT."""
+        self._states.pop(name, None)
+        self._states[name] = state
+        unloaded = [each for each, one in self._states.items() if one.path is None]
+        for each in unloaded[:-UNLOADS_KEPT]:
+            self._forgotten_version = max(self._forgotten_version, self._states.pop(each).version)
+            self._refused.pop(each, None)
+
+    def _set_files(self, name: str, path: str, files: object) -> None:
+        """Set the files of a loaded adapter; forget those of the oldest others above FILES_KEPT."""
+        self._files.pop((name, path), None)
+        self._files[name, path] = files
+        unloaded = [each for each in self._files if self._state(each[0]).path != each[1]]
+        for each in unloaded[:-FILES_KEPT]:
+            del self._files[each]
+            self._forgotten.add(each)
 
     async def load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
         """Load an adapter. Return None, or an error body in OpenAI's format.
@@ -87,9 +122,8 @@ class EngineAdapters:
         ``version``  version of the change (`AdapterState`)
         """
         async with self._lock:
-            own = self._states.get(name)
             # The clock of the router that unloads may be behind that of the router that loaded.
-            return await self._unload(name, version if own is None else max(version, own.version + 1))
+            return await self._unload(name, max(version, self._state(name).version + 1))
 
     async def revert(self, name: str, version: int) -> None:
         """Unload the adapter if its last change is the load with `version`.
@@ -99,9 +133,9 @@ class EngineAdapters:
         apply the load of a peer that has missed the revert, and that peer unloads the adapter.
         """
         async with self._lock:
-            state = self._states.get(name)
-            if state is None or (state.path is None and state.version <= version):
-                self._states[name] = AdapterState(version + 1, None)
+            state = self._state(name)
+            if state.path is None and state.version <= version:
+                self._set(name, AdapterState(version + 1, None))
             elif state.path is not None and state.version == version:
                 await self._unload(name, version + 1)
 
@@ -113,8 +147,7 @@ class EngineAdapters:
         for states in peers:
             for name, (version, path, is_3d) in states.items():
                 async with self._lock:
-                    own = self._states.get(name)
-                    if version > (own.version if own is not None else 0):
+                    if version > self._state(name).version:
                         await self._take_or_log(name, AdapterState(version, path, is_3d))
 
     async def _take_or_log(self, name: str, change: AdapterState) -> None:
@@ -123,8 +156,10 @@ class EngineAdapters:
             problem = await self._take(name, change)
         except Exception as error:  # the other adapters are independent of this one
             problem = repr(error)
-        if problem is not None and (name, change.version) not in self._refused:
-            self._refused.add((name, change.version))
+        if problem is None:
+            self._refused.pop(name, None)
+        elif self._refused.get(name) != change.version:
+            self._refused[name] = change.version
             logger.error(
                 "cannot apply a peer's change of adapter %s; trying again at each synchronization: %s", name, problem
             )
@@ -138,10 +173,10 @@ class EngineAdapters:
         if name in self._models.lora_requests:
             await self._unload(name, change.version)
         if change.path is None:
-            self._states[name] = change
+            self._set(name, change)
             return None
         # Newer than the changes before that unload. Older than this load: `merge` tries it again.
-        self._states[name] = AdapterState(change.version - 1, None)
+        self._set(name, AdapterState(change.version - 1, None))
         problem = await self._load(name, change.path, change.is_3d, change.version)
         if problem is not None:
             return str(problem["error"]["message"])
@@ -151,10 +186,10 @@ class EngineAdapters:
     async def _load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        own = self._states.get(name)
-        if own is not None and own.version == version and own.path is not None:
+        own = self._state(name)
+        if own.version == version and own.path is not None:
             return None  # `merge` has loaded it from a peer's state meanwhile
-        if own is not None and own.path is None and own.version >= version:
+        if own.path is None and own.version >= version:
             return _error(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"a newer request has unloaded '{name}'; retry later", "Conflict"
             )
@@ -166,12 +201,12 @@ class EngineAdapters:
                 f"'{path}' cannot be read: {error}; make it readable on the nodes of all engines",
                 "InvalidUserInput",
             )
-        if self._files.get((name, path), files) != files:
+        if self._files.get((name, path), files) != files or (name, path) in self._forgotten:
             # vLLM's prefix cache identifies an adapter by name and path
             # (`_gen_lora_extra_hash_keys` in vllm/v1/core/kv_cache_utils.py).
             return _error(
                 HTTPStatus.BAD_REQUEST,
-                f"the files in '{path}' have changed since '{name}' was loaded from there, and KV of the previous "
+                f"the files in '{path}' may have changed since '{name}' was loaded from there, and KV of the previous "
                 "weights may be cached; load the new weights from another path, or under another name",
                 "InvalidUserInput",
             )
@@ -181,8 +216,8 @@ class EngineAdapters:
         reply = await self._models.load_lora_adapter(request)
         if not isinstance(reply, str):
             return reply.model_dump(mode="json")
-        self._states[name] = AdapterState(version, path, is_3d)
-        self._files[name, path] = files
+        self._set(name, AdapterState(version, path, is_3d))
+        self._set_files(name, path, files)
         return None
 
     async def _unload(self, name: str, version: int) -> dict[str, Any] | None:
@@ -191,7 +226,7 @@ class EngineAdapters:
         reply = await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
         if not isinstance(reply, str):
             return reply.model_dump(mode="json")
-        self._states[name] = AdapterState(version, None)
+        self._set(name, AdapterState(version, None))
         return None
 
     async def _no_slot(self) -> str | None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, EngineActor
+from actors.engine.engine_actor import EngineActor
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
@@ -22,7 +22,6 @@ class Decode(EngineActor):
     role: RoleName = "decode"
 
     async def _prepare(self, settings: ServiceSettings) -> None:
-        await self.engine.warm_up(FIRST_REQUEST_TIMEOUT_S)
         await self._watch_nodes(settings)
         self._probe_s = probe_timeout_s(settings.transfer)
         self._prefill = PeerReplicas("prefill", self._probe_s)

@@ -37,9 +37,6 @@ CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
 PEERS_S = 5.0
 """Timeout in seconds of the `adapters` calls to other replicas; PeerReplicas adds CALL_MARGIN_S."""
 
-FIRST_REQUEST_TIMEOUT_S = 120.0
-"""Timeout in seconds of the first request to each rank of an engine; vLLM may compile kernels."""
-
 
 class EngineActor:
     """Actor that hosts one engine. Subclasses set the role.
@@ -69,9 +66,8 @@ class EngineActor:
         with StartProgress(self.role, self.replica):
             self.engine = await VllmEngine.start(settings, self.role, self._node_ip)
             await self._open_rpc_servers(settings.role(self.role), rpc_files(settings))
+            self._describe_ranks()
             await self._prepare(settings)
-            if settings.store.enabled:
-                await self._describe_stores()
             if self._changes_adapters:
                 await self._follow_peers()
 
@@ -103,11 +99,10 @@ class EngineActor:
         """Return the last change of each adapter."""
         return self.engine.adapters.states()
 
-    async def _describe_stores(self) -> None:
-        """Add each rank's KV store to its metadata for routers."""
-        for rank, metadata in zip(self.engine.ranks, self._rank_metadata, strict=True):
-            if store := await self.engine.describe_store(FIRST_REQUEST_TIMEOUT_S, rank):
-                metadata["store"] = store
+    def _describe_ranks(self) -> None:
+        """Add each rank's identity and KV store to its metadata for routers."""
+        for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
+            metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
         """Open an RPC server for each rank.

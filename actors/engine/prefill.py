@@ -10,10 +10,10 @@ from http import HTTPStatus
 from typing import Any
 
 from actors.engine.arguments import why_no_first_token
-from actors.engine.engine_actor import FIRST_REQUEST_TIMEOUT_S, CallItem, EngineActor
+from actors.engine.engine_actor import CallItem, EngineActor
 from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
 from actors.engine_pool.discovery import ranked_metadata
-from actors.request import Call, ProducerAddress, ResponseStart, StreamChunk
+from actors.request import Call, ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
@@ -30,9 +30,7 @@ class Prefill(EngineActor):
         await self._watch_nodes(settings)
         self._held: set[str] = set()
         self._probe_s = probe_timeout_s(settings.transfer)
-        self._producers: list[ProducerAddress] = [
-            await self.engine.describe_producer(FIRST_REQUEST_TIMEOUT_S, rank) for rank in self.engine.ranks
-        ]
+        self._producers = [self.engine.producer(rank) for rank in self.engine.ranks]
         if problem := why_no_first_token(settings):
             logger.info("this engine samples no first tokens: %s", problem)
             self._producers = [replace(producer, first_token_multiple=0) for producer in self._producers]

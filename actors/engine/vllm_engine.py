@@ -50,6 +50,9 @@ CONNECTOR = "TandemConnector"
 CONNECTOR_MODULE = "connectors.vllm_hma.connector"
 KV_ROLES: dict[RoleName, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
+FIRST_REQUEST_TIMEOUT_S = 120.0
+"""Timeout in seconds of the first request to each rank of an engine; vLLM may compile kernels."""
+
 SHUTDOWN_S = 15.0
 """Time in seconds for an engine's processes to end before vLLM kills them.
 
@@ -111,6 +114,8 @@ class VllmEngine:
         self._supervisor = supervisor
         self._adapters = adapters
         self._hung_s = hung_s
+        self.described: list[dict[str, Any]] = []
+        """The connector's reply to `describe` on each rank; set by `start`."""
 
     @property
     def adapters(self) -> EngineAdapters:
@@ -123,8 +128,8 @@ class VllmEngine:
         """Start the engine's processes and vLLM's OpenAI application.
 
         Takes tens of seconds, for large models minutes. Raises EngineStartError if vLLM's CPU build
-        cannot run the model, its cache or its adapters, and vLLM's own error if vLLM does not
-        start.
+        cannot run the model, its cache or its adapters, vLLM's own error if vLLM does not start,
+        and TimeoutError if a rank does not answer its first request.
         """
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -166,7 +171,7 @@ class VllmEngine:
             logger.info("this engine cannot continue streams of other engines: %s", cannot_resume)
         stack = AsyncExitStack()
         load = LoadLogger(config) if settings.role(role).scaled else None
-        llm = ReplayingLLM.start(config, engine_args, load, settings.allow_runtime_lora_updating)
+        llm = ReplayingLLM.start(config, engine_args, load)
         stack.callback(llm.shutdown, SHUTDOWN_S)
         try:
             namespace = _frontend_namespace(engine_args, settings.frontend)
@@ -190,7 +195,17 @@ class VllmEngine:
         cpu_slots = config.lora_config.max_loras if on_cpu else None
         adapters = EngineAdapters(app.state.openai_serving_models, llm, cpu_slots)
         hung_s = settings.transfer.step_s + HUNG_MARGIN_S
-        return cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, adapters, hung_s)
+        engine = cls(llm, app, stop_flag, stack, cannot_resume, load, supervisor, ranks, adapters, hung_s)
+        try:
+            # Also runs the first request of each rank: the first step of an engine is slow.
+            engine.described = await asyncio.gather(
+                *(engine.describe_connector(FIRST_REQUEST_TIMEOUT_S, rank) for rank in engine.ranks)
+            )
+        except BaseException:
+            await engine.close()
+            raise
+        llm.identities = [described.get("identity", "") for described in engine.described]
+        return engine
 
     async def serve(
         self, call: Call, rank: int = 0
@@ -240,12 +255,12 @@ class VllmEngine:
                 raise
             yield refusal
 
-    async def describe_producer(self, timeout_s: float, rank: int = 0) -> ProducerAddress:
-        """Return identity and side channel of `rank`, from the connector's `describe` reply.
+    def producer(self, rank: int = 0) -> ProducerAddress:
+        """Return incarnation and side channel of `rank`, from the connector's `describe` reply.
 
-        Raises EngineStartError for an invalid reply, TimeoutError after `timeout_s`.
+        Raises EngineStartError for an invalid reply.
         """
-        described = await self._describe_connector(timeout_s, rank)
+        described = self.described[rank]
         try:
             return ProducerAddress.from_params(described)
         except (KeyError, TypeError, ValueError) as error:
@@ -254,16 +269,11 @@ class VllmEngine:
                 "install one version of Tandem on all nodes"
             ) from error
 
-    async def describe_store(self, timeout_s: float, rank: int = 0) -> dict[str, Any] | None:
-        """Return the fields of an `EngineStore` of `rank`, from the connector's `describe` reply.
+    async def describe_connector(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
+        """Return the connector's reply to `describe` on `rank`; empty if it sent none.
 
-        None without a store, or if the connector could not identify it. Raises TimeoutError after
-        `timeout_s`.
+        Runs one short request. Raises TimeoutError after `timeout_s`.
         """
-        return (await self._describe_connector(timeout_s, rank)).get("store")
-
-    async def _describe_connector(self, timeout_s: float, rank: int) -> dict[str, Any]:
-        """Return the connector's reply to `describe`; empty if it sent none."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
@@ -332,17 +342,10 @@ class VllmEngine:
         """
         return self._load.read(self._llm) if self._load is not None else {}
 
-    async def warm_up(self, timeout_s: float) -> None:
-        """Run one short request per rank, because the first step of an engine is slow.
-
-        Raises TimeoutError after `timeout_s`.
-        """
-        from vllm import SamplingParams
-
-        await asyncio.gather(*(self._probe(SamplingParams(max_tokens=1), timeout_s, rank) for rank in self.ranks))
-
     def describe(self) -> dict[str, Any]:
-        """Return the ranks' incarnation ids, the first served model name and the parallel sizes."""
+        """Return the ranks' incarnation ids and identities, the first served model name and the
+        parallel sizes.
+        """
         config = self._llm.vllm_config
         engine, start = config.kv_transfer_config.engine_id, config.instance_id
         # vLLM (`run_engine_core` in vllm/v1/engine/core.py) and the connector compose the ids in
@@ -350,6 +353,7 @@ class VllmEngine:
         ids = [f"{engine}_dp{rank}.{start}" for rank in self.ranks] if len(self.ranks) > 1 else [f"{engine}.{start}"]
         return {
             "engine_ids": ids,
+            "identities": [described.get("identity", "") for described in self.described],
             "model": config.model_config.served_model_name,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "data_parallel_size": len(self.ranks),

@@ -39,9 +39,18 @@ class EngineReplica:
 
     @property
     def store(self) -> EngineStore | None:
-        """The engine's KV store (`VllmEngine.describe_store`); None without one."""
+        """The engine's KV store (`VllmEngine.described`); None without one."""
         described = self.metadata.get("store")
         return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
+
+    @property
+    def identity(self) -> str:
+        """Digest of what engines must share to exchange KV or to continue each other's streams.
+
+        Model and draft by content, dtypes and releases (`engine_identity` in
+        `connectors/protocol/agent_metadata.py`). Empty for an engine of an earlier release.
+        """
+        return str(self.metadata.get("identity", ""))
 
 
 def engine_names(replica: str, ranks: int) -> list[str]:

@@ -48,6 +48,11 @@ class Slot:
     served: bool = False
     """True once the engine's Accepted for the call has been read."""
 
+    @property
+    def identity(self) -> str:
+        """Identity of the engine (`EngineReplica.identity`)."""
+        return str(self.metadata.get("identity", ""))
+
 
 class EngineCall:
     """A running call. `next` returns its items; read them to the end or cancel the call.
@@ -172,7 +177,8 @@ class EnginePool:
         self._router = uuid.uuid4().hex
         self._channels = Channels(tls)
         self._stores: dict[str, EngineStore] = {}
-        self._stores_of: Mapping[str, EngineReplica] = {}
+        self._identities: dict[str, str] = {}
+        self._known: Mapping[str, EngineReplica] = {}
         self._unsubscribe: Callable[[], None] | None = None
 
     async def take(
@@ -181,8 +187,9 @@ class EnginePool:
         prefer: Sequence[str] = (),
         sequences: int = 1,
         part: bool = False,
+        identity: str | None = None,
     ) -> Slot:
-        """Take slots for `sequences` on an engine outside `avoid`.
+        """Take slots for `sequences` on an engine outside `avoid`, with `identity` if it is given.
 
         Chooses the engine as `SlotPool.take` does, and waits without a deadline. Release the slots
         with `give_back`. `part` marks a later prompt of a list, which does not count as waiting.
@@ -191,19 +198,23 @@ class EnginePool:
         """
         self._follow_replicas()
         while True:
-            slot = self._slot(await self._slots.take(avoid, prefer, sequences, part), sequences)
+            slot = self._slot(await self._slots.take(avoid, prefer, sequences, part, identity), sequences)
             if slot is not None:
                 return slot
 
     def take_now(
-        self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1
+        self,
+        avoid: AbstractSet[str] = frozenset(),
+        prefer: Sequence[str] = (),
+        sequences: int = 1,
+        identity: str | None = None,
     ) -> Slot | None:
-        """Take slots for `sequences` on an engine outside `avoid`.
+        """Take slots for `sequences` on an engine outside `avoid`, with `identity` if it is given.
 
         Return None if the request must wait.
         """
         self._follow_replicas()
-        name = self._slots.take_now(avoid, prefer, sequences)
+        name = self._slots.take_now(avoid, prefer, sequences, identity)
         return None if name is None else self._slot(name, sequences)
 
     def _follow_replicas(self) -> None:
@@ -248,12 +259,21 @@ class EnginePool:
 
     def stores(self) -> dict[str, EngineStore]:
         """Return the KV stores, by id of the running engine that uses the store."""
+        self._read_metadata()
+        return self._stores
+
+    def identities(self) -> dict[str, str]:
+        """Return the identities of all running engines, by id."""
+        self._read_metadata()
+        return self._identities
+
+    def _read_metadata(self) -> None:
         engines = replicas_of(self._handle.deployment_id) or {}
-        if engines is not self._stores_of:  # each decision asks
-            self._stores_of = engines
+        if engines is not self._known:  # each decision asks
+            self._known = engines
             stores = {name: one.store for name, one in engines.items()}
             self._stores = {name: store for name, store in stores.items() if store is not None}
-        return self._stores
+            self._identities = {name: one.identity for name, one in engines.items()}
 
     def same_replica(self, name: str) -> frozenset[str]:
         """Return the ids of the ranks in the replica of engine `name`, including `name`.
@@ -271,9 +291,11 @@ class EnginePool:
         engines = replicas_of(self._handle.deployment_id) or {}
         return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})
 
-    def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
-        """Return whether any engine outside `avoid` accepts calls."""
-        return not self._slots.ongoing().keys() <= avoid
+    def has_engines(self, avoid: AbstractSet[str] = frozenset(), identity: str | None = None) -> bool:
+        """Return whether an engine outside `avoid`, and of `identity` if given, accepts calls."""
+        identities = self.identities()
+        usable = self._slots.ongoing().keys() - avoid
+        return any(identity is None or identities.get(name) == identity for name in usable)
 
     @property
     def slots(self) -> int:

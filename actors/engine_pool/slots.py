@@ -51,6 +51,7 @@ class SlotWaiter:
     prefer: Sequence[str]
     sequences: int
     part: bool = False
+    identity: str | None = None
     slot: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -152,15 +153,19 @@ class SlotPool:
         return name in self._full
 
     def take_now(
-        self, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = (), sequences: int = 1
+        self,
+        avoid: AbstractSet[str] = frozenset(),
+        prefer: Sequence[str] = (),
+        sequences: int = 1,
+        identity: str | None = None,
     ) -> str | None:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
         Prefers the first free replica of `prefer`, else the least busy free one. If none is free,
-        takes a replica that is believed full and may be probed, in the same order. Returns None if
-        the request must wait.
+        takes a replica that is believed full and may be probed, in the same order. With `identity`,
+        takes only replicas of this identity. Returns None if the request must wait.
         """
-        return None if self._waiting else self._grant(avoid, prefer, sequences, self._usable())
+        return None if self._waiting else self._grant(avoid, prefer, sequences, identity, self._usable())
 
     async def take(
         self,
@@ -168,6 +173,7 @@ class SlotPool:
         prefer: Sequence[str] = (),
         sequences: int = 1,
         part: bool = False,
+        identity: str | None = None,
     ) -> str:
         """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
 
@@ -176,9 +182,9 @@ class SlotPool:
         OverloadedError if as many requests wait as the replicas allow (`EngineReplica.queue`), but
         not for a `part` or without replicas.
         """
-        if (name := self.take_now(avoid, prefer, sequences)) is not None:
+        if (name := self.take_now(avoid, prefer, sequences, identity)) is not None:
             return name
-        waiting = SlotWaiter(avoid, prefer, sequences, part)
+        waiting = SlotWaiter(avoid, prefer, sequences, part, identity)
         most = max((engine.queue for engine in self._look().values()), default=None)
         self._waiting[waiting] = None
         self._serve_waiting()  # earlier requests may wait for other engines
@@ -260,12 +266,19 @@ class SlotPool:
             usable.full[name] = ongoing
 
     def _grant(
-        self, avoid: AbstractSet[str], prefer: Sequence[str], sequences: int, usable: UsableReplicas
+        self,
+        avoid: AbstractSet[str],
+        prefer: Sequence[str],
+        sequences: int,
+        identity: str | None,
+        usable: UsableReplicas,
     ) -> str | None:
         """Take slots on the best replica of `usable`, update `usable`, and return the replica's id.
 
-        Return None if `usable` has no replica outside `avoid`.
+        Return None if `usable` has no replica of `identity` outside `avoid`.
         """
+        if identity is not None:
+            avoid = avoid | {name for name, one in usable.engines.items() if one.identity != identity}
         for replicas in (usable.free, usable.full):
             if ranked := rank(replicas, self._turn + 1, avoid, prefer):
                 break
@@ -290,7 +303,7 @@ class SlotPool:
                 break
             if waiting.slot.done():
                 continue
-            name = self._grant(waiting.avoid, waiting.prefer, waiting.sequences, usable)
+            name = self._grant(waiting.avoid, waiting.prefer, waiting.sequences, waiting.identity, usable)
             if name is not None:
                 waiting.slot.set_result(name)
                 del self._waiting[waiting]

@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from actors.policy.decision import CHEAPER, NO_PREFILL, POLICY, PREFILL_FAILED, SHORT, UNSEEN, Decision, Estimate
+from actors.policy.decision import (
+    CHEAPER,
+    NO_PREFILL,
+    OTHER_IDENTITY,
+    POLICY,
+    PREFILL_FAILED,
+    SHORT,
+    UNSEEN,
+    Decision,
+    Estimate,
+)
 from actors.policy.loads import EngineLoad
 from actors.policy.options import Options
 from configs.settings.router import RoutingSettings
@@ -75,11 +85,13 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
         failing = _all_failing(options.decode_load_list, options.now)
         local_order = _rank_local(settings, options, asked.session, failing)
         local = options.local(names[local_order[0]])
-    if asked.whole is None and options.prefill and names:
+    mismatches = options.mismatches
+    no_match = mismatches is not None and bool(options.prefill and names) and bool(mismatches.all())
+    if asked.whole is None and options.prefill and names and not no_match:
         prefills = list(options.prefill)
         order, prefill_order = _rank_pairs(settings, options, asked.session, failing)
         remote = options.pair(names[order[0]], prefills[prefill_order[0]])
-    route, reason = _route(settings, options, asked, local, remote)
+    route, reason = _route(settings, options, asked, local, remote, no_match)
     decode: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
     chosen = other = None
@@ -119,7 +131,7 @@ def _rank_pairs(
     """Return positions of decode and of prefill replicas, best first, in the order of `_key`.
 
     Decode replicas are ordered by their best pair, prefill replicas by their pair with the best
-    decode replica.
+    decode replica. Pairs with different identities come last.
 
     ``failing``  whether each decode replica comes last
     """
@@ -133,7 +145,7 @@ def _rank_pairs(
     def columns(values: Iterable[float]) -> np.ndarray:
         return np.broadcast_to(np.fromiter(values, float)[None, :], shape)
 
-    keys = []
+    keys = [] if options.mismatches is None else [options.mismatches]
     failing_prefill = _all_failing(options.prefill_load_list, options.now)
     if any(failing) or any(failing_prefill):
         keys.append(rows(failing) + columns(failing_prefill))
@@ -160,7 +172,12 @@ def _rank_pairs(
 
 
 def _route(
-    settings: RoutingSettings, options: Options, asked: Asked, local: Estimate | None, remote: Estimate | None
+    settings: RoutingSettings,
+    options: Options,
+    asked: Asked,
+    local: Estimate | None,
+    remote: Estimate | None,
+    no_match: bool,
 ) -> tuple[str, str]:
     if asked.whole is not None:
         return "local", asked.whole
@@ -168,6 +185,8 @@ def _route(
         return "local", POLICY
     if asked.prefill_known and not options.prefill:
         return "local", PREFILL_FAILED if asked.prefill_failed else NO_PREFILL
+    if no_match:
+        return "local", PREFILL_FAILED if asked.prefill_failed else OTHER_IDENTITY
     if remote is None or local is None:
         return "remote", UNSEEN
     if settings.policy != "cost":

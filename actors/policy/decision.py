@@ -27,6 +27,12 @@ PREFILL_FAILED = "prefill_failed"
 A late leg or a silent pair counts as a failure.
 """
 
+OTHER_IDENTITY = "other_identity"
+"""No prefill replica that accepts calls has the identity of a decode replica.
+
+Their models, dtypes or releases differ, so decode could not use their KV.
+"""
+
 SEVERAL_CHOICES = "n"
 """A request for several choices, and a prefill engine without `first_token_multiple`.
 

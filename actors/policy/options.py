@@ -27,6 +27,7 @@ class Options:
     ``decode_stored``, ``prefill_stored``  estimated prompt tokens that are not in each replica's
                                          cache but in its KV store; replicas without any are absent
     ``decode_loads``, ``prefill_loads``  work of this router on each replica
+    ``identities``                       identity of each replica; empty if all are equal
     """
 
     prompt_tokens: int
@@ -41,6 +42,7 @@ class Options:
     prefill_loads: Mapping[str, EngineLoad] = field(repr=False)
     costs: Costs = field(repr=False)
     now: float = 0.0
+    identities: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def ongoing_decode(self, decode: str) -> int:
         """Return the number of ongoing sequences of a decode replica.
@@ -110,6 +112,20 @@ class Options:
         handovers_s = self.costs.handovers_s(list(self.prefill), list(self.decode), parts, self.now)
         costs: np.ndarray = (queue_s + compute_s)[None, :] + handovers_s + by_decode[:, None]
         return costs
+
+    @cached_property
+    def mismatches(self) -> np.ndarray | None:
+        """Whether each pair's identities differ: shape (decode, prefill replicas); None: no pair's.
+
+        Such a pair cannot exchange KV.
+        """
+        if not self.identities:  # the usual case
+            return None
+        # An engine without an entry has just stopped.
+        decode = np.array([self.identities.get(name, "") for name in self.decode])
+        prefill = np.array([self.identities.get(name, "") for name in self.prefill])
+        differ: np.ndarray = decode[:, None] != prefill[None, :]
+        return differ
 
     @cached_property
     def decode_load_list(self) -> list[EngineLoad]:

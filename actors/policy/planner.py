@@ -95,6 +95,7 @@ class Planner:
         avoid: AbstractSet[str] = frozenset(),
         prefill_failed: bool = False,
         stores: Mapping[str, EngineStore] | None = None,
+        identities: Mapping[str, str] | None = None,
     ) -> Decision:
         """Decide where to send `prompt`.
 
@@ -109,6 +110,7 @@ class Planner:
         ``prefill_failed``       whether a prefill replica has failed this request
         ``stores``               KV store of each replica; replicas without one are absent. None:
                                  unchanged
+        ``identities``           identity of each replica; empty or None if all are equal
         """
         self._decisions += 1
         if stores is not None:
@@ -131,6 +133,7 @@ class Planner:
             prefill_loads=self._prefill,
             costs=self._costs,
             now=now,
+            identities=identities or {},
         )
         return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
 

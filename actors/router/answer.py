@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.errors import CannotResumeError, HandoverError, UnavailableError
 from actors.replay_log import RecordedGroups
-from actors.request import FirstTokenChunk, StreamChunk, TokenChunk, TokenGroup
+from actors.request import FirstTokenChunk, StreamChunk, TokenChunk, TokenGroup, TokenSource
 from actors.router.client_request import ClientRequest
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.dispatcher import Dispatcher
@@ -46,6 +46,8 @@ class Answer:
         self._replay_log = RecordedGroups()
         self._prompt_digest: bytes | None = None
         """Digest of the prompt of the recorded tokens; None if unknown."""
+        self._source: TokenSource | None = None
+        """Identity of what computed the recorded tokens; None if unknown."""
         request = attempts.request
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
         self._has_tokens = False
@@ -143,7 +145,8 @@ class Answer:
                     if self._resumable and isinstance(item, StreamChunk):
                         # A resumed stream starts with the groups of the replay log.
                         repeated = min(known, len(item.groups))
-                        self._check_prompt(item)
+                        if item.groups and known == len(replay_log):
+                            self._check_origin(item, continues=known > 0)
                         self._check_first(item)
                         known -= repeated
                         replay_log.extend(item.groups[repeated:])
@@ -182,15 +185,19 @@ class Answer:
     async def _from_prefill(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
         """Yield the events of prefill's first token until decode takes over or the stream ends.
 
-        Raises the errors of `Dispatcher.first_token`.
+        If the engine cannot tell which adapter sampled the token, yields nothing: decode could not
+        verify that it continues this token. Raises the errors of `Dispatcher.first_token`.
         """
-        comments = b""
+        comments, verifiable = b"", True
         async with aclosing(self._attempts.first_token(self._attempt)) as items:
             async for item in items:
                 if isinstance(item, StreamChunk):
-                    self._check_prompt(item)
-                    self._replay_log.extend(item.groups)
-                    self._first_group = item.groups[0]
+                    self._check_origin(item, continues=False)
+                    if verifiable := self._source is not None:
+                        self._replay_log.extend(item.groups)
+                        self._first_group = item.groups[0]
+                if not verifiable:
+                    continue
                 events = comments + stream.feed(_bytes_of(item))
                 if stream.sent == 0:
                     comments = events  # comments do not start the response: its status may change
@@ -206,28 +213,33 @@ class Answer:
     def _forget_tokens(self) -> None:
         """Forget the recorded tokens and their prompt: the client has not received them."""
         self._replay_log.clear()
-        self._prompt_digest = None
+        self._prompt_digest = self._source = None
 
-    def _check_prompt(self, item: StreamChunk) -> None:
-        """Raise CannotResumeError if the engine's prompt differs from that of the recorded tokens.
+    def _check_origin(self, item: StreamChunk, continues: bool) -> None:
+        """Record prompt and source of an attempt's tokens from `item`, its first chunk with any.
 
-        The engines may have fetched different content from one image URL, or a chat template may
-        have inserted another date.
+        If it continues the recorded tokens, instead raise CannotResumeError unless both are equal.
+        The engines may have fetched different content from one image URL, a chat template may have
+        inserted another date, or a host may have another adapter at the same path.
         """
-        digest = item.prompt_digest if isinstance(item, TokenChunk | FirstTokenChunk) else None
-        if digest is None:
+        assert isinstance(item, TokenChunk | FirstTokenChunk)
+        if not continues:
+            self._prompt_digest, self._source = item.prompt_digest, item.source
             return
-        if self._prompt_digest is None:
-            self._prompt_digest = digest
-        elif self._prompt_digest != digest:
-            if self._first_group is None:
-                self._metrics.resumed_streams.labels("refused").inc()
-            else:
-                self._metrics.first_tokens.labels("refused").inc()
-            raise CannotResumeError(
-                "the stream cannot be continued: the next engine built a different prompt from this request, for "
-                "example because an image URL returned different content; send the request again"
+        if item.source is None or item.source != self._source:
+            problem = "the next engine computes with another model or adapter, or cannot verify which"
+        elif item.prompt_digest != self._prompt_digest:
+            problem = (
+                "the next engine built a different prompt from this request, for example because an image URL returned "
+                "different content"
             )
+        else:
+            return
+        if self._first_group is None:
+            self._metrics.resumed_streams.labels("refused").inc()
+        else:
+            self._metrics.first_tokens.labels("refused").inc()
+        raise CannotResumeError(f"the stream cannot be continued: {problem}; send the request again")
 
     def _check_first(self, item: StreamChunk) -> None:
         """Compare decode's first token with prefill's, once, and count the result in the metrics.
@@ -264,10 +276,11 @@ class Answer:
             # The client may have taken as long to read the last tokens.
             self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
         try:
+            identity = None
             if stream.sent == 0:
                 self._forget_tokens()  # the client has received nothing: a new answer may differ
             else:
-                _check_resumable(self._attempts.request, replay_log)
+                identity = _check_resumable(self._attempts.request, replay_log, self._source)
             self._first_group = None  # the next engine repeats the replay log
             if isinstance(error, HandoverError):
                 logger.warning("trying to continue a stream with another attempt: %s", error)
@@ -276,7 +289,7 @@ class Answer:
             else:
                 self._attempts.decode_failed(error)
             await self._attempt.close()
-            self._attempt = await self._attempts.open(replay_log.replay_log())
+            self._attempt = await self._attempts.open(replay_log.replay_log(), identity)
             start = self._attempt.start
             if stream.sent == 0:
                 self._first = self._attempt
@@ -295,8 +308,11 @@ class Answer:
             self._metrics.resumed_streams.labels(outcome).inc()
 
 
-def _check_resumable(request: ClientRequest, replay_log: RecordedGroups) -> None:
-    """Raise CannotResumeError if no other engine can continue the stream of a failed engine."""
+def _check_resumable(request: ClientRequest, replay_log: RecordedGroups, source: TokenSource | None) -> str:
+    """Return the identity of the engines that can continue the stream of a failed engine.
+
+    Raises CannotResumeError if none can.
+    """
     if reason := why_not_resumable(request.endpoint, request.body):
         raise CannotResumeError(
             f"the engine has failed, and a stream with {reason} cannot be continued on another engine; "
@@ -306,6 +322,12 @@ def _check_resumable(request: ClientRequest, replay_log: RecordedGroups) -> None
         raise CannotResumeError(
             "the engine has failed and sent no record of the stream's tokens; send the request again"
         )
+    if source is None:
+        raise CannotResumeError(
+            "the engine has failed and has not reported which model and adapter computed the stream's tokens; send the "
+            "request again"
+        )
+    return source.engine
 
 
 def _bytes_of(item: Any) -> bytes:

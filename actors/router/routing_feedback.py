@@ -54,15 +54,26 @@ Stores = Callable[[], Mapping[str, EngineStore]]
 """Function that returns the KV store of each replica that has one, by replica id."""
 
 
+Identities = Callable[[], Mapping[str, str]]
+"""Function that returns the identity of each replica, by replica id; empty if all are equal."""
+
+
 class RoutingFeedback:
     """Connection of a router to the routing policy, for decisions and for reports of failures."""
 
     def __init__(
-        self, settings: RoutingSettings, metrics: RouterMetrics, prefill: Ongoing, decode: Ongoing, stores: Stores
+        self,
+        settings: RoutingSettings,
+        metrics: RouterMetrics,
+        prefill: Ongoing,
+        decode: Ongoing,
+        stores: Stores,
+        identities: Identities = dict,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._stores = stores
+        self._identities = identities
         self.planner = Planner(settings, Deferred())
         """Routing policy; `Attempt` (`dispatch/attempt.py`) reports each outcome to it."""
         self._metrics = metrics
@@ -94,6 +105,7 @@ class RoutingFeedback:
             avoid=failed_prefill | failed_decode,
             prefill_failed=bool(failed_prefill),
             stores=self._stores(),
+            identities=self._identities(),
         )
         self._metrics.decisions.labels(decision.route, decision.reason).inc()
         if logger.isEnabledFor(logging.DEBUG):

@@ -9,8 +9,10 @@ from prometheus_client.registry import Collector
 
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
-FALLBACKS = frozenset({"no_prefill", "prefill_failed"})
-"""Reasons of local requests for which prefill failed, rejected the prompt or had no free slot."""
+FALLBACKS = frozenset({"no_prefill", "other_identity", "prefill_failed"})
+"""Reasons of local requests for which prefill failed, rejected the prompt, had no free slot or does
+not match decode.
+"""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 

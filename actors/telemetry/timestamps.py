@@ -88,10 +88,13 @@ class CallTimestamps:
 
 
 class KvArrivals:
-    """Times of KV transfers and store fetches of running requests, from connector statistics."""
+    """Reports in connector statistics: times of KV transfers and store fetches of running requests,
+    and identities of LoRA adapters.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, KvTimes] = {}
+        self._adapters: dict[tuple[int, str], str] = {}
 
     def expect(self, request_id: str) -> None:
         """Collect the times of this request until `take`; other requests are ignored."""
@@ -101,9 +104,20 @@ class KvArrivals:
         """Remove and return the known times of a request; no times if the id is None or unknown."""
         return KvTimes() if request_id is None else self._found.pop(request_id, KvTimes())
 
-    def observe(self, connector_stats: Mapping[str, Any] | None) -> None:
-        """Read the connector's report of one step (`TandemStats.data`), if it has times."""
+    def adapter(self, rank: int, adapter: str) -> str:
+        """Return the identity of an adapter's content on a data-parallel rank; empty if unknown.
+
+        ``adapter``  key in `TandemStats.data["adapters"]`
+        """
+        return self._adapters.get((rank, adapter), "")
+
+    def observe(self, connector_stats: Mapping[str, Any] | None, rank: int = 0) -> None:
+        """Read the connector's report of one step of a data-parallel rank (`TandemStats.data`)."""
         stats = connector_stats or {}
+        for adapter, identity in (stats.get("adapters") or {}).items():
+            self._adapters[rank, adapter] = identity
+            if not identity:
+                del self._adapters[rank, adapter]
         for request_id, (asked_at, ended_at, failed) in (stats.get("arrivals") or {}).items():
             if request_id in self._found:
                 self._found[request_id] = replace(self._found[request_id], arrival=(asked_at, ended_at, bool(failed)))

@@ -8,13 +8,14 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/async_llm.py
 
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import xxhash
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
@@ -25,6 +26,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from actors.errors import EngineDownError
 from actors.replay_log import SERVED_CALL, ServedCall
+from actors.request import TokenSource
 from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
@@ -126,9 +128,9 @@ class KvArrivalsLogger(StatLoggerBase):
     def __init__(self, arrivals: KvArrivals) -> None:
         self._arrivals = arrivals
 
-    def record(self, scheduler_stats: SchedulerStats | None, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: SchedulerStats | None, *_: Any, engine_idx: int = 0, **__: Any) -> None:
         if scheduler_stats is not None:
-            self._arrivals.observe(scheduler_stats.kv_connector_stats)
+            self._arrivals.observe(scheduler_stats.kv_connector_stats, engine_idx)
 
     def log_engine_initialized(self) -> None:
         """Do nothing; vLLM's hook."""
@@ -146,20 +148,16 @@ class ReplayingLLM(AsyncLLM):
     """
 
     arrivals: KvArrivals
-    adapters_change: bool
+    identities: Sequence[str] = ()
+    """Identity of each data-parallel rank; `VllmEngine.start` sets it."""
 
     @classmethod
     def start(
-        cls,
-        config: VllmConfig,
-        engine_args: AsyncEngineArgs,
-        load: StatLoggerBase | None = None,
-        adapters_change: bool = False,
+        cls, config: VllmConfig, engine_args: AsyncEngineArgs, load: StatLoggerBase | None = None
     ) -> "ReplayingLLM":
         """Start the engine. Unless `disable_log_stats` is set, record the arrival times of KV.
 
-        ``load``             receives the statistics of each step; None: no such logger
-        ``adapters_change``  whether a new adapter may reuse the name of an unloaded adapter
+        ``load``  receives the statistics of each step; None: no such logger
         """
         arrivals = KvArrivals()
         loggers = [] if load is None else [load]
@@ -175,7 +173,6 @@ class ReplayingLLM(AsyncLLM):
         # vLLM's constructor may already have called `_run_output_handler`.
         processor: Any = llm.output_processor
         processor.arrivals = llm.arrivals = arrivals
-        llm.adapters_change = adapters_change
         return llm
 
     async def ping_rank(self, rank: int) -> None:
@@ -211,13 +208,8 @@ class ReplayingLLM(AsyncLLM):
                     "send the request again"
                 )
             served = None
-        if served is not None and served.replay and self.adapters_change and options.get("lora_request"):
-            raise served.fail(
-                "the stream was interrupted, and the request's adapter may have changed since it began "
-                "(`allow_runtime_lora_updating`); send the request again"
-            )
         params = self._forced(sampling_params, served)
-        samples = samples_first_token(params)
+        samples, starts = samples_first_token(params), True
         if served is not None:
             served.split_first = True
             if samples:
@@ -235,6 +227,8 @@ class ReplayingLLM(AsyncLLM):
                     if timestamps is not None:
                         timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
                     if served is not None:
+                        if starts:
+                            served.source, starts = self._source(served, options.get("lora_request")), False
                         served.record(output.outputs[0].token_ids)
                         if samples and output.prompt_token_ids is not None:
                             served.prompt_tokens, samples = len(output.prompt_token_ids), False
@@ -251,6 +245,13 @@ class ReplayingLLM(AsyncLLM):
     def _outputs(self) -> SharedRequestOutputs:
         assert isinstance(self.output_processor, SharedRequestOutputs)
         return self.output_processor
+
+    def _source(self, served: ServedCall, lora: LoRARequest | None) -> TokenSource | None:
+        """Return the identity of what computes the call's tokens; None if it is not known."""
+        rank = served.data_parallel_rank
+        engine = self.identities[rank] if rank < len(self.identities) else ""
+        adapter = "" if lora is None else self.arrivals.adapter(rank, f"{lora.lora_int_id} {lora.lora_path}")
+        return TokenSource(engine, adapter) if engine and (adapter or lora is None) else None
 
     def _forced(self, params: SamplingParams, served: ServedCall | None) -> SamplingParams:
         """Return `params` with the replay log's tokens and without a client's FORCED_TOKENS.

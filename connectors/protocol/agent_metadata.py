@@ -8,8 +8,9 @@ only in handshakes, so its size matters little, and operators can read it to deb
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
@@ -99,6 +100,16 @@ class EngineMetadata:
 
     incarnation: str
     workers: tuple[AgentMetadata, ...]
+
+
+def engine_identity(engine: EngineMetadata) -> str:
+    """Return a digest of what ``check_peers`` compares besides layouts: 32 hexadecimal digits.
+
+    Equal for engines with the same model, dtypes and releases, whatever their parallel sizes. An
+    engine whose workers differ has a digest that no other kind of engine has.
+    """
+    workers = {json.dumps([worker.transport, *astuple(worker.identity)]) for worker in engine.workers}
+    return hashlib.blake2b(json.dumps([PROTOCOL_VERSION, *sorted(workers)]).encode(), digest_size=16).hexdigest()
 
 
 def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:

@@ -408,7 +408,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         if self._scheduler is None:
-            return self.worker.runtime.stats()
+            return self.worker.stats()
         stats = self._scheduler.stats() or TandemStats()
         if self._store_scheduler is not None:
             stats.aggregate(self._store_scheduler.stats())

@@ -148,8 +148,8 @@ No limit with Ray's metrics, which cannot remove a series.
 """
 
 ARRIVALS_KEPT = 1024
-"""Maximum number of arrivals, and of fetches, in one ``TandemStats``. vLLM merges reports until it
-logs them, which may never happen.
+"""Maximum number of arrivals, of fetches and of adapters in one ``TandemStats``. vLLM merges
+reports until it logs them, which may never happen.
 """
 
 
@@ -169,6 +169,8 @@ class TandemStats(KVConnectorStats):
                   KV store, on the same clock
     ``pending``   ``{connector: number}``: requests that wait for a child of TandemMultiConnector,
                   of each child with a change
+    ``adapters``  ``{"<id> <path>": identity}`` of LoRA adapters whose identity is new or has
+                  changed; empty if it is unknown or ranks differ
     """
 
     def __post_init__(self) -> None:
@@ -176,7 +178,8 @@ class TandemStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "ranks": {}, "arrivals": {}, "fetches": {}, "pending": {}}
+        kept = ("counts", "ranks", "arrivals", "fetches", "pending", "adapters")
+        self.data: dict[str, Any] = {name: {} for name in kept}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
         """Add ``number`` to a counter."""
@@ -205,6 +208,14 @@ class TandemStats(KVConnectorStats):
             del fetches[next(iter(fetches))]
         fetches[request_id] = [began_at, ended_at]
 
+    def adapter(self, adapter: str, identity: str) -> None:
+        """Record the identity of an adapter on one rank, or on the ranks of a merged report."""
+        adapters = self.data["adapters"]
+        known = adapters.pop(adapter, identity)
+        if len(adapters) >= ARRIVALS_KEPT:
+            del adapters[next(iter(adapters))]
+        adapters[adapter] = identity if identity == known else ""
+
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for counter, labels in other.data["counts"].items():
             for label, number in labels.items():
@@ -215,6 +226,8 @@ class TandemStats(KVConnectorStats):
             self.arrived(request_id, *arrival)
         for request_id, times in other.data["fetches"].items():
             self.fetched(request_id, *times)
+        for adapter, identity in other.data["adapters"].items():
+            self.adapter(adapter, identity)
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk, TokenGroup
+from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk, TokenGroup, TokenSource
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from configs.settings.router import RouterLimits, RoutingSettings
-from tests.actors.fleet import Handle, Replica, router_of
+from tests.actors.fleet import SOURCE, Handle, Replica, router_of
 
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
@@ -45,13 +45,18 @@ def groups_of(sizes: list[int], replay_log: tuple[TokenGroup, ...]) -> list[Toke
 
 
 def engine(
-    created: int, sizes: list[int], dies_after: int | None = None, half: bool = False, prompt: bytes | None = None
+    created: int,
+    sizes: list[int],
+    dies_after: int | None = None,
+    half: bool = False,
+    prompt: bytes | None = None,
+    source: TokenSource | None = SOURCE,
 ) -> Any:
     """Return a decode engine that streams forty tokens, one event per group, and repeats a replay
     log first.
 
     It dies after `dies_after` tokens; with `half`, in the middle of the event after them. `prompt`
-    is the digest of the prompt that it computes.
+    is the digest of the prompt that it computes, `source` the identity that it reports.
     """
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -62,11 +67,12 @@ def engine(
             text = "".join(f"<{token}>" for token in group)
             data = b"" if sent else event(created, index=0, role="assistant", text="")
             data += event(created, index=0, text=text, finish_reason="length" if TOKENS - 1 in group else None)
+            origin = (None, None) if sent else (prompt, source)
             if dies_after is not None and sent + len(group) > dies_after:
                 if half:
-                    yield TokenChunk(data[: len(data) // 2], (group,), None, None if sent else prompt)
+                    yield TokenChunk(data[: len(data) // 2], (group,), None, *origin)
                 raise EngineDownError("killed")
-            yield TokenChunk(data, (group,), None, None if sent else prompt)
+            yield TokenChunk(data, (group,), None, *origin)
             sent += len(group)
         yield event(created, usage={"completion_tokens": sent}) + b"data: [DONE]\n\n"
 

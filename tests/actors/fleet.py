@@ -20,13 +20,16 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from actors.errors import EngineDownError
 from actors.policy.stores import EngineStore
-from actors.request import Accepted, Call, Heartbeat
+from actors.request import Accepted, Call, Heartbeat, TokenSource
 from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
 from configs.settings.router import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
 """Behaviour of a replica for its n-th call (from 1)."""
+
+SOURCE = TokenSource("model")
+"""Identity of the engines in these tests."""
 
 METADATA: dict[str, Any] = {
     "producer": {
@@ -49,6 +52,7 @@ class Replica:
     name: str
     serve: Serve
     left: bool = False
+    identity: str = SOURCE.engine
     calls: list[Call] = field(default_factory=list)
 
 
@@ -61,6 +65,10 @@ class FakeSlot:
     @property
     def replica_id(self) -> str:
         return self.replica.name
+
+    @property
+    def identity(self) -> str:
+        return self.replica.identity
 
 
 class _Items(asyncio.Queue[Any]):
@@ -167,18 +175,30 @@ class Handle:
         self._turn = 0
         self._known = False
 
-    def take_now(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), *_: Any) -> FakeSlot | None:
+    def take_now(
+        self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), sequences: int = 1, identity: str | None = None
+    ) -> FakeSlot | None:
         self._known = True
-        free = [replica for replica in self.replicas if replica.name not in avoid]
+        free = self._usable(avoid, identity)
         return self._slot(free, prefer) if self.grants_at_once and free else None
 
-    async def take(self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), *_: Any) -> FakeSlot:
+    async def take(
+        self,
+        avoid: Iterable[str] = (),
+        prefer: Sequence[str] = (),
+        sequences: int = 1,
+        part: bool = False,
+        identity: str | None = None,
+    ) -> FakeSlot:
         self._known = True
-        free = [replica for replica in self.replicas if replica.name not in avoid]
+        free = self._usable(avoid, identity)
         await asyncio.sleep(0)
         if not free:
             raise TimeoutError  # the router's timeout has expired: without a real wait here
         return self._slot(free, prefer)
+
+    def _usable(self, avoid: Iterable[str], identity: str | None) -> list[Replica]:
+        return [one for one in self.replicas if one.name not in avoid and identity in (None, one.identity)]
 
     def _slot(self, free: list[Replica], prefer: Sequence[str]) -> FakeSlot:
         self._turn += 1
@@ -195,6 +215,9 @@ class Handle:
     def stores(self) -> dict[str, EngineStore]:
         return {}
 
+    def identities(self) -> dict[str, str]:
+        return {replica.name: replica.identity for replica in self.replicas} if self._known else {}
+
     def ongoing(self) -> dict[str, int] | None:
         """A pool whose replicas become known with the first request."""
         return {replica.name: 0 for replica in self.replicas} if self._known else None
@@ -210,8 +233,8 @@ class Handle:
         whole = name.partition("-dp")[0]
         return frozenset(one.name for one in self.replicas if one.name.partition("-dp")[0] == whole) | {name}
 
-    def has_engines(self, avoid: AbstractSet[str] = frozenset()) -> bool:
-        return any(replica.name not in avoid for replica in self.replicas)
+    def has_engines(self, avoid: AbstractSet[str] = frozenset(), identity: str | None = None) -> bool:
+        return bool(self._usable(avoid, identity))
 
     @property
     def slots(self) -> int:

@@ -34,33 +34,52 @@ class NothingLeftError(AssertionError):
     """In all attempts, the chunk that had the token of the death had all remaining tokens too."""
 
 
-async def start_decode() -> VllmEngine:
-    """The demo model's decode engine, started as the Decode actor starts it."""
-    os.environ.update(engine_environment(SETTINGS, "decode"))
-    return await VllmEngine.start(SETTINGS, "decode", "127.0.0.1")
+async def start_decode(settings: ServiceSettings = SETTINGS) -> VllmEngine:
+    """A decode engine, started as the Decode actor starts it; the demo model's by default."""
+    os.environ.update(engine_environment(settings, "decode"))
+    return await VllmEngine.start(settings, "decode", "127.0.0.1")
 
 
-async def stream(engine: VllmEngine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None = None) -> bytes:
+def identity_of(engine: VllmEngine) -> str:
+    return str(engine.described[0]["identity"])
+
+
+async def stream(
+    engine: VllmEngine,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    dies_at: int | None = None,
+    heir: VllmEngine | None = None,
+    heirs_identity: str | None = None,
+) -> bytes:
     """Return the client's stream if the first engine dies after `dies_at` tokens.
+
+    ``heir``            engine that acts as the second one; None: `engine`
+    ``heirs_identity``  identity in the heir's metadata; None: its own
 
     vLLM joins outputs that the serving layer has not read, and sends nothing for tokens that a tool
     parser holds back. So the chunk with this token may have all remaining tokens, and nothing is
     left to resume. Raises NothingLeftError if this is so in each of ATTEMPTS streams.
     """
     for _ in range(ATTEMPTS):
-        sent, resumed = await _stream(engine, endpoint, body, dies_at)
+        sent, resumed = await _stream(engine, endpoint, body, dies_at, heir or engine, heirs_identity)
         if resumed == (dies_at is not None):
             return sent
     raise NothingLeftError(f"no chunk ended at or after token {dies_at} and before the last token")
 
 
 async def _stream(
-    engine: VllmEngine, endpoint: Endpoint, body: dict[str, Any], dies_at: int | None
+    engine: VllmEngine,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    dies_at: int | None,
+    heir: VllmEngine,
+    heirs_identity: str | None,
 ) -> tuple[bytes, bool]:
     """Return the client's stream, and whether it was resumed."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
-        async with aclosing(engine.serve(call)) as items:
+        async with aclosing(heir.serve(call)) as items:
             async for item in items:
                 yield item
 
@@ -73,7 +92,8 @@ async def _stream(
                 if dies_at is not None and tokens >= dies_at and not isinstance(item, ResponseStart):
                     raise EngineDownError("simulated death")
 
-    prefill, decode = Handle([]), Handle([Replica("heir", serve), Replica("mortal", die)])
+    second = Replica("heir", serve, identity=heirs_identity or identity_of(heir))
+    prefill, decode = Handle([]), Handle([second, Replica("mortal", die, identity=identity_of(engine))])
     decode.in_order = True
     router = router_of(LIMITS, prefill, decode)
     request = ClientRequest(endpoint, HEADERS, json.dumps(body).encode(), body)

@@ -62,7 +62,7 @@ class EnginePair:
             os.environ.update(engine_environment(SETTINGS, role))
             engines.append(await VllmEngine.start(SETTINGS, role, "127.0.0.1"))
         prefill, decode = engines
-        return cls(prefill, decode, await prefill.describe_producer(60))
+        return cls(prefill, decode, prefill.producer())
 
     async def close(self) -> None:
         await self.prefill.close()

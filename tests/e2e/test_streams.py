@@ -8,15 +8,21 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from actors.engine.vllm_engine import VllmEngine
 from actors.errors import CannotResumeError
+from app.demo.paths import MODEL_DIR
+from configs.settings.service import ServiceSettings
 from testing.sse import said
 from testing.streams import KINDS, MODEL, PARAMETERS, PROMPT, TOKENS, completion
-from tests.e2e.broken_streams import NothingLeftError, start_decode, stream
+from tests.e2e.broken_streams import SETTINGS, NothingLeftError, identity_of, start_decode, stream
 
 pytestmark = pytest.mark.engine
 
@@ -101,6 +107,40 @@ def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, eng
         assert len(tokens) == body["max_tokens"]
 
     runner.run(run())
+
+
+def test_a_stream_does_not_continue_on_other_weights(
+    runner: asyncio.Runner, engine: VllmEngine, tmp_path: Path
+) -> None:
+    """The weights at the path of the second engine's model are replaced before it starts again."""
+    model = Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+    settings = SETTINGS.model_copy(update={"model": str(model), "served_model_name": MODEL})
+    endpoint, body = completion(temperature=0, ignore_eos=True)
+
+    async def run() -> None:
+        whole = said(await stream(engine, endpoint, body))
+        async with decode_engine(settings) as heir:
+            assert said(await stream(engine, endpoint, body, dies_at=14, heir=heir)) == whole
+        weights = load_file(model / "model.safetensors")
+        save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, model / "model.safetensors")
+        async with decode_engine(settings) as heir:
+            assert said(await stream(heir, endpoint, body)) != whole
+            with pytest.raises(CannotResumeError, match="the others run another model"):
+                await stream(engine, endpoint, body, dies_at=14, heir=heir)
+            # Serve's metadata is wrong: the chunks decide.
+            with pytest.raises(CannotResumeError, match="another model or adapter"):
+                await stream(engine, endpoint, body, 14, heir, heirs_identity=identity_of(engine))
+
+    runner.run(run())
+
+
+@asynccontextmanager
+async def decode_engine(settings: ServiceSettings) -> AsyncIterator[VllmEngine]:
+    engine = await start_decode(settings)
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine) -> None:

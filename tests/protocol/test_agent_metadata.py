@@ -1,7 +1,7 @@
 """Agent metadata: it survives a round trip, and differences between two engines are named."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,11 +12,13 @@ from connectors.errors import IncompatiblePeerError, WireError
 from connectors.protocol.agent_metadata import (
     PROTOCOL_VERSION,
     AgentMetadata,
+    EngineMetadata,
     ModelIdentity,
     ProcessIdentity,
     check_peers,
     decode_agent_metadata,
     encode_agent_metadata,
+    engine_identity,
     engine_metadata,
 )
 from tests.planning.builders import Shape, make_rank, with_field
@@ -111,6 +113,20 @@ def test_differences_are_named(theirs: dict[str, Any], field: str, remedy: str) 
         check_peers(agent_metadata(**theirs), agent_metadata())
     assert refusal.value.field == field
     assert f"{field} differs: the decode engine has" in str(refusal.value)
+
+
+def test_the_identity_of_an_engine() -> None:
+    """Equal for any TP and block size; each compared field of any worker changes it."""
+
+    def identity(*workers: AgentMetadata) -> str:
+        return engine_identity(EngineMetadata("e", workers))
+
+    one = agent_metadata()
+    assert identity(agent_metadata(0, 2, Shape(num_blocks=40)), agent_metadata(1, 2)) == identity(one)
+    others = [agent_metadata(identity=replace(IDENTITY, **{each.name: "other"})) for each in fields(ModelIdentity)]
+    others.append(agent_metadata(transport="memory"))
+    found = {identity(one), *map(identity, others), *(identity(one, other) for other in others)}
+    assert len(found) == 1 + 2 * len(others)
 
 
 def test_our_side_and_theirs_are_not_mixed_up() -> None:

@@ -29,7 +29,8 @@ from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.kv_store.worker import StoreWorker
-from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterLoads, adapter_loads
+from connectors.vllm_hma.model import adapters
+from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterChanges, AdapterLoads, adapter_loads
 from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
@@ -138,6 +139,24 @@ def test_a_path_with_two_contents_stays_unknown(tmp_path: Path, old: Path, new: 
     assert engine.identity(old, 3) == UNKNOWN
     engine.load(new, 3)
     assert engine.identity(new, 3) != UNKNOWN
+
+
+def test_a_bounded_number_of_adapters_is_remembered(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those used last. A forgotten path stays unknown: its earlier content may be cached."""
+    monkeypatch.setattr(adapters, "ADAPTERS_KEPT", 2)
+    engine = Engine()
+    changes = AdapterChanges(engine.loads)
+    paths = [Path(shutil.copytree(old, tmp_path / str(number))) for number in range(3)]
+    for number, path in enumerate(paths, 1):
+        engine.load(path, number)
+        assert engine.identity(paths[0], 1) != UNKNOWN
+    assert [engine.identity(path, number) == UNKNOWN for number, path in enumerate(paths, 1)] == [False, True, False]
+    assert set(changes.take()) == {Adapter(1, str(paths[0])), Adapter(3, str(paths[2]))}
+    engine.load(paths[1], 4)
+    assert engine.identity(paths[1], 4) == UNKNOWN
+    gone, known = Adapter(1, str(paths[0])), Adapter(3, str(paths[2]))
+    assert changes.take() == {gone: UNKNOWN, Adapter(4, str(paths[1])): UNKNOWN}
+    assert (set(engine.loads.identities), changes.take()) == ({known, Adapter(4, str(paths[1]))}, {})
 
 
 def test_another_path_under_the_same_id(old: Path, new: Path) -> None:
@@ -257,6 +276,7 @@ def test_prefill_does_not_send_kv_of_two_adapters(
     engine.load(old)
     prefill = WorkerConnector(parse_config({}), "p", vllm_config(), cache_config((["f"], full())))
     prefill._runtime, prefill._adapters = producer.runtime, engine.claims()  # noqa: SLF001
+    prefill._adapter_changes = AdapterChanges(engine.loads)  # noqa: SLF001
     adapter = Adapter(1, str(old))
 
     def step(load: bool, **orders: Any) -> None:
@@ -269,6 +289,9 @@ def test_prefill_does_not_send_kv_of_two_adapters(
         prefill.after_forward(Orders(**orders))
 
     step(False, expects=[Expect("q", "t", 7, DIGEST, adapter)], chunks=[Chunk("q", ((1,),), 4)])
+    stats = prefill.stats()
+    assert stats is not None
+    assert stats.data["adapters"] == {f"1 {old}": engine.identity(old)}
     consumer.step(receives=[engine.claims().receive(replace(receive(producer.address), adapter=adapter))])
     until(lambda: producer.runtime.counts()["live"] == 1)
     overwrite(old, new)
@@ -373,7 +396,7 @@ def test_kv_of_a_replaced_adapter_is_neither_stored_nor_loaded(host: Host) -> No
 def test_workers_report_each_load_once(host: Host, old: Path, new: Path) -> None:
     engine = Engine()
     worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
-    worker._adapters = engine.loads  # noqa: SLF001
+    worker._adapters = AdapterChanges(engine.loads)  # noqa: SLF001
     assert worker.report() is None
     engine.load(old)
     assert worker.report() == StoreReport(adapters={Adapter(1, str(old)): engine.identity(old)})

@@ -23,7 +23,7 @@ from actors.errors import (
     UnavailableError,
     with_causes,
 )
-from actors.policy.decision import NO_PREFILL, PREFILL_FAILED, SEVERAL_CHOICES, Decision
+from actors.policy.decision import NO_PREFILL, OTHER_IDENTITY, PREFILL_FAILED, SEVERAL_CHOICES, Decision
 from actors.request import Call, ProducerAddress, ReplayLog, StreamChunk
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch.attempt import Attempt
@@ -84,6 +84,8 @@ class Dispatcher:
         """
         self._without_response: set[str] = set()
         """Replicas without the stored response of `previous_response_id`."""
+        self._identity: str | None = None
+        """Identity of the engines that may continue the stream; None before it is interrupted."""
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
@@ -91,17 +93,21 @@ class Dispatcher:
         """Monotonic time of the first refusal by an engine of a role since the call of `open`."""
         self._began_at: float | None = None
 
-    async def open(self, replay_log: ReplayLog = ()) -> Attempt:
+    async def open(self, replay_log: ReplayLog = (), identity: str | None = None) -> Attempt:
         """Return an attempt whose answer has started; the answer first repeats `replay_log`.
+
+        ``identity``  identity of the engine that sampled the tokens of `replay_log`; only decode
+                      engines with the same identity continue it
 
         With a `replay_log`, an answer with status 429 or 5xx is a failure of its engine: the client
         has received status 200.
 
         Raises OverloadedError, UnavailableError or DeadlineError if no engine answers,
-        CannotResumeError if an engine cannot repeat `replay_log`, EngineError for an internal error
-        of an engine.
+        CannotResumeError if an engine cannot repeat `replay_log` or no engine has `identity`,
+        EngineError for an internal error of an engine.
         """
         self._refused_at.clear()
+        self._identity = identity
         async with deadline(self.timing.left_s, "waiting for an engine's answer"):
             while True:
                 try:
@@ -236,7 +242,10 @@ class Dispatcher:
 
     def _avoided(self) -> set[str]:
         """Return the decode replicas excluded for this request."""
-        return self._failed_decode | self._suspect_decode | self._without_response
+        excluded = self._failed_decode | self._suspect_decode | self._without_response
+        if self._identity is not None:
+            excluded |= {name for name, own in self._fleet.decode.identities().items() if own != self._identity}
+        return excluded
 
     async def _try_on_prefill(self, decision: Decision) -> Attempt | None:
         """Serve a one-token request on prefill alone.
@@ -247,7 +256,7 @@ class Dispatcher:
         async with self._begin(decision) as attempt:
             slot: Slot | None = None
             try:
-                slot = await self._choose_prefill(attempt.legs, decision)
+                slot = await self._choose_prefill(attempt.legs, decision, None)
                 if not ProducerAddress.from_params(slot.metadata["producer"]).first_token_multiple:
                     return None
                 attempt.slots_at = time.monotonic()
@@ -287,7 +296,8 @@ class Dispatcher:
             decode_slot, prefill_slot = await self._choose_pair(legs, prefill_legs, decision)
             attempt.slots_at = time.monotonic()
             if prefill_slot is None:
-                self._local_reason = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
+                alone = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
+                self._local_reason = OTHER_IDENTITY if self._has_no_match(decode_slot) else alone
                 return None, None
             transfer_id = uuid.uuid4().hex
             producer = ProducerAddress.from_params(prefill_slot.metadata["producer"])
@@ -298,6 +308,7 @@ class Dispatcher:
                 return None, None
             body = self.request.fields if self._seed is None else {**self.request.fields, "seed": self._seed}
             samples = self._prefill_samples and not replay_log and producer.first_token_multiple > 0
+            samples = samples and bool(decode_slot.identity)  # decode's tokens could not be verified
             prefill_call = self._call(
                 first_token_leg(body, transfer_id) if samples else prefill_leg(self.request.endpoint, body, transfer_id)
             )
@@ -452,9 +463,9 @@ class Dispatcher:
     async def _choose_pair(
         self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
     ) -> tuple[Slot, Slot | None]:
-        """Take slots on a decode replica, then a slot on a prefill replica.
+        """Take slots on a decode replica, then a slot on a prefill replica of the same identity.
 
-        The prefill slot is None if no prefill replica has one in time, or if the queue for prefill
+        The prefill slot is None if no such replica has one in time, or if the queue for prefill
         slots is full. Takes the prefill slot last: a request waiting for decode must not hold one.
 
         Raises UnavailableError if no decode engine runs, and OverloadedError if the queue for
@@ -462,14 +473,21 @@ class Dispatcher:
         error of the last one that failed, or DeadlineError if none failed.
         """
         decode = await self._choose_decode(stack, decision)
+        if self._has_no_match(decode):
+            return decode, None
         try:
-            prefill = await self._choose_prefill(prefill_stack, decision)
+            prefill = await self._choose_prefill(prefill_stack, decision, decode.identity)
         except TandemError as error:
             logger.warning("serving a request on decode alone: %s", error)
             return decode, None
         return decode, prefill
 
-    async def _choose_prefill(self, stack: AsyncExitStack, decision: Decision) -> Slot:
+    def _has_no_match(self, decode: Slot) -> bool:
+        """Return whether prefill replicas run, but none with the identity of `decode`."""
+        identities = self._fleet.prefill.identities()
+        return bool(identities) and decode.identity not in identities.values()
+
+    async def _choose_prefill(self, stack: AsyncExitStack, decision: Decision, identity: str | None) -> Slot:
         return await choose(
             stack,
             "prefill",
@@ -477,6 +495,7 @@ class Dispatcher:
             self.limits.prefill_wait_s,
             self._failed_prefill,
             decision.prefill,
+            identity=identity,
         )
 
     async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Slot:
@@ -493,11 +512,18 @@ class Dispatcher:
                 self.request.sequences,
                 queues=True,
                 part=self.request.part,
+                identity=self._identity,
             )
         except DeadlineError as error:
             if self._suspect_decode:
                 self._suspect_decode.clear()
                 return await self._choose_decode(stack, decision)
+            tried = self._failed_decode | self._without_response
+            if self._identity is not None and self._fleet.decode.has_engines(tried):
+                raise CannotResumeError(
+                    "the stream cannot be continued: the engine that computed it is not available, and the others "
+                    "run another model, dtype or release; send the request again"
+                ) from None
             if self._last_error is not None:
                 raise self._last_error from self._last_error.__cause__
             raise error from None

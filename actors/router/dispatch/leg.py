@@ -179,21 +179,23 @@ async def choose(
     sequences: int = 1,
     queues: bool = False,
     part: bool = False,
+    identity: str | None = None,
 ) -> Slot:
     """Take slots for `sequences` on a replica of `role`; `stack` gives them back when it unwinds.
 
-    Prefers the first free replica of `prefer`, else the least busy; excludes `avoid`. Waits
-    `timeout_s`; with `queues`, waits longer while a replica outside `avoid` runs, and the caller
-    sets the deadline. A later prompt of a list (`part`) does not count in the queue.
+    Prefers the first free replica of `prefer`, else the least busy; excludes `avoid` and, with
+    `identity`, replicas of other identities. Waits `timeout_s`; with `queues`, waits longer while a
+    replica runs that is not excluded, and the caller sets the deadline. A later prompt of a list
+    (`part`) does not count in the queue.
 
     Raises DeadlineError if no slot is free in time, UnavailableError if no engine of the role runs,
     OverloadedError if the queue is full.
     """
-    slot = engines.take_now(avoid, prefer, sequences)
+    slot = engines.take_now(avoid, prefer, sequences, identity)
     if slot is None:
         try:
-            async with _while_running(engines, avoid, timeout_s) if queues else asyncio.timeout(timeout_s):
-                slot = await engines.take(avoid, prefer, sequences, part)
+            async with _while_running(engines, avoid, identity, timeout_s) if queues else asyncio.timeout(timeout_s):
+                slot = await engines.take(avoid, prefer, sequences, part, identity)
         except TimeoutError as error:
             if engines.has_engines():
                 raise DeadlineError(f"waiting for a free {role} replica took longer than {timeout_s:g} s") from None
@@ -203,8 +205,10 @@ async def choose(
 
 
 @asynccontextmanager
-async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s: float) -> AsyncGenerator[None, None]:
-    """Raise TimeoutError in the block once no replica outside `avoid` runs.
+async def _while_running(
+    engines: EnginePool, avoid: AbstractSet[str], identity: str | None, period_s: float
+) -> AsyncGenerator[None, None]:
+    """Raise TimeoutError in the block once no replica of `identity` outside `avoid` runs.
 
     Checks every `period_s` seconds.
     """
@@ -214,7 +218,7 @@ async def _while_running(engines: EnginePool, avoid: AbstractSet[str], period_s:
 
         def look() -> None:
             nonlocal timer
-            if engines.has_engines(avoid):
+            if engines.has_engines(avoid, identity):
                 timer = loop.call_later(period_s, look)
             else:
                 bound.reschedule(loop.time())

@@ -332,6 +332,8 @@ class StoreScheduler:
                     [each for each in self._requests.values() if adapter_of(each.request.lora_request) == adapter]
                 )
             self._adapters[adapter] = identity
+            if identity == UNKNOWN:
+                del self._adapters[adapter]
         if report.broken:
             self.spoil()
         self.costs.computed(report.timed_tokens, report.timed_context_tokens, report.timed_s)

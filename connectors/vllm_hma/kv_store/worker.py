@@ -24,7 +24,7 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import AttachedStaging
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.model.adapters import Adapter, adapter_loads
+from connectors.vllm_hma.model.adapters import AdapterChanges, adapter_loads
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ class StoreWorker:
         self._began_at = 0.0
         self._loads_s = 0.0
         self._not_loaded: set[int] = set()
-        self._adapters = adapter_loads()
-        self._reported: dict[Adapter, str] = {}
+        self._adapters = AdapterChanges(adapter_loads())
 
     def register(self, layout: EngineLayout) -> None:
         """Plan the copies between staging memory and this rank's KV blocks.
@@ -171,9 +170,7 @@ class StoreWorker:
         None if there are neither.
         """
         report, self._report = self._report, StoreReport()
-        loaded = self._adapters.identities
-        report.adapters = {each: loaded[each] for each in loaded if self._reported.get(each) != loaded[each]}
-        self._reported |= report.adapters
+        report.adapters = self._adapters.take()
         return report or None
 
     def _attach_once(self, orders: StoreOrders) -> None:

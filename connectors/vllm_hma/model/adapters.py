@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from connectors.forgotten import ForgottenKeys
 from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
+
+ADAPTERS_KEPT = 1024
+"""Number of adapters whose identities a process keeps: those used last."""
 
 _SETTINGS = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -63,13 +67,17 @@ class AdapterLoads:
     - a path that has had two contents,
     - a path whose weights vLLM has replaced by those of another path with the same id: requests
       with the first path then use the other weights, and vLLM's prefix cache may have KV of both,
-    - files that changed, or that this process could not read, while vLLM read them.
+    - files that changed, or that this process could not read, while vLLM read them,
+    - a path that is not among the ADAPTERS_KEPT used last: its content is no longer known.
     """
 
     def __init__(self) -> None:
         # How often an identity has become UNKNOWN, also at the first load of its adapter.
         self.replaced = 0
-        self._identities: dict[Adapter, str] = {}
+        # How often vLLM has loaded an adapter.
+        self.loads = 0
+        self._identities: dict[Adapter, str] = {}  # by last use
+        self._forgotten = ForgottenKeys()
         self._read: dict[Path, tuple[_State, str]] = {}
 
     @property
@@ -78,7 +86,10 @@ class AdapterLoads:
 
     def identity(self, adapter: Adapter) -> str:
         """Return the identity of an adapter; UNKNOWN if this process has not loaded it."""
-        return self._identities.get(adapter, UNKNOWN)
+        if adapter not in self._identities:
+            return UNKNOWN
+        identity = self._identities[adapter] = self._identities.pop(adapter)
+        return identity
 
     @contextlib.contextmanager
     def reading(self, request: LoRARequest, folder: Path) -> Iterator[None]:
@@ -110,10 +121,15 @@ class AdapterLoads:
                 known = self._read[folder] = (state, _digest(folder, state))
             except OSError:
                 return None, UNKNOWN
+        if len(self._read) > ADAPTERS_KEPT:
+            del self._read[next(iter(self._read))]
         return known
 
     def _record(self, adapter: Adapter, content: str) -> None:
+        self.loads += 1
         before = dict(self._identities)
+        if adapter.path in self._forgotten:
+            content = UNKNOWN
         self._identities[adapter] = content
         mixed = {each.path for each in before if each.number == adapter.number} - {adapter.path}
         if {content, *(identity for each, identity in before.items() if each.path == adapter.path)} != {content}:
@@ -131,6 +147,32 @@ class AdapterLoads:
                     each.number,
                     each.path,
                 )
+        if len(self._identities) > ADAPTERS_KEPT:
+            oldest = next(iter(self._identities))
+            del self._identities[oldest]
+            self._forgotten.add(oldest.path)
+            self.replaced += 1
+
+
+class AdapterChanges:
+    """Identities of adapters that are new or have changed, each taken once."""
+
+    def __init__(self, loads: AdapterLoads) -> None:
+        self._loads = loads
+        self._taken: dict[Adapter, str] = {}
+        self._taken_at = 0
+
+    def take(self) -> dict[Adapter, str]:
+        """Return the changes since the last call; forgotten adapters are UNKNOWN."""
+        if self._taken_at == self._loads.loads:  # each step calls
+            return {}
+        self._taken_at, loaded = self._loads.loads, self._loads.identities
+        changed = {each: identity for each, identity in loaded.items() if self._taken.get(each) != identity}
+        gone = [each for each in self._taken if each not in loaded]
+        for each in gone:
+            del self._taken[each]
+        self._taken |= changed
+        return changed | dict.fromkeys(gone, UNKNOWN)
 
 
 _LOADS = AdapterLoads()

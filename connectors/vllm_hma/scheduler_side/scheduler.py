@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.errors import WireError
 from connectors.planning.layout import Group
-from connectors.protocol.agent_metadata import EngineMetadata, decode_agent_metadata, engine_metadata
+from connectors.protocol.agent_metadata import (
+    EngineMetadata,
+    decode_agent_metadata,
+    engine_identity,
+    engine_metadata,
+)
 from connectors.protocol.params import (
     ConsumeParams,
     DiscardParams,
@@ -114,6 +119,7 @@ class SchedulerConnector:
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine = engine_metadata(workers)
+        self.described["identity"] = engine_identity(engine)
         encoded = [rank_metadata[key].agent_metadata for key in sorted(rank_metadata)]
         self._server = MetadataProcess(
             self._config.side_channel_host, self._config.side_channel_port, encoded, self._config.keys.identity

@@ -16,7 +16,8 @@ from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.message_sender import agent_name
 from connectors.vllm_hma.handshake.processes import own_process, process_start_s
-from connectors.vllm_hma.model.adapters import adapter_loads
+from connectors.vllm_hma.metrics import TandemStats
+from connectors.vllm_hma.model.adapters import AdapterChanges, adapter_loads
 from connectors.vllm_hma.model.drafts import draft_identity, drafting
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
@@ -54,6 +55,7 @@ class WorkerConnector:
         self._cache = cache
         self._runtime: WorkerRuntime | None = None
         self._adapters = AdapterClaims(adapter_loads())
+        self._adapter_changes = AdapterChanges(adapter_loads())
 
     def register(self, views: Mapping[str, torch.Tensor]) -> None:
         """Describe the allocated cache, register its memory with NIXL, and start the runtime.
@@ -135,6 +137,14 @@ class WorkerConnector:
         self._check_adapters()
         orders.receives = [self._adapters.receive(each) for each in orders.receives]
         self.runtime.after_forward(orders)
+
+    def stats(self) -> TandemStats | None:
+        """Return the runtime's statistics, and changed identities of adapters; None without any."""
+        stats = self.runtime.stats()
+        for adapter, identity in self._adapter_changes.take().items():
+            stats = stats or TandemStats()
+            stats.adapter(f"{adapter.number} {adapter.path}", identity)
+        return stats
 
     def close(self) -> None:
         if self._runtime is not None:

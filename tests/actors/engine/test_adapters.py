@@ -10,6 +10,7 @@ import pytest
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
+from actors.engine import adapters as module
 from actors.engine.adapters import AdapterState, EngineAdapters
 
 
@@ -179,8 +180,33 @@ async def test_changed_files_are_refused(tmp_path: Path) -> None:
     assert await engine.adapters.load("x", str(tmp_path), False, 3) is None
     await engine.adapters.unload("x", 4)
     file.write_bytes(b"other")
-    assert "have changed" in message(await engine.adapters.load("x", str(tmp_path), False, 5))
+    assert "may have changed" in message(await engine.adapters.load("x", str(tmp_path), False, 5))
     assert await engine.adapters.load("y", str(tmp_path), False, 6) is None
+
+
+async def test_a_bounded_number_of_unloaded_adapters_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a peer returns a forgotten adapter, nor is it loaded again from files that may have
+    changed.
+    """
+    monkeypatch.setattr(module, "UNLOADS_KEPT", 3)
+    monkeypatch.setattr(module, "FILES_KEPT", 3)
+    engine, peer, new = Engine(), Engine(), Engine()
+    await peer.adapters.load("0", "/0", False, 1)
+    await engine.adapters.load("kept", "/kept", False, 2)
+    for number in range(9):
+        assert await engine.adapters.load(f"{number}", f"/{number}", False, 10 * number + 3) is None
+        await engine.adapters.unload(f"{number}", 10 * number + 4)
+    sizes = [len(each) for each in (engine.adapters.states(), engine.adapters._files)]  # noqa: SLF001
+    assert sizes == [4, 5], "the last load forgot the files before its unload"
+    await engine.take_from(peer)
+    await new.take_from(engine)
+    assert engine.paths == new.paths == {"kept": "/kept"}
+    assert "may have changed" in message(await engine.adapters.load("0", "/0", False, 500))
+    assert await engine.adapters.load("8", "/8", False, 500) is None
+    assert await engine.adapters.load("0", "/other", False, 500) is None
+    assert engine.adapters.states()["0"] == (500, "/other", False)
 
 
 @pytest.mark.parametrize("in_use", [False, True])

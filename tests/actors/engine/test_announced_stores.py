@@ -34,7 +34,9 @@ class Core:
     ) -> AsyncGenerator[Any, None]:
         assert params.extra_args["kv_transfer_params"]["describe"]
         store = self._stores[data_parallel_rank]
-        yield SimpleNamespace(kv_transfer_params={"remote_port": 1} | ({"store": store} if store else {}))
+        yield SimpleNamespace(
+            kv_transfer_params={"remote_port": 1, "identity": "i"} | ({"store": store} if store else {})
+        )
 
 
 A = {"id": "a", "tokens": 1000, "chunk_tokens": 256}
@@ -58,13 +60,15 @@ async def test_routers_learn_the_stores_of_all_ranks(
     engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), None, load=None, supervisor="", ranks=len(ranks))
     actor = Actor(engine)
     await actor._open_rpc_servers(RoleSettings(max_ongoing_sequences=5))  # noqa: SLF001
-    await actor._describe_stores()  # noqa: SLF001
+    engine.described = [await engine.describe_connector(5, rank) for rank in engine.ranks]
+    actor._describe_ranks()  # noqa: SLF001
     handle: Any = SimpleNamespace(deployment_id=f"stores {ranks}")
     handle.options = lambda: handle
     # Plain values only, like the rest of the metadata.
     publish(handle.deployment_id, {"r1": json.loads(json.dumps(actor.record_replica_metadata()))})
     pool = EnginePool(handle)
     assert pool.stores() == known
+    assert list(pool.identities().values()) == ["i"] * len(ranks)
     await pool.close()
     for server in actor._rpc_servers:  # noqa: SLF001
         await server.close()

@@ -42,6 +42,19 @@ async def test_the_preferred_one_then_the_least_busy() -> None:
     assert here.ongoing() == {"a": 1, "b": 2, "c": 1}
 
 
+async def test_an_engine_that_arrives_with_another_identity_is_not_taken() -> None:
+    """A stream waits for an engine that may continue it."""
+    here = engines(a=1)
+    pool = SlotPool(lambda: here)
+    assert pool.take_now(identity="m") is None
+    waiting = asyncio.create_task(pool.take(identity="m"))
+    for name, identity in (("b", "other"), ("c", "m")):
+        assert await soon(waiting) == [None]
+        here[name] = EngineReplica(RPC, 1, 1, {"identity": identity}, name)
+        pool.changed()
+    assert await soon(waiting) == ["c"]
+
+
 async def test_taking_without_a_wait() -> None:
     """Not if there is no slot, and not before requests that wait."""
     here = SlotPool(lambda: engines(a=1))

@@ -185,6 +185,20 @@ def test_policies(policy, route, reason, decode, prefill):
     assert ("".join(decision.decode), "".join(decision.prefill)) == (decode, prefill)
 
 
+@pytest.mark.parametrize("policy", ["cost", "always_remote", "round_robin", "least_load"])
+def test_engines_of_different_identities_are_not_paired(policy):
+    """The best pair of one identity comes first; without one, decode serves alone."""
+    rules = ASSUMED.model_copy(update={"policy": policy})
+    several = options(decode="de", prefill="pq", d=busy(streams=2), e=busy(0.1, streams=3), p=busy(0.1))
+    mixed = choose(rules, replace(several, identities={"d": "2", "e": "1", "p": "1", "q": "3"}), Asked())
+    assert (mixed.route, mixed.decode[0], mixed.prefill[0]) == ("remote", "e", "p")
+    none = replace(several, identities={"d": "2", "e": "2", "p": "1", "q": "3"})
+    assert [choose(rules, none, Asked(prefill_failed=failed)).reason for failed in (False, True)] == [
+        "other_identity",
+        "prefill_failed",
+    ]
+
+
 def test_a_request_that_cannot_be_split():
     """Decode must serve the request; the choice of the replica is unchanged."""
     decision = choose(ASSUMED, options(decode="de", prefill="p", held=[("e", 512)]), Asked(whole="echo"))

@@ -13,13 +13,13 @@ import pytest
 from actors.errors import EngineDownError, EngineError
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk
 from tests.actors.behaviours import EVENTS, fleet, request, well
-from tests.actors.fleet import at_rest
+from tests.actors.fleet import SOURCE, at_rest
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 def token(number: int) -> StreamChunk:
-    return TokenChunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),))
+    return TokenChunk(b'data: {"choices": [{"index": 0, "text": "%d"}]}\n\n' % number, ((number,),), source=SOURCE)
 
 
 DONE = TokenChunk(b"data: [DONE]\n\n", ())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
-from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk, TokenSource
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
@@ -35,7 +35,7 @@ from tests.actors.behaviours import (
     transfers,
     well,
 )
-from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
+from tests.actors.fleet import METADATA, SOURCE, Handle, Replica, at_rest, router_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -329,7 +329,7 @@ async def test_a_stream_that_ends_early_is_not_taken_for_whole():
 
     async def stops(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
-        yield TokenChunk(event(1, index=0, text="<0>"), ((0,),))
+        yield TokenChunk(event(1, index=0, text="<0>"), ((0,),), source=SOURCE)
 
     router, p, d = fleet([well], [stops, stops])
     with pytest.raises(UnavailableError, match="before its end"):
@@ -337,11 +337,9 @@ async def test_a_stream_that_ends_early_is_not_taken_for_whole():
     await at_rest(p, d)
 
 
-@pytest.mark.parametrize(("second", "equal"), [(b"one", True), (b"other", False), (None, True)])
+@pytest.mark.parametrize(("second", "equal"), [(b"one", True), (b"other", False), (None, False)])
 async def test_a_stream_is_resumed_only_with_the_same_prompt(second: bytes | None, equal: bool):
-    """The second engine fetches the image of a URL again; an engine of an earlier release reports
-    no digest.
-    """
+    """The second engine fetches the image of a URL again."""
     router, p, d = fleet([well], [engine(2, [1], prompt=second), engine(1, [1], dies_after=5, prompt=b"one")])
     d.in_order = True  # the last replica is called first
     if equal:
@@ -353,6 +351,57 @@ async def test_a_stream_is_resumed_only_with_the_same_prompt(second: bytes | Non
     await at_rest(p, d)
     assert len(d.calls) == 2
     assert counted(router, "tandem_resumed_streams_total", outcome="refused") == (not equal)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (TokenSource("model", "a"), TokenSource("model", "a"), None),
+        (TokenSource("model", "a"), TokenSource("model", "b"), "another model or adapter"),
+        (SOURCE, TokenSource("other"), "another model or adapter"),
+        (SOURCE, None, "cannot verify which"),
+        (None, SOURCE, "has not reported which model"),
+    ],
+)
+async def test_a_stream_is_resumed_only_by_the_same_model_and_adapter(first: Any, second: Any, says: str | None):
+    """The chunks decide, whatever Serve's metadata of the engines is."""
+    router, p, d = fleet([well], [engine(2, [1], source=second), engine(1, [1], dies_after=5, source=first)])
+    d.in_order = True  # the last replica is called first
+    if says is None:
+        assert said((await ask(router, request()))[1])["finish_reason"] == "length"
+    else:
+        with pytest.raises(CannotResumeError, match=says):
+            await ask(router, request())
+    await at_rest(p, d)
+    assert counted(router, "tandem_resumed_streams_total", outcome="refused") == (says is not None)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+async def test_a_stream_is_resumed_only_on_engines_of_its_identity(equal: bool):
+    """The weights at the model's path were replaced, and the other replicas have restarted."""
+    router, p, d = fleet([well], [engine(3, [1])] * 3 + [engine(1, [1], dies_after=5)])
+    d.in_order = True
+    for replica in d.replicas[equal:3]:
+        replica.identity = "other"
+    if equal:
+        assert said((await ask(router, request()))[1])["finish_reason"] == "length"
+    else:
+        with pytest.raises(CannotResumeError, match="the others run another model"):
+            await ask(router, request())
+    await at_rest(p, d)
+    assert [len(replica.calls) for replica in d.replicas] == [int(equal), 0, 0, 1]
+
+
+@pytest.mark.parametrize(("prefill", "reason"), [("m", None), ("mo", None), ("oo", "other_identity")])
+async def test_only_engines_of_one_identity_are_paired(prefill: str, reason: str | None):
+    """Also for the first request, before the router knows the engines."""
+    router, p, d = fleet([well] * len(prefill), [OK])
+    for replica, identity in zip(p.replicas, prefill, strict=True):
+        replica.identity = SOURCE.engine if identity == "m" else "other"
+    for _ in range(4):
+        assert (await ask(router, request(stream=False)))[0].local_reason == reason
+    await at_rest(p, d)
+    assert [bool(replica.calls) for replica in p.replicas] == [identity == "m" for identity in prefill]
 
 
 async def test_an_answer_that_replaces_a_stream_may_have_another_prompt():

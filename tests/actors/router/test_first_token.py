@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from actors.errors import CannotResumeError, EngineDownError, UnavailableError
-from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, TokenChunk
+from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk, ResponseStart, TokenChunk, TokenSource
 from actors.router.answer import Answer
 from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
-from tests.actors.fleet import METADATA, Handle, Replica, at_rest, router_of
+from tests.actors.fleet import METADATA, SOURCE, Handle, Replica, at_rest, router_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -23,13 +23,15 @@ FIRST = event(1, index=0, role="assistant", text="") + event(1, index=0, text="<
 LAST = event(1, index=0, text="<0>", finish_reason="length") + b"data: [DONE]\n\n"
 
 
-def samples(body: bytes = FIRST, dies: bool = False, prompt: bytes | None = None) -> Any:
+def samples(
+    body: bytes = FIRST, dies: bool = False, prompt: bytes | None = None, source: TokenSource | None = SOURCE
+) -> Any:
     """A prefill engine that sends the first token, if it is asked for it, and is held."""
 
     async def serve(call: Call, _: int) -> AsyncGenerator[Any, None]:
         yield ResponseStart(200, EVENTS)
         if json.loads(call.body)[TRANSFER_FIELD].get("first_token"):
-            yield FirstTokenChunk(body, ((0,),), None, 9, prompt)
+            yield FirstTokenChunk(body, ((0,),), None, 9, prompt, source)
             if dies:
                 raise EngineDownError("killed")
         else:
@@ -107,10 +109,30 @@ async def test_decode_with_another_prompt_does_not_continue_prefills_token():
     await at_rest(p, d)
 
 
-@pytest.mark.parametrize("prefill", [b"one", None], ids=["equal", "of an earlier release"])
-async def test_decode_with_prefills_prompt_continues_its_token(prefill):
-    router, p, d = fleet([samples(prompt=prefill)], [later(engine(1, [1], prompt=b"one"))])
+async def test_decode_with_prefills_prompt_continues_its_token():
+    router, p, d = fleet([samples(prompt=b"one")], [later(engine(1, [1], prompt=b"one"))])
     assert (await ask(router, request()))[1].endswith(b"data: [DONE]\n\n")
+    await at_rest(p, d)
+
+
+async def test_decode_with_another_adapter_does_not_continue_prefills_token():
+    router, p, d = fleet([samples(source=TokenSource("model", "x"))], [later(engine(1, [1]))] * 2)
+    with pytest.raises(CannotResumeError, match="another model or adapter"):
+        await ask(router, request())
+    assert len(d.calls) == 1
+    await at_rest(p, d)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_first_token_of_unknown_weights_is_not_sent(known: bool):
+    """Prefill cannot tell which adapter it has, or both engines are of an earlier release."""
+    router, p, d = fleet([samples(source=None)], [later(engine(1, [1]))])
+    if not known:
+        for replica in (*p.replicas, *d.replicas):
+            replica.identity = ""
+    answer, body = await ask(router, request())
+    assert (body, answer.sampled_by) == (await whole(engine(1, [1])), "decode")
+    assert ("first_token" in json.loads(p.calls[0].body)[TRANSFER_FIELD]) == known
     await at_rest(p, d)
 
 
@@ -158,7 +180,7 @@ async def test_a_comment_before_the_first_token_does_not_start_the_response():
         yield ResponseStart(200, EVENTS)
         yield b": keep-alive\n\n"
         await asyncio.sleep(0.05)
-        yield FirstTokenChunk(LAST, ((0,),), None, 9)
+        yield FirstTokenChunk(LAST, ((0,),), None, 9, None, SOURCE)
         await asyncio.sleep(60)
 
     router, p, d = fleet([keeps_alive], [gated(engine(1, [1]), asyncio.Event())])
@@ -226,7 +248,7 @@ async def breaks(call: Call, _: int) -> AsyncGenerator[Any, None]:
 
 async def dies_after_a_token(call: Call, _: int) -> AsyncGenerator[Any, None]:
     yield ResponseStart(200, EVENTS)
-    yield TokenChunk(FIRST, ((0,),))
+    yield TokenChunk(FIRST, ((0,),), source=SOURCE)
     raise EngineDownError("killed")
 
 
@@ -277,7 +299,8 @@ async def test_another_first_token_of_decode_is_not_sent():
                 yield item
             return
         yield ResponseStart(200, EVENTS)
-        yield TokenChunk(event(1, index=0, role="assistant", text="") + event(1, index=0, text="<7>"), ((7,),))
+        data = event(1, index=0, role="assistant", text="") + event(1, index=0, text="<7>")
+        yield TokenChunk(data, ((7,),), source=SOURCE)
         await asyncio.sleep(60)
 
     router, p, d = fleet([samples()], [later(serve)])

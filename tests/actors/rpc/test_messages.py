@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors.request import Accepted, Call, EngineTimings, Heartbeat, ResponseStart, TokenChunk
+from actors.request import Accepted, Call, EngineTimings, Heartbeat, ResponseStart, TokenChunk, TokenSource
 from actors.rpc.messages import (
     LENGTH,
     Ask,
@@ -58,7 +58,7 @@ MESSAGES: dict[int, list[Any]] = {
 """Every message of each version, as an engine or a router of this release encodes it."""
 
 RECORDED = Path(__file__).parent / "frames"
-FILES = {1: ["version-1.hex", "version-1-tokens.hex", "version-1-prompt-digest.hex"]}
+FILES = {1: ["version-1.hex", "version-1-tokens.hex", "version-1-prompt-digest.hex", "version-1-source.hex"]}
 """Recorded frames of each version, oldest first: a later release may have appended fields."""
 
 
@@ -67,6 +67,11 @@ def test_a_frame_by_hand() -> None:
     item of tag 1 with false.
     """
     assert encode([StreamItem(5, Heartbeat())]) == b"\x00\x00\x00\x07" + b"\x91\x93\x07\x05\x92\x01\xc2"
+
+
+def test_the_origin_of_tokens() -> None:
+    item = StreamItem(1, TokenChunk(b"", ((1,),), None, b"prompt", TokenSource("model", "adapter")))
+    assert list(FrameReader().feed(encode([item]))) == [item]
 
 
 def test_every_supported_version_is_recorded() -> None:

@@ -15,28 +15,52 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from actors.errors import CannotResumeError, EngineDownError
+from actors.errors import EngineDownError
 from actors.replay_log import SERVED_CALL, ServedCall
-from actors.request import TokenChunk
+from actors.request import TokenChunk, TokenSource
 from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_output_processor import SharedRequestOutputs
 from actors.upstream.vllm_replaying_llm import ReplayingLLM
+from connectors.vllm_hma.metrics import TandemStats
 
 
-async def test_a_stream_of_an_adapter_that_may_have_changed_is_not_resumed() -> None:
-    """The stream is not resumed: its first tokens would be from other weights than the rest."""
+@pytest.mark.parametrize(
+    ("rank", "lora", "source"),
+    [
+        (0, None, TokenSource("one")),
+        (1, None, TokenSource("two")),
+        (2, None, None),
+        (0, LoRARequest("x", 1, "/x"), TokenSource("one", "content")),
+        (1, LoRARequest("x", 1, "/x"), None),
+        (0, LoRARequest("y", 2, "/y"), None),
+        (0, LoRARequest("z", 3, "/z"), None),
+    ],
+)
+async def test_a_stream_names_what_computes_it(
+    rank: int, lora: LoRARequest | None, source: TokenSource | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine, and the content of the adapter as the workers of its rank have reported it."""
+
+    async def samples(*_: Any, **__: Any) -> AsyncGenerator[RequestOutput, None]:
+        for token in (5, 6):
+            yield RequestOutput("r", None, [0], None, [CompletionOutput(0, "a", [token], None, None)], False)
+
+    monkeypatch.setattr(AsyncLLM, "generate", samples)
     llm = object.__new__(ReplayingLLM)
-    llm.adapters_change = True
-    served = ServedCall(replay=((5,),))
+    llm.arrivals, llm.identities = KvArrivals(), ["one", "two", ""]
+    for adapters in ({"1 /x": "content", "2 /y": "content"}, {"2 /y": ""}):
+        stats = TandemStats()
+        for adapter, identity in adapters.items():
+            stats.adapter(adapter, identity)
+        llm.arrivals.observe(stats.data, rank=0)
+    served = ServedCall(data_parallel_rank=rank)
     token = SERVED_CALL.set(served)
-    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
     try:
-        with pytest.raises(CannotResumeError, match="adapter may have changed"):
-            await anext(llm.generate("x", params, "r", lora_request=LoRARequest("x", 1, "/x")))
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+        chunks = [served.chunk(b"") async for _ in llm.generate("x", params, "r", lora_request=lora)]
     finally:
         SERVED_CALL.reset(token)
-    with pytest.raises(CannotResumeError):
-        served.check()
+    assert chunks == [TokenChunk(b"", ((5,),), source=source), TokenChunk(b"", ((6,),))]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -50,7 +74,6 @@ async def test_an_answer_that_a_stopping_engine_aborts_is_no_answer(n: int, monk
 
     monkeypatch.setattr(AsyncLLM, "generate", stops)
     llm = object.__new__(ReplayingLLM)
-    llm.adapters_change = False
     llm.arrivals = KvArrivals()
     served = ServedCall()
     token = SERVED_CALL.set(served)

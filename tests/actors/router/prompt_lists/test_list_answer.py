@@ -16,7 +16,7 @@ from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.router import Router
 from app.http.routes import build_http
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, OK, ask, fleet, hangs, request, well
-from tests.actors.fleet import Handle, Replica, at_rest, router_of
+from tests.actors.fleet import SOURCE, Handle, Replica, at_rest, router_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -46,7 +46,8 @@ def completes(refuses: str = "", dies: str = "", waits: str = "", refusal: bytes
                 if prompt == dies and number == 1:
                     raise EngineDownError("killed")
                 choices = [{"index": 0, "text": letter}]
-                yield TokenChunk(b"data: %s\n\n" % json.dumps({**head, "choices": choices}).encode(), ((number,),))
+                data = b"data: %s\n\n" % json.dumps({**head, "choices": choices}).encode()
+                yield TokenChunk(data, ((number,),), source=SOURCE)
                 await asyncio.sleep(0.001)
             yield b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({**head, "choices": [], "usage": counts}).encode()
 

@@ -27,7 +27,7 @@ from actors.engine.decode import Decode
 from actors.engine.node_failures import new_engine_id
 from actors.engine.prefill import Prefill
 from actors.engine.vllm_engine import StopFlag, VllmEngine
-from actors.request import TRANSFER_FIELD, ProducerAddress
+from actors.request import TRANSFER_FIELD
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
@@ -90,15 +90,9 @@ class InstantEngine(VllmEngine):
             "engine": arguments,
             "connector": settings.transfer.connector_config(node_ip) | settings.store.connector_config(),
         }
+        # Addresses at which no process listens.
+        engine.described = [_producer(name) | {"identity": "instant"} for name in engine.describe()["engine_ids"]]
         return engine
-
-    async def describe_producer(self, timeout_s: float, rank: int = 0) -> ProducerAddress:
-        """Return an address at which no process listens."""
-        return ProducerAddress.from_params(_producer(f"{self.describe()['engine_ids'][rank]}"))
-
-    async def describe_store(self, timeout_s: float, rank: int = 0) -> dict[str, Any] | None:
-        """Return None: no connector runs."""
-        return None
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
         """Return the parameters of a probe without KV."""
@@ -106,9 +100,6 @@ class InstantEngine(VllmEngine):
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
         """Do nothing: there is no KV."""
-
-    async def warm_up(self, timeout_s: float) -> None:
-        """Do nothing: the first request is as fast as the others."""
 
 
 def _producer(engine_id: str) -> dict[str, Any]:
