@@ -33,9 +33,14 @@ REFUSED = ("refused", "")
 """Labels `route` and `reason`, in the metrics, of a request that this middleware refuses."""
 
 
+def path_of(scope: Scope) -> str:
+    """Return the path of a request below the application's route prefix."""
+    return str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
+
+
 def is_open(scope: Scope) -> bool:
-    """Return whether a request is for one of OPEN_PATHS, below the application's route prefix."""
-    return scope.get("path", "").removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+    """Return whether a request is for one of OPEN_PATHS."""
+    return path_of(scope) in OPEN_PATHS
 
 
 def digest(key: str) -> bytes:
@@ -108,7 +113,7 @@ class Authenticated:
         if (entry := scope.get(ENTRY)) is not None:
             entry.key = key.hex()[:8]
         operator = key in self._operators
-        if path == STATUS_PATH and not operator:
+        if path_of(scope) == STATUS_PATH and not operator:
             await self._refuse(forbidden())(scope, receive, send)
             return
         try:

@@ -27,8 +27,8 @@ def register() -> None:
     """Register the connectors with vLLM's factory, and prepare the process: its log, its limit of
     open files, and the names that clients give to images.
 
-    Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins. The
-    connectors' modules also call it when they are imported.
+    Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins.
+    The connectors' modules also call it when they are imported.
     """
     log_with_vllm()
     raise_limit()

@@ -181,6 +181,6 @@ def _outside() -> int | None:
 
     Rootless containers and Apptainer run in such a namespace.
     """
-    if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
+    if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == ["0", "0", "4294967295"]:
         return None
-    return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
