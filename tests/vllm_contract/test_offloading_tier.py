@@ -251,7 +251,7 @@ def test_part_of_a_long_prompt_is_found_in_time(host: Host) -> None:
     ("options", "message"),
     [
         ({"path": "relative"}, "store.path must be an absolute path, not 'relative'"),
-        ({"path": "/dev/null/store"}, "/dev/null/store cannot be used"),
+        ({"path": "/dev/null/store"}, "/dev/null cannot be used"),
         ({"path": "/tmp", "lookup_s": 0}, "store.lookup_s must be positive"),
     ],
 )
