@@ -265,7 +265,7 @@ images: $(STAMP) ## Send 50 prompts with one to three images, at two pairs of TP
 	$(BIN)/python -m tests.campaigns.service.images
 
 .PHONY: upstream-shapes
-upstream-shapes: $(STAMP) ## Run the models of families through vLLM's own connector as well (about an hour): docs/upstream-shapes.md
+upstream-shapes: $(STAMP) ## Run the models of families through vLLM's own connector as well (about an hour): build/upstream-shapes.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaigns.shapes.upstream_shapes
 	$(BIN)/python -m tests.campaigns.shapes.upstream_table
 

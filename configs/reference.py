@@ -23,19 +23,17 @@ _INTRODUCTION = """# Configuration reference
 
 <!-- Written by `python -m configs.reference`; do not edit by hand. -->
 
-A configuration is a Ray Serve config file. These are the keys of `args` under Tandem's application,
-and the `policy_kwargs` of the `autoscaling_policy` beside `args`. An unknown key or a value out of
-range in `args` stops the start with an error that names the key. Times are in seconds (`_s`), sizes
-in bytes (`_bytes`), MiB (`_mib`) or GiB (`_gib`). The files in `configs/` are complete examples.
-
-The column *change* gives the way to change a setting of a
-[running service](#change-a-running-service) with the fewest restarts.
+A configuration is a Ray Serve config file. These are the keys of `args` under Tandem's application.
+An unknown key or a value out of range stops the start with an error that names the key. Times are
+in seconds (`_s`), sizes in bytes (`_bytes`), MiB (`_mib`) or GiB (`_gib`). The files in `configs/`
+are complete examples. In parentheses: the default, and how to [change the key of a running
+service](#change-a-running-service) with the fewest restarts; nothing means *all*.
 """
 
 _CHANGES = """## Change a running service
 
-Edit the file and deploy it again, with `serve deploy FILE` or `kubectl apply` of the RayService.
-The place of a change determines which replicas restart:
+Edit the file and deploy it again (`serve deploy FILE`, or `kubectl apply` of the RayService). The
+place of a change determines which replicas restart:
 
 | change | where | restarts |
 |---|---|---|
@@ -43,11 +41,10 @@ The place of a change determines which replicas restart:
 | role: `option` | this option of one deployment, under `deployments` | the replicas of this deployment |
 | all | `args`, or `autoscaling_policy` | every router and engine of the application |
 
-**Any change of `args` restarts every replica**, also a change of a timeout or of `replicas`: Serve
-computes one code version from all of `args`. It replaces replicas in steps of a fifth of each
-deployment, at least one, and stops an old replica before it starts a new one. A role with one
-replica has no running replica meanwhile. So leave the deployed `args` unchanged, and put changes
-under `deployments`, which override `args`:
+**Any change of `args` restarts every replica**, also of a timeout or of `replicas`: Serve computes
+one code version from all of `args`. It replaces a fifth of each deployment at a time, at least one,
+and stops an old replica before it starts a new one, so a role with one replica is away meanwhile.
+Leave the deployed `args` unchanged, and put changes under `deployments`, which override them:
 
 ```yaml
 applications:
@@ -62,63 +59,27 @@ applications:
           routing: {decode_weight: 2}
 ```
 
-- **`user_config`** of `Router` takes the keys marked `live: user_config`. These are the fields of
-  `RouterLimits` (`configs/settings/router.py`), `routing` included; any other key of `router` is
-  refused. `user_config` is merged over `args`: keys that it does not name keep the value of `args`,
-  and a key that is removed returns to it. If a key or a value is wrong, the router keeps its
-  present settings. It logs the error, shows it on the [status page](observing.md#status-page) and
-  in `/tandem/status` (`rejected_config`), and sets `tandem_user_config_rejected` to 1. `make run`
-  refuses such a file.
+- **`user_config`** of `Router` takes the keys marked `live: user_config` (the fields of
+  `RouterLimits`, `routing` included) and is merged over `args`: a key that is removed returns to
+  the value of `args`. After a wrong key or value, the router keeps its settings, logs the error,
+  shows it on the [status page](observing.md#status-page) and in `/tandem/status`
+  (`rejected_config`), and sets `tandem_user_config_rejected` to 1. `make run` refuses such a file.
 - **`num_replicas`** is for roles whose `replicas` is a number. For autoscaled roles, write
-  `autoscaling_config` under `deployments` from the first deployment on, with
-  `policy: {policy_function: "actors.autoscaling.policy:ScaleByOngoing"}`. Its bounds then change
-  live. Adding it later, or changing the policy, restarts everything.
-- **`ray_actor_options`** replaces all such options of the deployment, so repeat all of them:
-  `num_cpus`, `num_gpus`, `resources`, `label_selector`, and `runtime_env: {env_vars: ...}` with
-  `environment` and the variables that Tandem sets. For engines these are `VLLM_NO_USAGE_STATS=1`
-  and `VLLM_API_KEY=`; with a local model `HF_HUB_OFFLINE=1`; without a GPU
-  `VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`, `OMP_NUM_THREADS`, and, unless
-  `enforce_eager` is false, `TORCHDYNAMO_DISABLE=1`. For routers they are
-  `RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0`.
-  `serve build app.main:app` prints them for default settings.
-  With `executor: ray`, `placement_group_bundles` contains the GPUs, and
+  `autoscaling_config` under `deployments` from the first deployment on, with `policy:
+  {policy_function: "actors.autoscaling.policy:ScaleByOngoing"}`; its bounds then change live.
+  Adding it later, or changing the policy, restarts everything.
+- **`ray_actor_options`** replaces all such options, so repeat them: `num_cpus`, `num_gpus`,
+  `resources`, `label_selector`, and `runtime_env: {env_vars: ...}` with `environment` and the
+  variables that Tandem sets (`serve build app.main:app` prints the defaults): for engines
+  `VLLM_NO_USAGE_STATS=1` and `VLLM_API_KEY=`; with a local model `HF_HUB_OFFLINE=1`; without a GPU
+  `VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`, `OMP_NUM_THREADS` and, unless
+  `enforce_eager` is false, `TORCHDYNAMO_DISABLE=1`; for routers
+  `RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0` and `RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0`. With
+  `executor: ray`, `placement_group_bundles` contains the GPUs and
   `placement_group_bundle_label_selector` the labels.
 - **`max_replicas_per_node`** is 1 for `placement: apart`.
 
 Once changes have been tried, the next planned restart is the time to move them into `args`.
-"""
-
-_SEVERAL = """## Several models
-
-`models` is a list of models behind one endpoint. Each has the keys `model` to `decode` of
-[the service](#the-service), and engines, slots, routing state and adapters of its own. All other
-keys are shared. `configs/two-models.yaml` is a complete configuration. An excerpt of another one:
-
-```yaml
-args:
-  models:
-    - model: /models/qwen3-8b
-      served_model_name: [qwen3, qwen3-latest]   # the name and an alias
-      engine: {max_model_len: 8192}
-      decode: {replicas: 2, num_gpus: 1}
-      prefill: {num_gpus: 1}
-    - model: /models/gemma-3-4b
-      served_model_name: gemma
-      prefill: {num_gpus: 1}
-      decode: {num_gpus: 1}
-  router: {http_port: 8000}
-```
-
-- A request's `model` selects the engines: a name, an alias, or the name of an adapter. It must name
-  one; an unknown name gets vLLM's 404 ([HTTP API](http-api.md#several-models)).
-- The deployments are named after the first name of each model, `Prefill-qwen3` and `Decode-qwen3`;
-  characters other than letters, digits and `._-` become `-`. Use these names under `deployments`.
-- Each role is scaled by itself, with an autoscaling_config as `replicas`. `ScaleTogether` scales
-  the roles of one model only; `make run` and `make doctor` refuse it with `models`. Ray's own
-  commands accept it: such a service starts, and its roles keep their numbers of replicas.
-- The limits of `router` hold for all models together.
-- A change of `args`, such as another model in the list, restarts all replicas. To add a model
-  without restarts, deploy a second application with its own port.
 """
 
 SECTIONS: tuple[tuple[str, type[BaseModel], tuple[str, ...]], ...] = (
@@ -169,10 +130,10 @@ _TEXTS = {
 
 def reference() -> str:
     """Return the page as Markdown."""
-    parts = [_INTRODUCTION, _CHANGES, _SEVERAL]
+    parts = [_INTRODUCTION, _CHANGES]
     for title, model, sections in SECTIONS:
         wrapped = textwrap.fill(_TEXTS[title], 100, break_on_hyphens=False)
-        parts.append(f"## {title}\n\n{wrapped}\n\n| key | default | change | meaning |\n|---|---|---|---|")
+        parts.append(f"## {title}\n\n{wrapped}\n")
         rows = [_row(name, field, change_of(sections[0], name)) for name, field in _fields(model).items()]
         parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
@@ -187,7 +148,6 @@ def _fields(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _row(name: str, field: Any, change: Change) -> str:
-    how = change.cost if change.option is None else f"{change.cost}: `{change.option}`"
     if field.default_factory is not None:
         default = repr(field.default_factory())
     elif field.default is PydanticUndefined:
@@ -196,8 +156,10 @@ def _row(name: str, field: Any, change: Change) -> str:
         default = "see below"
     else:
         default = repr(field.default)
-    shown = default if default in ("required", "see below") else f"`{default}`"
-    return f"| `{name}` | {shown} | {'' if shown == 'see below' else how} | {field.description or ''} |"
+    how = "" if change.option is None else f"; {change.cost}: `{change.option}`"
+    shown = "" if default == "see below" else " (required)" if default == "required" else f" (`{default}`{how})"
+    text = f"- `{name}`{shown}: {field.description or ''}".rstrip()
+    return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 if __name__ == "__main__":

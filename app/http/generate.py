@@ -258,7 +258,7 @@ async def until_disconnect(
         await _until_done(disconnected, work)
         return
     # Run `work` in an empty context. Otherwise, when Serve's proxy cancels a request, Ray would
-    # also cancel each Ray call of `work`, at any point of that call (docs/decisions/0017).
+    # also cancel each Ray call of `work`, at any point of that call.
     working = asyncio.create_task(work, context=Context())
     leaving = asyncio.create_task(_disconnected(receive))
     try:

@@ -1,6 +1,6 @@
 """Replay every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
 
-Writes benchmarks/results/routing.json and the tables of docs/routing.md; `--page` writes the tables
+Writes benchmarks/results/routing.json and the tables build/routing.md; `--page` writes the tables
 from existing results.
 """
 
@@ -32,8 +32,7 @@ from configs.settings.router import RoutingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "routing.json"
-PAGE = ROOT / "docs" / "routing.md"
-MARK = "<!-- Written by `make routing`; do not edit below. -->\n"
+PAGE = ROOT / "build" / "routing.md"
 PREFIX_LOADS = ("multi-turn", "shared system prompts")
 
 
@@ -97,28 +96,18 @@ def run(seeds: int, jobs: int) -> dict[str, Any]:
     return {"seeds": seeds, "loads": loads}
 
 
-def write_page(document: dict[str, Any]) -> None:
-    """Replace the tables of the page, after its hand-written part."""
-    PAGE.write_text(page(document))
-
-
-def page(document: dict[str, Any]) -> str:
-    """Return the whole page with these tables."""
-    head, _, _ = PAGE.read_text().partition(MARK)
-    return head + MARK + "\n" + tables(document)
-
-
 def main() -> None:
-    """Replay the loads and write the results and the page."""
+    """Replay the loads and write the results and the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--page", action="store_true", help="only write the page, from existing results")
+    parser.add_argument("--page", action="store_true", help="only write the tables, from existing results")
     options = parser.parse_args()
     if not options.page:
         RESULTS.write_text(json.dumps(run(options.seeds, options.jobs), indent=1) + "\n")
-    write_page(json.loads(RESULTS.read_text()))
-    print(PAGE.read_text().partition(MARK)[2])
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(tables(json.loads(RESULTS.read_text())))
+    print(PAGE.read_text())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Statistics of a replay, and the tables of docs/routing.md."""
+"""Statistics of a replay, and the tables of build/routing.md."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.routing
-from benchmarks.routing.__main__ import PAGE, RESULTS, arms, begin, page
+from benchmarks.routing.__main__ import RESULTS, arms, begin
 from benchmarks.routing.fleet import Fleet, Route, replay
 from benchmarks.routing.loads import LOADS, Load, Request, Segment, mixed, multi_turn, small_machine
 from benchmarks.routing.machine import GPU
@@ -108,9 +108,8 @@ def test_prefixes_are_found():
 
 
 def test_the_committed_results():
-    """The page has the results, and regret against the oracle is at most a tenth on every load."""
+    """They have every load, and regret against the oracle is at most a tenth on each."""
     document = json.loads(RESULTS.read_text())
-    assert PAGE.read_text() == page(document)
     assert [load["name"] for load in document["loads"]] == [make(1).name for make in LOADS]
     for load in document["loads"]:
         assert regrets(load["seeds"], OURS, ORACLE, "finish_ms")["most"] <= 0.10, load["name"]

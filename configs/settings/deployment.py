@@ -15,9 +15,8 @@ class PlacementSettings(Frozen):
     )
     placement: Literal["any", "apart"] = Field(
         "any",
-        description="any: spread over Ray nodes, or packed if Serve's controller has "
-        "RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 and no role on the cluster has executor `ray`; apart: at most one "
-        "replica of this deployment per node",
+        description="any: spread over Ray nodes, or packed with RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY=1 for Serve's "
+        "controller and no executor `ray`; apart: at most one replica of this deployment per node",
     )
 
     def spreading_options(self) -> dict[str, Any]:
@@ -45,14 +44,14 @@ class RoleSettings(PlacementSettings):
     data_parallel_size: int = Field(
         1,
         ge=1,
-        description="number of data-parallel ranks of one replica, each of `tensor_parallel_size` ranks, for models "
-        "with experts. Requests are routed to a rank, as to an engine of its own; all ranks end together. For other "
-        "models use `replicas`. With GPUs, set `num_gpus` to the product of both sizes",
+        description="number of data-parallel ranks of one replica, for models with experts: each is an engine for "
+        "the router, and all end together. For other models use `replicas`. With GPUs, set `num_gpus` to the product "
+        "of both sizes",
     )
     executor: Literal["mp", "ray"] = Field(
         "mp",
         description="mp: ranks are processes of the actor, on one node; ray: ranks are Ray actors with one GPU each, "
-        "on as few nodes as have room, for engines larger than a node",
+        "for engines larger than a node",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments of this role")
     num_cpus: float = Field(0.5, ge=0, description="CPUs that the actor requests from Ray")
@@ -94,9 +93,8 @@ class RoleSettings(PlacementSettings):
     start_attempts: int = Field(
         3,
         ge=1,
-        description="number of failed starts in a row after which the deployment fails; three per replica if that is "
-        "fewer. If the deployment fails during an update, Serve starts no replica of this role until the next "
-        "`serve deploy` ([upgrades](operations.md#upgrades-and-restarts))",
+        description="failed starts in a row after which the deployment fails; three per replica if that is fewer. "
+        "After a failed update, Serve starts no replica of this role until the next `serve deploy`",
     )
     drain_s: Seconds = Field(30.0, description="time for which a stopping replica may finish its requests")
 

@@ -51,65 +51,61 @@ class TransferSettings(Frozen):
     backends: list[str] = Field(["UCX"], min_length=1, description="NIXL backends")
     devices: list[str] = Field(
         [],
-        description="network devices that UCX may use and listen on, by UCX's names (`mlx5_0:1`, `eth0`); empty: "
-        "those of the environment variable `UCX_NET_DEVICES`. Without both: loopback if side_channel_host is a "
-        "loopback address; else all if the node has RDMA devices; else the interface with the address of the side "
-        "channel, or all if there is none",
+        description="network devices that UCX may use, by UCX's names (`mlx5_0:1`, `eth0`); empty: "
+        "`UCX_NET_DEVICES`. Without both: loopback if side_channel_host is loopback; else all if the node has RDMA "
+        "devices; else the interface with the side channel's address",
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
-        description="full: decode compares digests of all moved bytes before it runs the request; each digest is "
-        "computed on the device that holds the KV; off: no digests; auto: same as full",
+        description="full: decode compares digests of all moved bytes before it runs the request; off: no digests; "
+        "auto: same as full",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
-        description="chunk: prefill sends KV after each chunk of the prompt; layer: it also sends the last chunk "
-        "layer by layer; auto: the one with the lower measured cost, or chunk where the KV lies on an accelerator. "
-        "With ubatching, or with KV of speculative drafts in the cache, it is always chunk",
+        description="chunk: prefill sends KV after each chunk of the prompt; layer: the last chunk also layer by "
+        "layer; auto: the cheaper one by measurement, or chunk on an accelerator. Always chunk with ubatching or KV "
+        "of drafts",
     )
     trace_path: str = Field("", description="file to which each transfer event is appended as a JSON line; empty: none")
     handshake_s: Seconds = Field(30.0, description="timeout of a handshake, the first contact of two engines")
     progress_s: Seconds = Field(
         30.0,
-        description="time without a message from prefill about a transfer after which decode cancels the transfer. A "
-        "write without progress for this time stops prefill's heartbeat for its transfer; after twice this time "
-        "prefill aborts the transfer",
+        description="time without a message about a transfer after which decode cancels it; also without progress of "
+        "a write, after which prefill's heartbeat for it stops. After twice this time prefill aborts it",
     )
     cancel_s: Seconds = Field(
         5.0,
-        description="timeout for the answer to a cancellation; then decode quarantines the request's blocks, repeats "
-        "the cancellation, and computes the request in other blocks unless the request was aborted",
+        description="timeout for the answer to a cancellation; then decode quarantines the request's blocks and "
+        "computes it in other blocks",
     )
     lease_s: Seconds = Field(60.0, description="time for which prefill holds finished blocks for an offer of decode")
     alive_s: Seconds = Field(
         5.0,
-        description="interval of prefill's heartbeats for a transfer that decode waits for, from the queue to the "
-        "last write; at most half of progress_s",
+        description="interval of prefill's heartbeats for a transfer; at most half of progress_s",
     )
     step_s: Seconds = Field(
         300.0,
-        description="time without a finished step after which a prefill engine with work stops its heartbeat, so that "
-        "decode computes the prompt; an engine of either role whose core does not answer for 30 s more is replaced. "
-        "Set it no lower than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300), after which vLLM ends an engine",
+        description="time without a finished step after which a prefill engine with work stops its heartbeat; an "
+        "engine whose core does not answer for 30 s more is replaced. No lower than "
+        "`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` (300)",
     )
     fence_s: Seconds = Field(
         2.0,
-        description="longest time, from the start of a write, for which a prefill engine's step waits because the "
-        "write reads blocks of a preempted request; then the transfer fails. Where the KV lies on an accelerator, "
-        "the step does not wait and the transfer fails",
+        description="longest time for which a prefill engine's step waits for a write that reads blocks of a "
+        "preempted request; then the transfer fails. On an accelerator the step does not wait",
     )
     forget_s: float = Field(
         3600.0,
         ge=1800.0,
         allow_inf_nan=False,
-        description="silence after which prefill forgets a decode worker without an open transfer and closes its "
-        "connection; decode forgets an unused prefill engine after half of this time",
+        description="silence after which prefill forgets a decode worker without an open transfer; decode forgets an "
+        "unused prefill engine after half of it",
     )
     node_lost_s: Seconds | None = Field(
         None,
-        description="grace period after Ray marks a node dead before its engines' writes are presumed stopped. Unset: "
-        "two minutes more than Ray takes to end the actors of a node that is cut off, so 300 s with Ray's defaults, "
-        "and 840 s where KubeRay gives the head fault tolerance. A value below Ray's time (180 s, 720 s) is refused",
+        description="grace period after Ray marks a node dead before its engines' writes are presumed stopped. "
+        "Unset: 120 s more than Ray takes to end a cut-off node's actors: 300 s, or 840 s with KubeRay's fault "
+        "tolerance. A value below Ray's time (180 s, 720 s) is refused",
     )
 
     @model_validator(mode="after")
@@ -176,16 +172,14 @@ class KVStoreSettings(Frozen):
     chunk_tokens: int = Field(
         256,
         ge=1,
-        description="tokens of a chunk; an object has the KV of one KV cache group for one chunk, or for more tokens "
-        "if the attention kernel's rows cannot be cut at chunk ends. A state is stored only if a step ends at a "
-        "multiple of chunk_tokens: for a model with states, set `max_num_batched_tokens` or "
-        "`long_prefill_token_threshold` to the same value",
+        description="tokens of a chunk, equal on all engines that share objects. For a model with states, set "
+        "`max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
     )
     staging_mib: int = Field(
         256,
         ge=1,
-        description="size in MiB of the shared memory of each engine between files and KV blocks, in `/dev/shm`: at "
-        "least the total size of the objects of one chunk, and twice that with several KV cache groups",
+        description="shared memory of each engine between files and KV blocks, in `/dev/shm`: at least the objects "
+        "of one chunk, twice that with several KV cache groups",
     )
     lookup_s: Seconds = Field(
         0.015,

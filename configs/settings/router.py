@@ -26,8 +26,8 @@ class RoutingSettings(Frozen):
     policy: Literal["cost", "least_load", "round_robin", "always_remote", "never_remote"] = Field(
         "cost",
         description="cost: the cheapest of decode alone and all pairs; never_remote: the cheapest decode replica; "
-        "always_remote: the cheapest pair; least_load, round_robin: a pair, its replicas chosen separately. Without a "
-        "prefill replica, and for requests that need one engine: a decode replica, chosen in the same way",
+        "always_remote: the cheapest pair; least_load, round_robin: a pair, its replicas chosen separately "
+        "([policies](routing.md#policies))",
     )
     local_below_tokens: int = Field(
         32, ge=0, description="policy cost: decode serves prompts alone if it computes and loads fewer tokens than this"
@@ -69,25 +69,25 @@ class RoutingSettings(Frozen):
         "pair decays ten times as fast",
     )
     assumed_prefill_overhead_s: Seconds = Field(
-        0.02, description="assumed until measured: duration of a prefill without uncached tokens"
+        0.02, description="assumed at first: duration of a prefill without uncached tokens"
     )
     assumed_prefill_tokens_per_s: Positive = Field(
-        10_000.0, description="assumed until measured: rate at which an engine computes uncached prompt tokens"
+        10_000.0, description="assumed at first: rate at which an engine computes uncached prompt tokens"
     )
     assumed_load_tokens_per_s: Positive = Field(
-        100_000.0, description="assumed until measured: rate at which an engine loads prompt tokens from its KV store"
+        100_000.0, description="assumed at first: rate at which an engine loads prompt tokens from its KV store"
     )
     assumed_handover_s: Seconds = Field(
         0.02,
-        description="assumed until measured: duration of a handover without tokens to move, to a decode engine "
+        description="assumed at first: duration of a handover without tokens to move, to a decode engine "
         "without running streams",
     )
     assumed_transfer_tokens_per_s: Positive = Field(
-        200_000.0, description="assumed until measured: rate at which tokens' KV moves after the prompt was computed"
+        200_000.0, description="assumed at first: rate at which tokens' KV moves after the prompt was computed"
     )
-    assumed_step_s: Seconds = Field(0.02, description="assumed until measured: duration of a decode step")
-    assumed_bytes_per_token: Positive = Field(4.0, description="assumed until measured: bytes of text per token")
-    assumed_answer_tokens: int = Field(128, ge=1, description="assumed until measured: tokens of an answer")
+    assumed_step_s: Seconds = Field(0.02, description="assumed at first: duration of a decode step")
+    assumed_bytes_per_token: Positive = Field(4.0, description="assumed at first: bytes of text per token")
+    assumed_answer_tokens: int = Field(128, ge=1, description="assumed at first: tokens of an answer")
 
 
 class RouterLimits(Frozen):
@@ -95,31 +95,29 @@ class RouterLimits(Frozen):
 
     request_timeout_s: Seconds = Field(
         3600.0,
-        description="deadline from a request's arrival to its whole answer, if the request asks for no stream. For "
-        "requests without a body: limit of the answer's body, from its start",
+        description="deadline from a request's arrival to its whole answer, if not streamed. Requests without a "
+        "body: limit of the answer's body",
     )
     first_token_timeout_s: Seconds = Field(
         600.0, description="deadline from the arrival of a streaming request to its first token, slot wait included"
     )
     idle_timeout_s: Seconds = Field(
         300.0,
-        description="longest time between two tokens of a stream, and longest time in which its client reads nothing "
-        "(on `http_port` at most 10 s above the value in `args`); after its first token, a stream has no other "
-        "deadline of its own",
+        description="longest time between two tokens of a stream, and in which its client reads nothing (on "
+        "`http_port` at most 10 s above the value in `args`); a stream with tokens has no other deadline",
     )
     keep_alive_s: Seconds | None = Field(
         10.0,
-        description="a stream without a token after this time gets status 200, headers and an SSE comment, and further "
-        "comments at this interval until its first token; set it below a load balancer's idle timeout. `null`: nothing "
-        "is sent before the first token ([errors](http-api.md#errors))",
+        description="a stream without a token after this time gets status 200 and SSE comments at this interval "
+        "until its first token ([errors](http-api.md#errors)); set it below a load balancer's idle timeout. `null`: "
+        "nothing is sent before",
     )
     body_timeout_s: Seconds = Field(30.0, description="deadline from a request's arrival to the end of its body")
     prefill_timeout_s: Seconds = Field(120.0, description="deadline from a prefill leg's start to its answer")
     replica_timeout_s: Seconds = Field(
         10.0,
-        description="longest wait for a decode replica while none runs, or while all running ones have failed the "
-        "request. The wait for a slot on a busy replica ends at the request's deadline. For requests without a body, "
-        "such as `GET /v1/models`: longest wait for a slot, and then for the start of the answer",
+        description="longest wait for a decode replica while none runs, or all have failed the request. Requests "
+        "without a body: longest wait for a slot, and then for the start of the answer",
     )
     prefill_wait_s: Seconds = Field(
         1.0, description="longest wait for a slot on a prefill replica; then decode serves the request alone"
@@ -127,10 +125,8 @@ class RouterLimits(Frozen):
     attempts: int = Field(
         3,
         ge=1,
-        description="maximum number of attempts of each leg of a request. A replica that has failed the request is "
-        "not tried again, except a decode replica that was silent between prefill's computation and its own first "
-        "token, if no other is available. New tokens of a stream reset the number of decode attempts; a failed "
-        "decode leg resets the number of prefill attempts",
+        description="maximum number of attempts of each leg of a request, each on another replica. New tokens of a "
+        "stream reset the number of decode attempts; a failed decode leg resets that of prefill",
     )
     silence_timeout_s: Seconds = Field(
         60.0,
@@ -167,9 +163,8 @@ class RouterLimits(Frozen):
     )
     first_token: Literal["prefill", "decode"] = Field(
         "decode",
-        description="role that samples the first token of a split request that streams or asks for one token. prefill: "
-        "the client receives the token before the KV has moved, if the model and the request permit this "
-        "([HTTP API](http-api.md#first-token)); decode: always decode",
+        description="role that samples the first token of a split request that streams or asks for one token. "
+        "prefill: before the KV has moved, where [possible](http-api.md#first-token); decode: always decode",
     )
     routing: RoutingSettings = Field(RoutingSettings(), description="routing policy")
 
@@ -183,19 +178,17 @@ class RouterSettings(RouterLimits, PlacementSettings):
         ge=1,
         le=65535,
         description="port on which each router answers clients; routers on one node share it. `null`: only Ray "
-        "Serve's proxy answers (`http_options`), which is slower (docs/router-cost.md)",
+        "Serve's proxy answers (`http_options`), which is slower (docs/benchmarks.md)",
     )
     keep_alive_timeout_s: Seconds = Field(
         90.0,
-        description="time for which a client's connection to `http_port` may stay open without a request. Set it "
-        "longer than the idle timeout of the load balancer's own connections, or its requests meet connections that "
-        "the router closes. Their usual values: nginx 60 s (`keepalive_timeout` of `upstream`), AWS ALB 60 s, Google "
-        "Cloud 600 s, Envoy 3600 s",
+        description="time for which a connection to `http_port` may stay open without a request. Set it longer than "
+        "your load balancer's idle timeout (nginx and AWS ALB 60 s, Google Cloud 600 s, Envoy 3600 s)",
     )
     leave_s: Seconds = Field(
         1.0,
-        description="time for which a stopping router still accepts connections on `http_port`, asks clients to "
-        "reconnect, and returns 503 on `/tandem/service`; set it longer than a load balancer's check interval",
+        description="time for which a stopping router still accepts connections and returns 503 on "
+        "`/tandem/service`; set it longer than a load balancer's check interval",
     )
     http_host: str = Field(
         "127.0.0.1", description="address on which routers listen for clients; `0.0.0.0`: all interfaces of the node"
@@ -203,7 +196,7 @@ class RouterSettings(RouterLimits, PlacementSettings):
     ssl_certfile: str | None = Field(
         None,
         description="PEM file with the certificate chain of `http_port`, on each router's node; unset: no TLS. Changed "
-        "files are used from the next connection on ([TLS](operations.md#tls))",
+        "files are used from the next connection on ([TLS](network.md#tls))",
     )
     ssl_keyfile: str | None = Field(None, description="PEM file with the unencrypted key of `ssl_certfile`")
     ssl_ca_certs: str | None = Field(
@@ -220,13 +213,13 @@ class RouterSettings(RouterLimits, PlacementSettings):
     )
     access_log: bool = Field(
         True,
-        description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory, "
-        "except for probes, scrapers and the status page ([fields](observing.md#access-log))",
+        description="write a JSON line per request to `access-<replica>.log` in the Ray session's log directory "
+        "([fields](observing.md#access-log))",
     )
     request_log: Literal["off", "parameters", "text"] = Field(
         "off",
-        description="add the body of each request to its line of the access log: `parameters` with lengths instead of "
-        "lists and most texts, `text` as it was sent, prompts included ([fields](observing.md#access-log))",
+        description="add the body of each request to its line of the access log: `parameters` with lengths instead "
+        "of lists and most texts, `text` with prompts",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
@@ -239,7 +232,7 @@ class RouterSettings(RouterLimits, PlacementSettings):
     otlp_traces_endpoint: str | None = Field(
         None,
         description="OTLP/HTTP endpoint of the router's spans, for example `http://collector:4318/v1/traces`; unset: "
-        "no spans. The engine argument of the same name is vLLM's, for the engines' own spans",
+        "no spans. The engine argument is vLLM's",
     )
 
     @field_validator("request_log", mode="before")

@@ -35,15 +35,15 @@ class ScalingSettings(Frozen):
         0.25,
         gt=0,
         allow_inf_nan=False,
-        description="minimum number of prefill engines per decode engine; below it the autoscaler adds prefill "
-        "engines, or removes decode engines if prefill is at `max_replicas`. Bounds of `replicas` take precedence",
+        description="minimum number of prefill engines per decode engine; below it prefill engines are added, or "
+        "decode engines removed at `max_replicas`. Bounds of `replicas` take precedence",
     )
     most_prefill_per_decode: float = Field(
         4.0,
         gt=0,
         allow_inf_nan=False,
-        description="maximum number of prefill engines per decode engine; above it the autoscaler adds decode "
-        "engines, or removes prefill engines if decode is at `max_replicas`. Bounds of `replicas` take precedence",
+        description="maximum number of prefill engines per decode engine; above it decode engines are added, or "
+        "prefill engines removed at `max_replicas`",
     )
 
     @model_validator(mode="after")

@@ -63,7 +63,7 @@ class ModelSettings(Frozen):
     )
     allow_runtime_lora_updating: bool = Field(
         False,
-        description="serve `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` ([adapters](http-api.md#adapters)); "
+        description="serve `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` ([adapters](models.md#adapters)); "
         "needs `engine.enable_lora`. Any client that the router admits can then make engines read any path",
     )
     prefill: RoleSettings = Field(RoleSettings(), description="the Prefill deployment")
@@ -120,7 +120,7 @@ class ServiceSettings(ModelSettings):
 
     models: list[ModelSettings] = Field(
         default_factory=list,
-        description="several models behind one endpoint ([several models](#several-models)): a list of mappings with "
+        description="several models behind one endpoint ([several models](models.md)): a list of mappings with "
         "the keys above, which then must not be set here",
     )
     transfer: TransferSettings = Field(TransferSettings(), description="the KV connector")
@@ -130,8 +130,7 @@ class ServiceSettings(ModelSettings):
     rpc_tls: RpcTlsSettings | None = Field(
         None,
         description="mutual TLS between routers and engines: `certfile`, `keyfile` and `ca_certs`, PEM files on the "
-        "node of each replica. Both sides present the certificate. Changed files are used from the next connection on "
-        "([TLS](operations.md#tls))",
+        "node of each replica ([TLS](network.md#tls))",
     )
     cpu: CpuSettings = Field(CpuSettings(), description="engines without a GPU; ignored by roles with `num_gpus`")
 

@@ -1,4 +1,4 @@
-"""The column "change" of the configuration reference, against Serve's own rules for restarts."""
+"""The changes in the configuration reference, against Serve's own rules for restarts."""
 
 from __future__ import annotations
 

@@ -189,8 +189,8 @@ def test_outcomes_are_the_routers() -> None:
 
 
 def test_every_alert_says_how_bad_it_is_and_is_explained() -> None:
-    """The operating guide has a line for each alert."""
-    guide = (ROOT.parent / "docs" / "operations.md").read_text()
+    """docs/troubleshooting.md has a line for each alert."""
+    guide = (ROOT.parent / "docs" / "troubleshooting.md").read_text()
     for rule in rules():
         if "alert" in rule:
             assert rule["labels"]["severity"] in ("warning", "critical")

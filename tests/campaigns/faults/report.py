@@ -1,5 +1,6 @@
-"""Write a page of campaign results: ``python -m tests.campaigns.faults.report
-RESULTS.json PAGE.md``.
+"""Write a page of campaign results: ``python -m tests.campaigns.faults.report RESULTS PAGE``.
+
+A person's interpretation at the end of an existing page stays, in place of the details.
 """
 
 from __future__ import annotations
@@ -18,35 +19,25 @@ from tests.campaigns.faults.judge import AT_ONCE_S
 from tests.campaigns.faults.presets import PRESETS
 from tests.campaigns.faults.trials import ANSWER_TOKENS
 
+INTERPRETATION = "## Interpretation\n"
 OUTCOMES = ("right", "refused", "cancelled", "wrong", "hang")
 HEAD = """# {title} under faults
 
 <!-- Written by `python -m tests.campaigns.faults.report` from `{source}`; do not edit by hand. -->
 
-A seeded campaign injects faults into stock vLLM OpenAI servers on vLLM's **CPU** build: one prefill
-and one decode engine with the same model (`app/demo/model`, which recalls facts of its prompt, so
-wrong KV shows as a wrong answer) and one connector, without a router that hides failures. The
-driver sends both legs as a sequential proxy does, several requests at a time; with Tandem half of
-the requests go to both engines at once.
+A seeded campaign injects faults into stock vLLM servers on vLLM's **CPU** build: one prefill and
+one decode engine with one model (`app/demo/model`, whose answers show wrong KV) and one connector,
+without a router that hides failures. Requests are sent several at a time, as a sequential proxy
+does; with Tandem, half of them go to both engines at once.
 
-Command: `make faults`. Machine: two x86-64 cores, no GPU. It shows how a connector ends the work in
+Command: `make faults`. Machine: two x86-64 cores, no GPU. It shows how a connector ends work in
 progress when something fails. It does not show speed, GPUs or RDMA.
 
-| outcome | means |
-|---|---|
-| right | the complete text of an engine without a connector, greedy, {tokens} tokens |
-| refused | an error, or a stream cut off after correct text; without a router a killed server allows no other |
-| cancelled | the driver closed the connection, or never sent the decode leg |
-| wrong | any text that an engine without a connector would not have produced |
-| hang | the decode leg was not over within the limit, which excludes the time in which the decode server was stopped |
-| engine died | an engine that the campaign had not killed, or had restarted, does not run |
-| leak | a block pool (vLLM's gauge) above its baseline after all leases and deadlines, with dead engines replaced |
-| late | a block pool at its baseline after more than {at_once:g} s |
-| probe | two requests through both engines afterwards |
-
-Where two faults are named, the second starts during the first one or soon after it
-(`make fault-pairs`). The servers then run in network namespaces, on a link that can be cut, and
-NIXL moves KV over TCP.
+*Right* is the text of an engine without a connector (greedy, {tokens} tokens), *wrong* any other
+text; *refused* is an error, or a stream cut off after correct text; *cancelled* requests were left
+by the driver. A *hang* exceeds the limit of a decode leg. An engine that the campaign had not
+killed *died*. A *leak* is a block pool above its baseline after all deadlines, *late* one that
+needed more than {at_once:g} s. The *probe* is two requests afterwards.
 
 A promise is *kept* if nothing was wrong, hung, died or leaked, and the probe was right.
 """
@@ -148,7 +139,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> str:
-    """Return the page. ``reading``, a person's interpretation, follows the first two tables."""
+    """Return the page. ``reading``, a person's interpretation, stands in for the details."""
     cases = Cases(case for case in results.values() if "not_applicable" not in case)
     away = len(results) - len(cases)
     names = sorted({case["connector"] for case in cases}, key=_rank)
@@ -180,7 +171,8 @@ def page(source: str, results: dict[str, dict[str, Any]], reading: str = "") -> 
         *settings,
     ]
     parts = [head, _summary(cases), "", "## By fault\n", _kinds(cases), ""]
-    parts += [reading, ""] if reading else []
+    if reading:
+        return "\n".join([*parts, reading.rstrip()]) + "\n"
     wrapped = [textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in conditions]
     parts += ["## Conditions\n", *wrapped, "", "## By phase\n", _phases(cases), "", "## Every finding\n"]
     return "\n".join([*parts, _findings(cases)]) + "\n"
@@ -190,9 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("page", type=Path)
-    parser.add_argument("--reading", type=Path, help="a Markdown file to be put after the tables")
     arguments = parser.parse_args()
-    reading = arguments.reading.read_text() if arguments.reading else ""
+    old = arguments.page.read_text() if arguments.page.exists() else ""
+    reading = old[old.index(INTERPRETATION) :] if INTERPRETATION in old else ""
     arguments.page.write_text(page(str(arguments.results), json.loads(arguments.results.read_text()), reading))
 
 

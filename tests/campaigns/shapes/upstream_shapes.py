@@ -7,7 +7,7 @@
 (``make upstream-shapes``.) Every connector, family and pair runs in its own process, which is
 killed at ``LIMIT_S``. Every result is written at once to
 ``benchmarks/results/upstream_shapes.json``, and existing results are not measured again.
-``upstream_table.py`` makes ``docs/upstream-shapes.md`` from it.
+``upstream_table.py`` makes ``build/upstream-shapes.md`` from it.
 """
 
 from __future__ import annotations

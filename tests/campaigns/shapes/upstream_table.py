@@ -1,4 +1,4 @@
-"""Write ``docs/upstream-shapes.md`` from the results of ``upstream_shapes.py``."""
+"""Write ``build/upstream-shapes.md`` from the results of ``upstream_shapes.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tests.campaigns.shapes.families import Family
 from tests.campaigns.shapes.upstream_shapes import CASES, LIMIT_S, REQUEST_LIMIT_S, RESULTS, TODO
 
-PAGE = Path(__file__).parents[3] / "docs" / "upstream-shapes.md"
+PAGE = Path(__file__).parents[3] / "build" / "upstream-shapes.md"
 NAMES = {"tandem": "Tandem", "NixlConnector": "NixlConnector"}
 KINDS = {
     "llama": "full attention, 4 KV heads",
@@ -157,4 +157,5 @@ def page(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
