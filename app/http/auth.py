@@ -22,10 +22,11 @@ from actors.router.router import Router
 from actors.telemetry.access_log import ENTRY
 from app.http.errors import error_body, error_response
 
-STATUS_PATH = "/tandem/status"
-
 OPERATOR = "tandem.operator"
-"""Key in the scope of a request with a key: whether it is an operator's."""
+"""Key in the scope of a request with an API key: whether it is an operator's.
+
+Only operators may learn of the requests of other keys.
+"""
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/metrics"})
 
@@ -91,8 +92,7 @@ class PerKeyLimiter:
 class Authenticated:
     """ASGI middleware that checks API keys and their request limits.
 
-    Without configured keys, it admits all requests. With keys, only an operator's key may learn of
-    the requests of other keys: it may request STATUS_PATH, and the scope has OPERATOR.
+    Without configured keys, it admits all requests.
     """
 
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes], operators: Sequence[bytes] = ()) -> None:
@@ -112,13 +112,10 @@ class Authenticated:
             return
         if (entry := scope.get(ENTRY)) is not None:
             entry.key = key.hex()[:8]
-        operator = key in self._operators
-        if path_of(scope) == STATUS_PATH and not operator:
-            await self._refuse(forbidden())(scope, receive, send)
-            return
+        scope = {**scope, OPERATOR: key in self._operators}
         try:
             with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):
-                await self._app({**scope, OPERATOR: operator}, receive, send)
+                await self._app(scope, receive, send)
         except OverloadedError as error:
             response = error_response(error, self._router.limits.retry_after_s, scope["path"])
             await self._refuse(response)(scope, receive, send)

@@ -18,7 +18,7 @@ from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
 from actors.telemetry.access_log import AccessLog
-from app.http.auth import STATUS_PATH, Authenticated
+from app.http.auth import OPERATOR, Authenticated, forbidden
 from app.http.errors import BadRequestError, error_body, error_response
 from app.http.forwarded.from_decode import FromDecode
 from app.http.forwarded.models import AdapterEndpoints, ModelList
@@ -84,7 +84,9 @@ def build_http(
     async def metrics(_: Request) -> Response:
         return Response(await exposition(), media_type=CONTENT_TYPE)
 
-    async def status(_: Request) -> Response:
+    async def status(request: Request) -> Response:
+        if not request.scope.get(OPERATOR, True):
+            return forbidden()
         return JSONResponse(await router.status(), headers={"Cache-Control": "no-store"})
 
     async def page(_: Request) -> Response:
@@ -105,7 +107,7 @@ def build_http(
             Route("/load", load, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
             Route("/", page, methods=["GET"]),
-            Route(STATUS_PATH, status, methods=["GET"]),
+            Route("/tandem/status", status, methods=["GET"]),
         ],
         exception_handlers={HTTPException: refuse_route, BadRequestError: refuse},
     )
