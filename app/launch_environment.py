@@ -34,6 +34,8 @@ def prepare_environment() -> str | None:
 def home_problem() -> str | None:
     """Return the reason why the home directory cannot be used, or None."""
     home = os.path.expanduser("~")
+    if home == "~":
+        return "HOME is not set, and this user has no entry in the password database"
     if not os.path.isdir(home):
         return f"HOME: {home} is not a directory"
     return None if os.access(home, os.W_OK | os.X_OK) else f"HOME: {home} cannot be written"

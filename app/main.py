@@ -26,7 +26,7 @@ from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, own_replica_id
 from actors.telemetry.access_log import open_access_log
 from actors.tls import ClientTls, TlsFiles, router_files, rpc_files
-from actors.upstream.ray_private import log_directory
+from actors.upstream.ray_private import log_directory, store_connected
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
 from app.http.auth import digests
@@ -116,7 +116,8 @@ class HttpRouter(RouterReplica):
         process takes the port during the start, and SettingsError for an invalid API key in this
         process's environment.
         """
-        link_logs(own_logs(), f"router-{own_replica_id()}")
+        if store_connected():  # not in tests without a cluster
+            link_logs(own_logs(), f"router-{own_replica_id()}")
         prepare_process("Router", open_files_of(settings))
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
