@@ -119,7 +119,7 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     class Engine:
         slots = 1
         ranks = range(1)
-        described = ({},)
+        described: tuple[dict[str, object], ...] = ({},)
 
         @classmethod
         async def start(cls, *_: object) -> "Engine":
