@@ -119,13 +119,12 @@ async def test_a_node_that_dies_right_after_the_first_look_is_told(ray_says, mon
     class Engine:
         slots = 1
         ranks = range(1)
+        described: tuple[dict[str, object], ...] = ({},)
 
         @classmethod
         async def start(cls, *_: object) -> "Engine":
-            return cls()
-
-        async def warm_up(self, timeout_s: float) -> None:
             assert len(ray_says) == 2, "nodes that died before this engine's start do not count"
+            return cls()
 
         async def lose(self, engines: str) -> None:
             told.put_nowait(engines)

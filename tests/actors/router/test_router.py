@@ -37,6 +37,7 @@ from configs.settings.router import RouterSettings, RoutingSettings
 from testing.sse import said
 from testing.timing import server_timing
 from tests.actors.behaviours import TOKENS, engine
+from tests.actors.fleet import SOURCE
 
 SETTINGS = RouterSettings(
     http_port=None,
@@ -87,7 +88,7 @@ class Engine:
 
     def record_replica_metadata(self) -> dict[str, object]:
         producer = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
-        return replica_metadata(self.address, 100, producer=producer)
+        return replica_metadata(self.address, 100, producer=producer, identity=SOURCE.engine)
 
     async def serve_request(self, order: RpcRequest) -> AsyncGenerator[object, None]:
         if order.transfer_id is None:

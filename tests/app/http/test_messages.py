@@ -13,7 +13,7 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from app.http.routes import build_http
 from tests.actors.behaviours import EVENTS, answers, fleet, well
-from tests.actors.fleet import Handle, at_rest
+from tests.actors.fleet import SOURCE, Handle, at_rest
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -36,7 +36,7 @@ def message(dies_after: int | None = None) -> Any:
                 raise EngineDownError("killed")
             before = event("message_start") + event("content_block_start", index=0) if token == 0 else b""
             delta = event("content_block_delta", index=0, delta={"type": "text_delta", "text": str(token)})
-            yield TokenChunk(before + delta, ((token,),))
+            yield TokenChunk(before + delta, ((token,),), source=SOURCE)
         yield event("content_block_stop", index=0) + event("message_delta") + event("message_stop")
 
     return serve
