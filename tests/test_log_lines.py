@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 
 from connectors.log_lines import MAX_CHARACTERS, escape_log_arguments
+from connectors.logs import log_to
 from connectors.vllm_hma.plugin import register
-from tests.app.http.test_auth import built, http_router
+from tests.actors.test_process import loggers
+
+__all__ = ["loggers"]  # a fixture
 
 FORGED = "a\r\nINFO 11-27\x85b\u2028c\x1b[0m\ud800"
 ESCAPED = r"a\r\nINFO 11-27\x85b\u2028c\x1b[0m\ud800"
@@ -55,6 +59,7 @@ def test_only_the_named_loggers_are_changed() -> None:
     ]
 
 
-async def test_a_router_escapes_what_it_logs() -> None:
-    await http_router(built())
-    assert message("%s", "a\nb", name="actors.router") == "a\\nb"
+@pytest.mark.parametrize("name", ["actors.router", "vllm"])
+def test_an_actor_escapes_what_it_and_its_libraries_log(loggers: None, name: str) -> None:
+    log_to(io.StringIO(), "Router")
+    assert message("%s", "a\nb", name=name) == "a\\nb"

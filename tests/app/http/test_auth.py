@@ -18,6 +18,7 @@ from starlette.types import Message
 
 from actors.errors import OverloadedError
 from actors.telemetry.router_metrics import RouterMetrics
+from app import main
 from app.http.auth import Authenticated, PerKeyLimiter, digest
 from app.http.errors import BadRequestError
 from app.http.parsing import check_prompts
@@ -244,7 +245,11 @@ async def http_router(built: dict[str, Any]) -> httpx.AsyncClient:
     handle: Any = SimpleNamespace(deployment_id="nobody's", options=lambda: handle)
     router = undecorated.__new__(undecorated)
     settings = RouterSettings(**LIMITS.model_dump(), http_port=None, access_log=False)
-    await router.__init__(settings, [DeployedModel(handle, handle)], **built)
+    with pytest.MonkeyPatch.context() as replica:  # its log is not this process's
+        replica.setattr(main, "own_replica_id", lambda: "r1")
+        for name in ("link_logs", "prepare_process"):
+            replica.setattr(main, name, lambda *_: None)
+        await router.__init__(settings, [DeployedModel(handle, handle)], **built)
     transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
