@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,10 +55,13 @@ class Busy(Told):
 
 
 @asynccontextmanager
-async def shown(folder: Path, keys: Sequence[str] = ()) -> AsyncGenerator[browser.Page, None]:
+async def shown(
+    folder: Path, keys: Sequence[str] = (), operators: Sequence[str] = ()
+) -> AsyncGenerator[browser.Page, None]:
     """Serve the page and open it."""
     port = free_port()
-    app = build_http(cast(RouterReplica, Busy()), [digest(key) for key in keys])
+    digests = ([digest(key) for key in some] for some in (keys, operators))
+    app = build_http(cast(RouterReplica, Busy()), next(digests), operator_digests=next(digests))
     server = HttpServer(app, HOST, port, LEAVE_S, "ours")
     await server.open()
     try:
@@ -89,16 +93,17 @@ async def test_the_page_shows_the_service(tmp_path: Path) -> None:
         assert page.problems == []
 
 
-async def test_the_page_asks_for_a_key(tmp_path: Path) -> None:
-    """A wrong key is reported and asked for again; the right one shows the numbers; Pause stops."""
-    async with shown(tmp_path, ["right"]) as page:
-        for key in ("wrong", "right"):
+async def test_the_page_asks_for_an_operators_key(tmp_path: Path) -> None:
+    """Other keys are reported and asked for again; an operator's shows the numbers; Pause stops."""
+    told = {"wrong": "this key is not valid", "anna": "this is not an operator's key"}
+    async with shown(tmp_path, ["anna"], ["olga"]) as page:
+        for key in (*told, "olga"):
             await page.until("!document.getElementById('asks').hidden")
             assert await page.evaluate("document.getElementById('all').hidden")
             await page.evaluate(f"document.getElementById('key').value = '{key}'")
             await page.evaluate("document.querySelector('#asks button').click()")
-            if key == "wrong":
-                await page.until(f"{text_of('state')} === 'this API key is not valid'")
+            if key in told:
+                await page.until(f"{text_of('state')} === {json.dumps(told[key])}")
         await page.until("!document.getElementById('all').hidden")
         assert await page.evaluate("document.getElementById('asks').hidden")
         await page.evaluate("document.getElementById('pause').click()")
