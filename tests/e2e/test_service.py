@@ -5,6 +5,7 @@ One start serves all tests of this file. The last test stops the service and che
 
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -24,6 +25,7 @@ from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, probe_timeout_s
 from app.http.routes import OPEN_AGE_S
 from configs.settings.kv import TransferSettings
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
+from testing import browser
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
 from testing.timing import server_timing
@@ -573,6 +575,35 @@ def answers_to_a_stranger(port: int) -> bytes:
         stranger.sendall(b"tandem/%d metadata\n" % PROTOCOL_VERSION)
         return stranger.recv(1000)
     return b""
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="Debian's package chromium is not installed")
+async def test_the_status_page_under_load(service, tmp_path):
+    """A browser shows both engines and the requests. `TANDEM_PICTURES=docs/images` renews the
+    documentation's pictures.
+    """
+    async with (
+        httpx.AsyncClient(base_url=service.url, timeout=60) as client,
+        browser.opened(service.url, tmp_path) as page,
+    ):
+        load = [
+            asyncio.create_task(
+                client.post("/v1/completions", json=completion(recall(seed, facts).text, max_tokens=60))
+            )
+            for seed, facts in enumerate([FACTS_FAR, 4, FACTS_FAR, 60, 30, 4] * 4)
+        ]
+        await asyncio.wait(load[: len(load) // 2])
+        await page.until("document.querySelectorAll('#requests tr').length > 8")
+        pictures = {scheme: await page.picture(scheme) for scheme in ("light", "dark")}
+        for one in await asyncio.gather(*load):
+            one.raise_for_status()
+        for role in ("prefill", "decode"):
+            assert await page.evaluate(f"document.querySelectorAll('#{role} .replica').length") == 1
+        assert "remote" in await page.evaluate("document.getElementById('requests').innerText")
+        assert page.problems == []
+    if folder := os.environ.get("TANDEM_PICTURES"):
+        for scheme, picture in pictures.items():
+            (ROOT / folder / f"status-{scheme}.png").write_bytes(picture)
 
 
 def test_a_stranger_gets_no_metadata(service):
