@@ -220,12 +220,10 @@ class Consumer:
         if message.transfer_id in self._queue.requests:
             return self._queue.message(peer, message, now)
         reception = self._by_transfer.get(message.transfer_id)
-        partner = reception.writing.get(peer) if reception is not None else None
-        if reception is None or partner is None:
+        if reception is None or (partner := reception.writing.get(peer)) is None:
             return []
         if isinstance(message, Alive | Starting):
-            # A prefill rank repeats Starting until the Offer arrives.
-            reception.heard_at[peer] = now
+            reception.heard_at[peer] = now  # a prefill rank repeats Starting until the Offer arrives
             return []
         if isinstance(message, Failed):
             return self._write_failed(reception, f"prefill rank {peer.rank}: {message.reason}", now)

@@ -307,36 +307,6 @@ class Producer(Production):
                 return self._cancelled(peer, message, now)
         return []
 
-    def engine_lost(self, incarnation: str, now: float) -> list[ProducerAction]:
-        """Handle the death of a consumer engine: its workers send no more messages."""
-        known = [peer for peer in {**self._consumers, **self._failed} if peer.incarnation == incarnation]
-        return [action for peer in known for action in self.worker_lost(peer, now)]
-
-    def worker_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
-        """Handle the death of one consumer worker: it sends no more messages."""
-        self._failed.pop(peer, None)
-        self._suspects.pop(peer, None)
-        return self.peer_lost(peer, now)
-
-    def suspects(self) -> set[Suspect]:
-        """Return the consumer workers with failed writes whose end this host can prove."""
-        return set(self._suspects.values())
-
-    def engines(self) -> set[str]:
-        """Return the incarnations of all consumer engines with state in this producer."""
-        return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
-
-    def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
-        """Remove a dead or evicted consumer worker: abort its deliveries after their writes."""
-        if self._consumers.pop(peer, None) is not None:
-            self._lost[peer] = None
-        actions: list[ProducerAction] = []
-        for transfer in list(self._transfers.values()):
-            delivery = transfer.deliveries.get(peer.rank)
-            if delivery is not None and delivery.peer == peer:
-                actions += self._end(transfer, delivery, "the consumer worker has ended or has been removed", now)
-        return actions
-
     # Events of the transport and the clock.
 
     def write_done(self, write_id: int, now: float) -> list[ProducerAction]:

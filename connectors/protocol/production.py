@@ -1,6 +1,6 @@
-"""State of the producer state machine, its handling of messages, and transitions shared by events.
+"""State of the producer state machine, its handling of messages, the ends of peers, and transitions shared by events.
 
-``producer.py`` has the transition tables, and the events except ``orders_applied``.
+``producer.py`` has the transition tables, and the other events except ``orders_applied``.
 """
 
 from __future__ import annotations
@@ -54,6 +54,36 @@ class Production:
     def _heard(self, peer: Peer, now: float) -> None:
         self._heard_at.pop(peer, None)
         self._heard_at[peer] = now
+
+    def engine_lost(self, incarnation: str, now: float) -> list[ProducerAction]:
+        """Handle the death of a consumer engine: its workers send no more messages."""
+        known = [peer for peer in {**self._consumers, **self._failed} if peer.incarnation == incarnation]
+        return [action for peer in known for action in self.worker_lost(peer, now)]
+
+    def worker_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
+        """Handle the death of one consumer worker: it sends no more messages."""
+        self._failed.pop(peer, None)
+        self._suspects.pop(peer, None)
+        return self.peer_lost(peer, now)
+
+    def suspects(self) -> set[Suspect]:
+        """Return the consumer workers with failed writes whose end this host can prove."""
+        return set(self._suspects.values())
+
+    def engines(self) -> set[str]:
+        """Return the incarnations of all consumer engines with state in this producer."""
+        return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
+
+    def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
+        """Remove a dead or evicted consumer worker: abort its deliveries after their writes."""
+        if self._consumers.pop(peer, None) is not None:
+            self._lost[peer] = None
+        actions: list[ProducerAction] = []
+        for transfer in list(self._transfers.values()):
+            delivery = transfer.deliveries.get(peer.rank)
+            if delivery is not None and delivery.peer == peer:
+                actions += self._end(transfer, delivery, "the consumer worker has ended or has been removed", now)
+        return actions
 
     def _claimed(self, peer: Peer, message: AwaitStart | Offer, now: float) -> tuple[Transfer, Delivery] | str:
         """Return the transfer and delivery that a message may change, or a reason for an Aborted.
