@@ -1,4 +1,4 @@
-"""State of the producer state machine, its handling of messages, the ends of peers, and transitions shared by events.
+"""State and messages of the producer state machine, ends of peers, and transitions shared by events.
 
 ``producer.py`` has the transition tables, and the other events except ``orders_applied``.
 """
