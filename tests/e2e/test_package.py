@@ -21,10 +21,10 @@ SERVICE = ("ray", "uvicorn", "httptools", "opentelemetry", "actors", "app", "con
 """What engines with the connector do without. vLLM itself imports fastapi and starlette."""
 HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r}))\n"
 IMPORT_ALL = """
-import connectors, pkgutil
-from importlib import import_module
-names = [one.name for one in pkgutil.walk_packages(connectors.__path__, "connectors.")]
-print([import_module(name).__name__ for name in names].index("connectors.vllm_hma.connector") > 0)
+import connectors, importlib, pkgutil
+for one in pkgutil.walk_packages(connectors.__path__, "connectors."):
+    importlib.import_module(one.name)
+print(sys.modules["connectors.vllm_hma.connector"].__file__)
 """
 
 
@@ -52,16 +52,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv
 
 
-def python(environment: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in the environment, in a folder other than the checkout."""
-    command = [str(environment / "bin/python"), "-I", "-c", code]
+def run(environment: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the environment, in a folder other than the checkout."""
+    command = ["env", "-u", "PYTHONPATH", str(environment / "bin" / program), *arguments]
     return subprocess.run(command, cwd=environment, capture_output=True, text=True, check=False)
 
 
 def test_the_wheel_serves_a_request(environment: Path) -> None:
     """With the packaged configuration, model and status page."""
-    where = python(environment, "import app; print(app.__file__)").stdout
-    assert where.startswith(str(environment))
     command = ("env", "-u", "PYTHONPATH", str(environment / "bin/tandem"), "run")
     service = ServiceProcess(Path("configs/local.yaml"), environment, command=command, cwd=environment)
     service.start()
@@ -76,24 +74,19 @@ def test_the_wheel_serves_a_request(environment: Path) -> None:
 
 def test_the_connector_alone(environment: Path) -> None:
     """It needs nothing of the service; `tandem run` then names what is missing."""
-    imported = python(environment, HIDE.format(hidden=SERVICE) + IMPORT_ALL)
-    assert imported.stdout.strip() == "True", imported.stderr
-    without_ray = python(
-        environment, HIDE.format(hidden=("ray",)) + "from app.cli import main; sys.exit(main(['run']))"
-    )
+    imported = run(environment, "python", "-c", HIDE.format(hidden=SERVICE) + IMPORT_ALL)
+    assert imported.stdout.startswith(str(environment)), imported.stderr
+    code = HIDE.format(hidden=("ray",)) + "from app.cli import main; sys.exit(main(['run']))"
+    without_ray = run(environment, "python", "-c", code)
     assert without_ray.returncode == 1
     assert without_ray.stderr == "tandem run: the module ray is not installed; pip install 'tandem[serve]'\n"
 
 
-def test_the_settings_that_are_printed_are_the_file_s(environment: Path) -> None:
-    printed = subprocess.run(
-        [str(environment / "bin/tandem"), "config", "--config", "configs/two-models.yaml"],
-        cwd=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+@pytest.mark.parametrize("name", ["local.yaml", "two-models.yaml"])
+def test_the_printed_settings_are_those_of_the_file(environment: Path, name: str) -> None:
+    printed = run(environment, "tandem", "config", "--config", f"configs/{name}").stdout
+    shown, shipped = (
+        yaml.safe_load(text)["applications"][0]["args"] for text in (printed, (ROOT / "configs" / name).read_text())
     )
-    shipped = yaml.safe_load((ROOT / "configs/two-models.yaml").read_text())["applications"][0]["args"]
-    shown = yaml.safe_load(printed.stdout)["applications"][0]["args"]
     assert shown["router"]["attempts"] > 0
     assert parse_settings(shown) == parse_settings(shipped)
