@@ -72,7 +72,7 @@ def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
 
 
 def test_build_tools_stay_out() -> None:
-    """Only the stage `gpu` has build tools, because Triton needs a compiler (decision 13)."""
+    """Only the stage `gpu` has build tools, because Triton needs a compiler."""
     with_tools = {name for name, lines in stages().items() if any(BUILD_TOOLS.search(line) for line in lines)}
     assert with_tools == {"gpu"}
 
