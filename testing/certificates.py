@@ -22,6 +22,22 @@ class MonthsAgo(datetime.datetime):
         return super().now(tz) - datetime.timedelta(days=90)
 
 
+NO_USES = dict.fromkeys(
+    [
+        "digital_signature",
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "key_cert_sign",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    ],
+    False,
+)
+
+
 def named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
@@ -51,6 +67,12 @@ class Authority:
         builder = builder.not_valid_after(NOW + datetime.timedelta(days=days))
         builder = builder.add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        # Python 3.13 refuses certificates without these three (VERIFY_X509_STRICT).
+        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        builder = builder.add_extension(authority, critical=False)
+        used = "key_cert_sign" if name == issuer else "digital_signature"
+        builder = builder.add_extension(x509.KeyUsage(**NO_USES | {used: True}), critical=True)
         files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         for file in files:
             file.unlink(missing_ok=True)  # new inodes: on old kernels, two writes may have equal modification times

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,12 +32,14 @@ def _stop_with_parent() -> None:
 
 @dataclass
 class ServiceProcess:
-    """A process of `python -m app.run` with one of the shipped configurations, on its own port."""
+    """A process of `tandem run` with one of the shipped configurations, on its own port."""
 
     config: Path
     folder: Path
     port: int = field(default_factory=free_port)
     environment: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = (sys.executable, "-m", "app.run")
+    cwd: Path = ROOT
 
     @property
     def url(self) -> str:
@@ -55,8 +57,8 @@ class ServiceProcess:
         """
         with (self.folder / "service.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "app.run", "--config", str(self.config), "--port", str(self.port)],
-                cwd=ROOT,
+                [*self.command, "--config", str(self.config), "--port", str(self.port)],
+                cwd=self.cwd,
                 env=os.environ | {"VERBOSE": "1"} | dict(self.environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,

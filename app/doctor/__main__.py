@@ -1,4 +1,4 @@
-"""Run all checks: `python -m app.doctor [--config FILE] [--skip CHECK …]`.
+"""Run all checks: `tandem doctor [--config FILE] [--skip CHECK …]`.
 
 The exit status is 0 if all checks that run pass, 1 if any fails.
 """
@@ -27,6 +27,7 @@ from app.doctor.machine import (
 )
 from app.doctor.store import check_store
 from app.doctor.transfer import check_transfer
+from app.installation import EXAMPLE, config_file
 
 CHECKS = (
     *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "open-files"),
@@ -35,8 +36,8 @@ CHECKS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m app.doctor", description="Check a machine before it serves.")
-    parser.add_argument("--config", type=Path, default=Path("configs/local.yaml"), help="a Serve config file")
+    parser = argparse.ArgumentParser(prog="tandem doctor", description="Check a machine before it serves.")
+    parser.add_argument("--config", type=config_file, default=EXAMPLE, help="a Serve config file")
     parser.add_argument("--skip", nargs="*", choices=CHECKS, default=[], help="checks to leave out")
     options = parser.parse_args(argv)
     failed = 0

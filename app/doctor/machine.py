@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import resource
-import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,13 +15,14 @@ from actors.process import open_files_of
 from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
 from app.http.http_server import proxies_refuse
+from app.installation import release_of
 from app.launch_environment import home_problem
-from app.run import port_taken, release_of
+from app.run import port_taken
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 from connectors.open_files import REMEDY, too_few
 
-PYTHON = (3, 11)
+PYTHON = ("3.11", "3.12", "3.13")
 RELEASES = {"vLLM": "0.32.0", "Ray": "2.60.0", "NIXL": "1.5.1"}
 """Required releases of the libraries."""
 
@@ -52,10 +53,10 @@ RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "rc_x", "rc_v", "ud_x", "ud_v", "dc_x
 
 
 def check_python() -> Iterator[Finding]:
-    found = sys.version_info[:2]
-    shown = ".".join(map(str, sys.version_info[:3]))
-    remedy = "" if found == PYTHON else f"use Python {'.'.join(map(str, PYTHON))}: make install PYTHON=python3.11"
-    yield Finding("python", f"Python {shown}", remedy)
+    found = platform.python_version()
+    supported = found.rpartition(".")[0] in PYTHON
+    remedy = "" if supported else f"use Python {', '.join(PYTHON)}: make install PYTHON=python{PYTHON[0]}"
+    yield Finding("python", f"Python {found}", remedy)
     for name, wanted in RELEASES.items():
         installed = (release_of(name) or "").partition("+")[0]
         wrong = f"install {name} {wanted}: make install"

@@ -19,7 +19,8 @@ from app.doctor import configuration, machine, store
 from app.doctor.__main__ import CHECKS, examine, main
 from app.doctor.configuration import check_readable
 from app.doctor.transfer import check_transfer
-from app.run import PACKAGES, read
+from app.installation import PACKAGES
+from app.run import read
 from configs.settings.parsing import parse_settings
 from configs.settings.service import DEMO_MODEL_DIR, ServiceSettings
 from connectors.transport import selftest

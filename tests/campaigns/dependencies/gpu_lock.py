@@ -72,7 +72,18 @@ def resolve(uv: str) -> None:
         # uv prefers the versions that it finds in its output file.
         wanted = preferred(CPU_LOCK.read_text(), present)
         out.write_text("".join(f"{package}=={version}\n" for package, version in wanted.items()))
-        command = [uv, "pip", "compile", "pyproject.toml", "--extra", "gpu", "--constraints", str(constraints)]
+        command = [
+            uv,
+            "pip",
+            "compile",
+            "pyproject.toml",
+            "--extra",
+            "gpu",
+            "--extra",
+            "serve",
+            "--constraints",
+            str(constraints),
+        ]
         subprocess.run(
             [*command, *PLATFORM, *FORMAT, "-o", str(out)], cwd=PROJECT, check=True, stdout=subprocess.DEVNULL
         )

@@ -1,0 +1,42 @@
+"""The command `tandem`. In a plain installation, the connector alone, only `version` runs."""
+
+import argparse
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from app.installation import environment
+
+COMMANDS = {
+    "run": ("app.run", "serve until Ctrl-C"),
+    "doctor": ("app.doctor.__main__", "check this machine before it serves"),
+    "config": ("app.show_config", "print a config file with every setting"),
+    "version": ("", "print the releases of Tandem, Python and the main libraries"),
+}
+"""Module whose `main` runs each command, and its description."""
+
+REQUIRED = {"ray": "pip install 'tandem[serve]'", "vllm": "install vLLM 0.32.0: docs/quickstart.md#packages"}
+"""Module that all commands but `version` need, and how to install it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit status; 1 if a library is not installed."""
+    parser = argparse.ArgumentParser(prog="tandem", description="Prefill and decode on separate vLLM engines.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, description) in COMMANDS.items():
+        commands.add_parser(name, help=description, add_help=False)
+    chosen, rest = parser.parse_known_args(argv)
+    if chosen.command == "version":
+        print(f"tandem {version('tandem')}, {environment()}")
+        return 0
+    for module, remedy in REQUIRED.items():
+        if find_spec(module) is None:
+            print(f"tandem {chosen.command}: the module {module} is not installed; {remedy}", file=sys.stderr)
+            return 1
+    status: int = import_module(COMMANDS[chosen.command][0]).main(rest)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
