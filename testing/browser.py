@@ -110,4 +110,4 @@ async def _port(file: Path) -> int:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text(encoding="ascii").splitlines() if file.exists() else []

@@ -1,4 +1,4 @@
-"""State and messages of the producer state machine, ends of peers, and transitions shared by events.
+"""State and messages of the producer state machine, ends of peers, transitions shared by events.
 
 ``producer.py`` has the transition tables, and the other events except ``orders_applied``.
 """
