@@ -1,4 +1,4 @@
-"""The command `tandem`. In a plain installation, the connector alone, only `version` runs."""
+"""The command `tandem`. Without Ray and vLLM, only `version` runs."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ COMMANDS = {
 }
 """Module whose `main` runs each command, and its description."""
 
-REQUIRED = {"ray": "pip install 'tandem[serve]'", "vllm": "install vLLM 0.32.0: docs/quickstart.md#packages"}
+REQUIRED = {"ray": "pip install '.[serve]' in the checkout", "vllm": "install vLLM 0.32.0: docs/quickstart.md#packages"}
 """Module that all commands but `version` need, and how to install it."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from configs.settings.base import SettingsError
 
 KEPT = {"RAY_AUTH_TOKEN_PATH": ".ray/auth_token", "HF_HOME": ".cache/huggingface"}
-"""Variables that name what a home directory that cannot be written may contain already."""
+"""Files of a read-only home directory that stay in use, by variable."""
 
 
 def prepare_environment() -> str | None:
@@ -60,7 +60,9 @@ def own_directory(problem: str) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         state = folder.lstat()
     except OSError as error:
-        raise SettingsError(f"{problem}, nor {folder}: {error.strerror}; set HOME to a directory of the user") from None
+        raise SettingsError(
+            f"{problem}; {folder} cannot be used: {error.strerror}; set HOME to a directory of the user"
+        ) from None
     if state.st_uid != os.getuid() or state.st_mode & 0o77 or not folder.is_dir():
-        raise SettingsError(f"{problem}, and others may write {folder}; set HOME to a directory of the user")
+        raise SettingsError(f"{problem}; {folder} is not a private directory of this user; set HOME to one")
     return folder

@@ -1,4 +1,4 @@
-"""Remember in bounded memory which keys have been forgotten."""
+"""Bloom filter with one hash for forgotten keys."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ _BITS = 2**23
 
 
 class ForgottenKeys:
-    """Set of keys in 1 MiB, which may also contain keys that were never added.
+    """Set of keys in 1 MiB with false positives: after n additions, their rate is about n / 2^23.
 
-    After n additions, it contains about n / 2^23 of all other keys. Callers must therefore treat
-    the keys in it with more caution than necessary, never with less.
+    Callers may only become more cautious because of a hit.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ def one_line(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-@cache
+@cache  # a second call would wrap the factory again
 def escape_log_arguments(*loggers: str) -> None:
     """Apply ``one_line`` to texts and exceptions in the arguments of later log records.
 

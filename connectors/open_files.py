@@ -1,4 +1,4 @@
-"""Limit of open files of a process: each connection of a client or a peer is one."""
+"""Limit of open files of a process: connections are open files, too."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def report_few_left(transport: asyncio.BaseTransport) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if connection is not None and too_few(limit, connection.fileno() + FEW):
         logger.warning(
-            "this process has opened nearly all of the %d files that it may, and closes connections beyond; %s",
+            "this process has opened nearly all of the %d files that it may, and closes further connections; %s",
             limit,
             REMEDY,
         )

@@ -1,4 +1,4 @@
-"""Start Ray's processes in own sessions, so that no signal to the launcher's group reaches them.
+"""Start Ray's processes in their own sessions, out of reach of signals to the launcher's group.
 
 Ray blocks SIGINT in its processes. But SIGTERM to the launcher's group (`tini -g`) would end the
 raylet, and with it the engines, before the launcher has drained them. Ray still ends its processes

@@ -67,10 +67,12 @@ class Pieces:
         return bool(self.src.unit_offset.shape[1] == self.dst.unit_offset.shape[1] == 1)
 
     def joined(self, keys: Ints) -> tuple[Pieces, Ints]:
-        """Return the pieces sorted by key, then by address, and the keys of the result.
+        """Sort by key and source address, and join; unchanged unless ``whole_blocks``.
 
         ``keys``  shape (K,). Pieces with equal keys that are adjacent in every block on both sides
                   become one piece
+
+        Return the pieces and their keys.
         """
         if not self.whole_blocks or not len(keys):
             return self, keys

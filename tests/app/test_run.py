@@ -338,7 +338,7 @@ def test_a_home_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert prepare_environment() is None
     monkeypatch.setenv("HOME", str(tmp_path / home))
     Path(tmp_path, f"tandem-home-{os.getuid()}").chmod(0o777)
-    with pytest.raises(SettingsError, match="others may write"):
+    with pytest.raises(SettingsError, match="not a private directory"):
         prepare_environment()
 
 

@@ -2,7 +2,7 @@
 
 The tracker unlinks the shared memory of killed processes when all processes that use it have ended:
 160 MiB in `/dev/shm` for an engine core of vLLM. Python starts it as a child of the actor, and Ray
-kills the children of an actor that exits, but no daemon
+kills the children of an actor that exits, but not daemons
 (https://docs.ray.io/en/latest/ray-core/user-spawn-processes.html).
 """
 
@@ -23,7 +23,7 @@ if not os.fork():
 
 
 def detach_resource_tracker() -> None:
-    """Start the tracker of this process and of those that it starts, unless it has one.
+    """Start one tracker for this process and its children, unless it has one.
 
     If that fails, log a warning; Python then starts the tracker itself.
     """

@@ -1,4 +1,4 @@
-"""Folders by descriptor: a link or a rename by another user cannot lead the store elsewhere."""
+"""Folders by descriptor: a link or a rename by another user cannot redirect the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OpenFolder:
     """An open folder, whose methods take names of its entries and follow no link.
 
     The descriptor ``fd`` is closed with the last reference: keep one while you use it. A thread
-    that returns from a hanging disk thus never finds another folder under the same number.
+    that returns from a hanging disk thus never uses a reused descriptor.
 
     ``path``  where it was opened, for messages
     """
@@ -108,11 +108,10 @@ class OpenFolder:
 def open_folder(path: Path, create: bool = False) -> OpenFolder:
     """Open a configured folder, so that no other user can change or replace it.
 
-    The folder, each folder above it and each link on the way must belong to root or this user. All
-    users may write only to folders above it, and only if these are sticky, as /tmp and /dev/shm
-    are. Groups are trusted: Kubernetes mounts a volume as root's, writable for the pod's
-    ``fsGroup``. In a user namespace, the owner of a folder above it may be outside the namespace,
-    as the host's root is.
+    The folder, each folder above it and each link on the way must belong to root or this user. Only
+    folders above it may be world-writable, and only if sticky, as /tmp and /dev/shm are. Groups are
+    trusted: Kubernetes mounts a volume as root's, writable for the pod's ``fsGroup``. In a user
+    namespace, the owner of a folder above it may be outside the namespace, as the host's root is.
 
     Raises OSError that names the folder or link at fault.
 
@@ -152,7 +151,7 @@ def _read_link(folder: OpenFolder, name: str) -> Path:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), where)
     if state.st_uid not in (0, os.geteuid()):
         raise PermissionError(
-            errno.EPERM, f"it is a link of user {state.st_uid}, who could let it lead elsewhere", where
+            errno.EPERM, f"it is a link of user {state.st_uid}, who could redirect it; remove it or chown it", where
         )
     return Path(os.readlink("", dir_fd=link.fd))
 
@@ -166,7 +165,7 @@ def _check_writers(folder: OpenFolder, above: bool = False) -> None:
     if state.st_uid not in (0, os.geteuid()) and not (above and state.st_uid == _outside()):
         raise PermissionError(
             errno.EPERM,
-            f"it belongs to user {state.st_uid}, who could {'replace the folder' if above else 'change stored KV'}",
+            f"it belongs to user {state.st_uid}, who could {'replace the folder' if above else 'change stored KV'} (chown)",
             folder.path or "/",
         )
     if state.st_mode & stat.S_IWOTH and not (above and state.st_mode & stat.S_ISVTX):
@@ -177,7 +176,7 @@ def _check_writers(folder: OpenFolder, above: bool = False) -> None:
 
 
 def _outside() -> int | None:
-    """Return the user that stands for all users outside this user namespace; None if all are in it.
+    """Return the overflow uid, which represents users outside this user namespace, or None.
 
     Rootless containers and Apptainer run in such a namespace.
     """

@@ -1,8 +1,8 @@
 """Choose the KV cache layout in which a transfer needs the fewest runs.
 
-A run costs 5 to 8 us to post on an H100, whatever its size. With layers inside the block, one run
-carries all layers of a block: in ``BHLNC`` also between unequal TP sizes, because a range of heads
-is one piece; in ``BLHNC`` between equal ones. In ``LBHNC``, each layer has runs of its own.
+Posting a run costs the same whatever its size (docs/benchmarks.md). With layers inside the block,
+one run carries all layers of a block: in ``BHLNC`` also between unequal TP sizes, because a range
+of heads is one piece; in ``BLHNC`` between equal ones. In ``LBHNC``, each layer has its own runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def requested_layout(config: VllmConfig) -> str | None:
     model = config.model_config
     if model is None:
         return None
-    layer_outermost = None if model.use_mla else "LBHNC"  # one latent: pages are equal in all of these
+    layer_outermost = None if model.use_mla else "LBHNC"  # MLA has one head: all are equal
     if current_platform.is_cpu():  # CPU attention reads LBHNC only
         return layer_outermost
     try:
@@ -41,7 +41,11 @@ def requested_layout(config: VllmConfig) -> str | None:
                 model.get_head_size(), model.dtype, config.cache_config.cache_dtype, use_mla=model.use_mla
             )
     except ValueError as error:  # for example for a head size that needs other arguments
-        logger.warning("Tandem: KV cache layout %s, because no attention backend was found: %s", layer_outermost, error)
+        logger.warning(
+            "Tandem: requests KV cache layout %s, as no attention backend was found (VLLM_KV_CACHE_LAYOUT overrides): %s",
+            layer_outermost,
+            error,
+        )
         return layer_outermost
     return best_layout(backend, config.cache_config.block_size, _mixed_pages(config)) or layer_outermost
 
