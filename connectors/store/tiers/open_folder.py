@@ -165,7 +165,7 @@ def _check_writers(folder: OpenFolder, above: bool = False) -> None:
     if state.st_uid not in (0, os.geteuid()) and not (above and state.st_uid == _outside()):
         raise PermissionError(
             errno.EPERM,
-            f"it belongs to user {state.st_uid}, who could {'replace the folder' if above else 'change stored KV'} (chown)",
+            f"it belongs to user {state.st_uid}, who could {'replace the folder' if above else 'change KV'} (chown)",
             folder.path or "/",
         )
     if state.st_mode & stat.S_IWOTH and not (above and state.st_mode & stat.S_ISVTX):

@@ -42,7 +42,7 @@ def requested_layout(config: VllmConfig) -> str | None:
             )
     except ValueError as error:  # for example for a head size that needs other arguments
         logger.warning(
-            "Tandem: requests KV cache layout %s, as no attention backend was found (VLLM_KV_CACHE_LAYOUT overrides): %s",
+            "Tandem: requests layout %s, as no attention backend was found (VLLM_KV_CACHE_LAYOUT overrides it): %s",
             layer_outermost,
             error,
         )
