@@ -93,7 +93,7 @@ def test_a_process_that_keeps_the_lock_delays_no_start(tmp_path: Path) -> None:
         ("relative link", ""),
         ("circular link", "Too many levels of symbolic links"),
         ("link of others", "it is a link of user 4242"),
-        ("objects of others", "objects cannot be used: it belongs to user 4242, who could change stored KV"),
+        ("objects of others", "objects cannot be used: it belongs to user 4242, who could change KV"),
         ("parent of others", "it belongs to user 4242, who could replace the folder"),
     ],
 )
