@@ -90,7 +90,7 @@ async def opened(url: str, folder: Path) -> AsyncGenerator[Page, None]:
                 for domain in ("Runtime", "Log", "Page"):
                     await page.call(f"{domain}.enable")
                 await page.call("Page.navigate", url=url)
-                await page.until(f"location.href === '{url}' && document.readyState === 'complete'")
+                await page.until(f"location.href.startsWith('{url}') && document.readyState === 'complete'")
                 try:
                     yield page
                 finally:

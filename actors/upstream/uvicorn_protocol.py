@@ -116,8 +116,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         httptools ends such a request with its headers. The protocol ignores them and gives them to
         a new parser, without `Upgrade`: the old one discards all bytes after `Connection: close`.
+        Pipelined requests are not parsed: a parser for each would take quadratic time.
         """
-        while True:
+        while not self._discards:
             try:
                 self.parser.feed_data(data)
                 return

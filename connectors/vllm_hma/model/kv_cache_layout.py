@@ -40,14 +40,15 @@ def requested_layout(config: VllmConfig) -> str | None:
             backend = get_attn_backend(
                 model.get_head_size(), model.dtype, config.cache_config.cache_dtype, use_mla=model.use_mla
             )
-    except ValueError as error:  # for example for a head size that needs other arguments
+            best = best_layout(backend, config.cache_config.block_size, _mixed_pages(config))
+    except Exception as error:  # a preference must not end the engine: vLLM selects with more arguments
         logger.warning(
             "Tandem: requests layout %s, as no attention backend was found (VLLM_KV_CACHE_LAYOUT overrides it): %s",
             layer_outermost,
             error,
         )
         return layer_outermost
-    return best_layout(backend, config.cache_config.block_size, _mixed_pages(config)) or layer_outermost
+    return best or layer_outermost
 
 
 def _mixed_pages(config: VllmConfig) -> bool:

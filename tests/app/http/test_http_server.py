@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import pairwise
 from types import SimpleNamespace
 
+import httptools
 import httpx
 import pytest
 from starlette.applications import Starlette
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import httptools_impl
 
+from actors.upstream import uvicorn_protocol
 from actors.upstream.uvicorn_protocol import DISCONNECTED
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
@@ -26,7 +28,7 @@ from app.http.parsing import read_request
 from connectors.errors import ConfigurationError
 from connectors.open_files import FEW
 from testing.ports import free_port
-from tests.app.http.servers import HOST, LEAVE_S, WAIT_S, Behind, answers, http, opened
+from tests.app.http.servers import HOST, LEAVE_S, WAIT_S, Behind, answers, http, opened, said_until_closed
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +188,23 @@ async def test_an_upgrade_is_ignored(protocol: str, apart: bool, framing: bytes,
             assert await reader.readexactly(1) == length
         assert await reader.read() == b""
         writer.close()
+
+
+async def test_pipelined_upgrades_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new parser for each would take time that is quadratic in their number."""
+    made: list[object] = []
+    parser = httptools.HttpRequestParser
+
+    def count(protocol: object) -> object:
+        made.append(protocol)
+        return parser(protocol)
+
+    monkeypatch.setattr(uvicorn_protocol.httptools, "HttpRequestParser", count)
+    request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    port = free_port()
+    async with opened(Behind("one"), port):
+        assert b"HTTP/1.1 200" in (await said_until_closed(port, [50 * request]))[0]
+    assert len(made) <= 3  # of the first request, which is answered, and of the second
 
 
 async def test_what_has_begun_is_answered() -> None:
