@@ -204,7 +204,7 @@ async def test_pipelined_upgrades_are_not_parsed(monkeypatch: pytest.MonkeyPatch
     port = free_port()
     async with opened(Behind("one"), port):
         assert b"HTTP/1.1 200" in (await said_until_closed(port, [50 * request]))[0]
-    assert len(made) <= 3  # of the first request, which is answered, and of the second
+    assert len(made) <= 5  # without the limit, one for each request
 
 
 async def test_what_has_begun_is_answered() -> None:
