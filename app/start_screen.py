@@ -58,10 +58,11 @@ def stage_line(text: str, elapsed_s: float) -> str:
 def replicas_at_start(settings: ServiceSettings) -> dict[RoleName, int]:
     """Return the initial number of replicas of each role, of all models together."""
     models = settings.each_model().values()
-    return {role: sum(_initial(one.role(role).replicas) for one in models) for role in ROLES}
+    return {role: sum(replicas_of(one.role(role).replicas) for one in models) for role in ROLES}
 
 
-def _initial(replicas: int | Mapping[str, object]) -> int:
+def replicas_of(replicas: int | Mapping[str, object]) -> int:
+    """Return the initial number of replicas of a deployment."""
     if isinstance(replicas, int):
         return replicas
     return int(str(replicas.get("initial_replicas") or replicas.get("min_replicas") or 1))

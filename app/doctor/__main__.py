@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from app.doctor.configuration import check_config, check_kernels, check_readable, check_template
+from app.doctor.engines import check_engines
 from app.doctor.finding import Finding
 from app.doctor.machine import (
     check_gpus,
@@ -30,7 +31,7 @@ from app.doctor.transfer import check_transfer
 from app.installation import EXAMPLE, config_file
 
 CHECKS = (
-    *("python", "config", "model", "kernels", "libraries", "gpus", "shared-memory", "open-files"),
+    *("python", "config", "model", "kernels", "libraries", "gpus", "engines", "shared-memory", "open-files"),
     *("home", "temporary", "ports", "tls", "ucx", "transfer", "store"),
 )
 
@@ -65,6 +66,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         "kernels": lambda: chain.from_iterable(map(check_kernels, models)),
         "libraries": lambda: check_libraries(settings),
         "gpus": lambda: check_gpus(settings),
+        "engines": lambda: check_engines(settings),
         "shared-memory": lambda: check_shared_memory(settings),
         "open-files": lambda: check_open_files(settings),
         "home": check_home,

@@ -9,13 +9,15 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from vllm.config import CacheConfig
 
 from actors.upstream.vllm_cpu_kernels import CpuFeatures
-from app.doctor import configuration, machine, store
+from app.doctor import configuration, engines, machine, store
 from app.doctor.__main__ import CHECKS, examine, main
 from app.doctor.configuration import check_readable
 from app.doctor.transfer import check_transfer
@@ -231,6 +233,37 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch, decode: dict[str,
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     (finding,) = machine.check_gpus(parse_settings({"prefill": {"num_gpus": 1}, "decode": decode}))
     assert finding.ok == enough
+
+
+@pytest.mark.parametrize(
+    ("args", "texts"),
+    [
+        (
+            {"prefill": {"replicas": 2, "num_gpus": 2}, "decode": {"num_gpus": 4}},
+            ["prefill 2 x 2 + decode 1 x 4 = 8 GPUs; this node has 4, so other nodes must have 4"],
+        ),
+        (
+            {"prefill": {"num_gpus": 0.5}, "decode": {"num_gpus": 0.5}, "engine": {"gpu_memory_utilization": 0.45}},
+            ["prefill 1 x 0.5 + decode 1 x 0.5 = 1 GPUs; this node has 4"],
+        ),
+        (
+            {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 0.5}},
+            ["prefill 1 x 1 + decode", "decode: an engine has 0.5 of a GPU and takes 0.92 of its memory"],
+        ),
+        (
+            {"prefill": {"replicas": {"initial_replicas": 3}}, "decode": {"tensor_parallel_size": 2}},
+            ["5 engine workers need 12 GiB of memory and their weights; this node has 8 free, so other nodes must"],
+        ),
+    ],
+)
+def test_all_engines_of_a_node(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], texts: list[str]) -> None:
+    """The sums of a configuration, by hand; the default of gpu_memory_utilization is vLLM's."""
+    assert CacheConfig(block_size=16).gpu_memory_utilization == engines.GPU_MEMORY_UTILIZATION
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(engines.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 2**30))
+    found = list(engines.check_engines(parse_settings(args)))
+    assert [one.what.startswith(text) for one, text in zip(found, texts, strict=True)] == [True] * len(texts), found
+    assert [one.ok for one in found] == [True, False][: len(texts)]
 
 
 @pytest.fixture
