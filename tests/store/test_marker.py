@@ -87,14 +87,15 @@ def test_a_process_that_keeps_the_lock_delays_no_start(tmp_path: Path) -> None:
         ("link to marker", f"{MARKER} cannot be used: it is a link"),
         ("second name of marker", f"{MARKER} cannot be used: it is a link"),
         ("open objects", "objects cannot be used: all users of this host may write to it"),
-        ("open parent", "all users of this host may write to it and could replace the folder in it"),
-        ("sticky parent", ""),
+        ("open store", "all users of this host may write to it and could change stored KV"),
+        ("open parent", ""),
         ("link", ""),
         ("relative link", ""),
         ("circular link", "Too many levels of symbolic links"),
         ("link of others", "it is a link of user 4242"),
         ("objects of others", "objects cannot be used: it belongs to user 4242, who could change KV"),
-        ("parent of others", "it belongs to user 4242, who could replace the folder"),
+        ("store of others", "it belongs to user 4242, who could change KV"),
+        ("parent of others", ""),
     ],
 )
 def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: Path, kind: str, problem: str) -> None:
@@ -113,8 +114,10 @@ def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: 
             (store / MARKER).symlink_to(elsewhere) if "link" in kind else (store / MARKER).hardlink_to(elsewhere)
         case "open objects":
             (store / "objects").chmod(0o777)
-        case "open parent" | "sticky parent":
-            parent.chmod(0o777 if kind == "open parent" else 0o1777)
+        case "open store":
+            store.chmod(0o777)
+        case "open parent":
+            parent.chmod(0o2777)  # as Kubernetes makes an emptyDir with an fsGroup
         case "link" | "relative link" | "circular link" | "link of others":
             store = tmp_path / "link"
             targets = {"relative link": "parent/../parent/store", "circular link": str(store)}
@@ -123,8 +126,8 @@ def test_a_folder_that_others_can_change_or_lead_elsewhere_is_refused(tmp_path: 
                 os.chown(store, 4242, -1, follow_symlinks=False)
         case "objects of others":
             os.chown(store / "objects", 4242, -1)
-        case "parent of others":
-            os.chown(parent, 4242, -1)
+        case "store of others" | "parent of others":
+            os.chown(store if kind == "store of others" else parent, 4242, -1)
     if problem:
         with pytest.raises(ConfigurationError, match=re.escape(problem)):
             FolderTier(store, 1 << 20)

@@ -45,8 +45,8 @@ def open_tier(path: Path) -> TierFolders:
 def check_folder(path: Path) -> bool:
     """Return whether a folder exists. Raise ConfigurationError if it cannot be a tier.
 
-    Other users must not be able to change or replace it (``open_folder``), and this user must be
-    able to write to it. Without the marker of a store it must be empty, except for ``lost+found``.
+    Other users must not be able to change it (``open_folder``), and this user must be able to write
+    to it. Without the marker of a store it must be empty, except for ``lost+found``.
     """
     with _explained(path):
         try:

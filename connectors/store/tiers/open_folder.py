@@ -106,12 +106,12 @@ class OpenFolder:
 
 
 def open_folder(path: Path, create: bool = False) -> OpenFolder:
-    """Open a configured folder, so that no other user can change or replace it.
+    """Open a configured folder that no other user can change.
 
-    The folder, each folder above it and each link on the way must belong to root or this user. Only
-    folders above it may be world-writable, and only if sticky, as /tmp and /dev/shm are. Groups are
-    trusted: Kubernetes mounts a volume as root's, writable for the pod's ``fsGroup``. In a user
-    namespace, the owner of a folder above it may be outside the namespace, as the host's root is.
+    The folder and each link on the way must belong to root or this user, and the folder must not be
+    world-writable. Groups are trusted: Kubernetes mounts a volume as root's, writable for the pod's
+    ``fsGroup``. Folders above it may be writable for all, as an emptyDir is: a user who renames it
+    does not redirect its descriptor, and can put only folders of root or this user in its place.
 
     Raises OSError that names the folder or link at fault.
 
@@ -120,7 +120,6 @@ def open_folder(path: Path, create: bool = False) -> OpenFolder:
     root = here = OpenFolder("", os.open("/", _FOLDER))
     todo, links = deque(path.absolute().parts[1:]), 0
     while todo:
-        _check_writers(here, above=True)
         name = todo.popleft()
         where = f"{here.path}/{name}"
         try:
@@ -156,30 +155,12 @@ def _read_link(folder: OpenFolder, name: str) -> Path:
     return Path(os.readlink("", dir_fd=link.fd))
 
 
-def _check_writers(folder: OpenFolder, above: bool = False) -> None:
-    """Raise PermissionError if another user could change the files in a folder.
-
-    ``above``  whether the folder only leads to the store's
-    """
-    state = os.fstat(folder.fd)
-    if state.st_uid not in (0, os.geteuid()) and not (above and state.st_uid == _outside()):
+def _check_writers(folder: OpenFolder) -> None:
+    """Raise PermissionError if another user could change the files in a folder."""
+    state, path = os.fstat(folder.fd), folder.path or "/"
+    if state.st_uid not in (0, os.geteuid()):
+        raise PermissionError(errno.EPERM, f"it belongs to user {state.st_uid}, who could change KV (chown)", path)
+    if state.st_mode & stat.S_IWOTH:
         raise PermissionError(
-            errno.EPERM,
-            f"it belongs to user {state.st_uid}, who could {'replace the folder' if above else 'change KV'} (chown)",
-            folder.path or "/",
+            errno.EPERM, "all users of this host may write to it and could change stored KV (chmod o-w)", path
         )
-    if state.st_mode & stat.S_IWOTH and not (above and state.st_mode & stat.S_ISVTX):
-        what = "replace the folder in it (chmod +t)" if above else "change stored KV (chmod o-w)"
-        raise PermissionError(
-            errno.EPERM, f"all users of this host may write to it and could {what}", folder.path or "/"
-        )
-
-
-def _outside() -> int | None:
-    """Return the overflow uid, which represents users outside this user namespace, or None.
-
-    Rootless containers and Apptainer run in such a namespace.
-    """
-    if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == ["0", "0", "4294967295"]:
-        return None
-    return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
