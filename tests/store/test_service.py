@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import CallState, Lane
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.open_folder import OpenFolder
-from connectors.store.tiers.staging import AttachedStaging, Staging
+from connectors.store.tiers.staging import AttachedStaging, Staging, StagingLocation
 from tests.campaigns.store import campaign
 from tests.campaigns.store.faults import extend
 from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles, World, content, store_plan
@@ -605,30 +606,49 @@ def test_staging_is_dealt_out_and_merged_again(tmp_path: Path) -> None:
 
 def test_workers_see_the_staging_memory_of_their_engine(tmp_path: Path) -> None:
     staging = Staging(4096, tmp_path)
-    attached = AttachedStaging(staging.path)
+    attached = AttachedStaging(staging.location)
     staging.view(100, 3)[:] = b"abc"
     assert bytes(attached.view(100, 3)) == b"abc"
     staging.close()
-    (tmp_path / "empty").touch()
-    for path in (staging.path, tmp_path / "empty", Path("/dev/null")):
-        with pytest.raises(StoreError):
-            AttachedStaging(path)
+    with pytest.raises(StoreError, match="user and in the pid namespace"):
+        AttachedStaging(staging.location)
+
+
+def test_workers_do_not_map_another_file(tmp_path: Path) -> None:
+    """The path leads to another file if the descriptor's number has been reused, and on another
+    host, where another process may have the scheduler's pid.
+    """
+    first, second = Staging(4096, tmp_path), Staging(4096, tmp_path)
+    number = int(Path(first.location.path).name)
+    first.close()
+    os.dup2(int(Path(second.location.path).name), number)
+    try:
+        with pytest.raises(StoreError, match="is another file"):
+            AttachedStaging(first.location)
+    finally:
+        os.close(number)
+    elsewhere = ("another host", *second.location.identity[1:])
+    with pytest.raises(StoreError, match="is another file"):
+        AttachedStaging(StagingLocation(second.location.path, elsewhere))
+    second.close()
 
 
 def test_a_killed_engine_leaves_no_staging_file(tmp_path: Path) -> None:
     script = """
+import json
 import sys
 from pathlib import Path
 from connectors.store.tiers.staging import Staging
 staging = Staging(4096, Path(sys.argv[1]))
 staging.view(0, 3)[:] = b"abc"
-print(staging.path, flush=True)
+print(json.dumps([staging.location.path, staging.location.identity]), flush=True)
 sys.stdin.read()
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as engine:
         assert engine.stdout is not None
-        attached = AttachedStaging(Path(engine.stdout.readline().strip()))
+        path, identity = json.loads(engine.stdout.readline())
+        attached = AttachedStaging(StagingLocation(path, tuple(identity)))
         engine.kill()
     assert bytes(attached.view(0, 3)) == b"abc"
     assert os.listdir(tmp_path) == []

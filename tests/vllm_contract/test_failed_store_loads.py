@@ -56,11 +56,11 @@ def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
 def failing(staging: Staging) -> StoreOrders:
     """Return the orders of a step that loads request a and stores an object of request b."""
     load = Load(0, "a", GONE, 0, 16, {ObjectRef(16, 0): 0, ObjectRef(16, 1): 4096})
-    return StoreOrders(str(staging.path), [load], [Store("b", TABLES, {ObjectRef(32, 0): 8192})])
+    return StoreOrders(staging.location, [load], [Store("b", TABLES, {ObjectRef(32, 0): 8192})])
 
 
 def storing(staging: Staging) -> StoreOrders:
-    return StoreOrders(str(staging.path), stores=[Store("b", TABLES, {ObjectRef(48, 0): 8192})])
+    return StoreOrders(staging.location, stores=[Store("b", TABLES, {ObjectRef(48, 0): 8192})])
 
 
 def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:

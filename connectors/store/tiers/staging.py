@@ -13,6 +13,7 @@ import tempfile
 import threading
 from bisect import insort
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,11 @@ import numpy as np
 from connectors.errors import ConfigurationError, StoreError
 
 _ALIGN = 4096
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_REMEDY = (
+    "run all ranks on the engine's host, under the user and in the pid namespace of its scheduler, mount /proc without "
+    "hidepid, and let the scheduler's process be dumpable (prctl PR_SET_DUMPABLE)"
+)
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -28,14 +34,25 @@ def slot_bytes(size_bytes: int) -> int:
     return max(1, -(-size_bytes // _ALIGN)) * _ALIGN
 
 
+@dataclass(frozen=True, slots=True)
+class StagingLocation:
+    """Path of staging memory in its engine's pid namespace, and the file that must be there.
+
+    ``identity``  this kernel's boot id, and the device and inode of the file
+    """
+
+    path: str
+    identity: tuple[str, int, int]
+
+
 class Staging:
     """A range of shared memory, divided into slots.
 
     Thread-safe. The file has no name, so the kernel frees the memory when the engine's processes
     have ended, also if they are killed. Workers, which run under the same user and in the same pid
-    namespace, open it at ``path`` (``AttachedStaging``). The constructor raises ConfigurationError
-    if ``size_bytes`` is less than a memory page or does not fit into ``folder``, and OSError if the
-    file cannot be created.
+    namespace, open it at ``location`` (``AttachedStaging``). The constructor raises
+    ConfigurationError if ``size_bytes`` is less than a memory page or does not fit into ``folder``,
+    and OSError if the file cannot be created.
     """
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
@@ -45,7 +62,8 @@ class Staging:
                 f"store: staging_mib must be at least one page of {_ALIGN} bytes, not {size_bytes} bytes"
             )
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+        descriptor = self._file.fileno()
+        self.location = StagingLocation(f"/proc/{os.getpid()}/fd/{descriptor}", _identity(descriptor))
         try:
             # Allocate now: with a full /dev/shm, a later access would end the process with SIGBUS.
             os.posix_fallocate(self._file.fileno(), 0, size)
@@ -115,21 +133,28 @@ class Staging:
         self._file.close()
 
 
+def _identity(descriptor: int) -> tuple[str, int, int]:
+    state = os.fstat(descriptor)
+    return _BOOT_ID.read_text(encoding="ascii").strip(), state.st_dev, state.st_ino
+
+
 class AttachedStaging:
     """A worker's mapping of its engine's staging memory, at ``address`` in this process.
 
-    Raises StoreError if the memory cannot be mapped.
+    Raises StoreError if the memory cannot be mapped, or if another file is at its path.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, location: StagingLocation) -> None:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(location.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
+                if _identity(fd) != location.identity:
+                    raise StoreError(f"staging memory: {location.path} is another file; {_REMEDY}")
                 self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
             finally:
                 os.close(fd)
-        except (OSError, ValueError) as error:  # ValueError: the file is empty
-            raise StoreError(f"{path}: {error}") from error
+        except OSError as error:
+            raise StoreError(f"staging memory cannot be mapped ({error}); {_REMEDY}") from error
         self._view = memoryview(self._memory)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
 

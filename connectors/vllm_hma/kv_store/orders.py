@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from connectors.planning.layout import EngineLayout
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.planning.prefix import ObjectRef
+from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter
 
 Tables = tuple[tuple[int, ...], ...]
@@ -61,12 +62,12 @@ class Store:
 class StoreOrders(KVConnectorMetadata):
     """Orders of one step, for all ranks.
 
-    ``staging``               path of the engine's staging memory
+    ``staging``               where ranks find the engine's staging memory
     ``timed_tokens``          number of tokens of the step if ranks measure its duration, else 0
     ``timed_context_tokens``  mean number of tokens that these tokens attend to
     """
 
-    staging: str = ""
+    staging: StagingLocation
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     timed_tokens: int = 0

@@ -303,7 +303,7 @@ class StoreScheduler:
 
         Loads are returned once. Each object to store gets a slot of staging.
         """
-        orders = StoreOrders(str(self.store.staging.path), self._loads)
+        orders = StoreOrders(self.store.staging.location, self._loads)
         self._loads = []
         scheduled, tokens = _scheduled(output), output.num_scheduled_tokens
         if max(tokens.values(), default=0) >= _TIMED_TOKENS:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
 from connectors.errors import ConfigurationError, PlanError, StoreError
 from connectors.planning.blocks import NULL_BLOCK
@@ -191,5 +190,5 @@ class StoreWorker:
 
     def _attach(self, orders: StoreOrders) -> AttachedStaging:
         if self._staging is None:
-            self._staging = AttachedStaging(Path(orders.staging))
+            self._staging = AttachedStaging(orders.staging)
         return self._staging
