@@ -268,6 +268,9 @@ class TandemMultiConnector(MultiConnector):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         found = MultiKVConnectorStats()
         for label, stats in (data or {}).items():
+            if isinstance(stats, KVConnectorStats):  # not serialized, within one process
+                found[label] = stats
+                continue
             kind = _kind_of(label)
             if kind == _CHILDREN:
                 found[label] = MetricHooks.build_kv_connector_stats(stats)
