@@ -3,7 +3,6 @@
 import contextlib
 import os
 import stat
-import sys
 from pathlib import Path
 
 from configs.settings.router import MIN_ONGOING_SEQUENCES, RouterSettings
@@ -16,7 +15,8 @@ def prepare_process(name: str, needed_files: int = OTHER_FILES) -> None:
 
     ``name``  name of the process in its log
     """
-    log_to(sys.stdout, name)
+    # Not `sys.stdout`: with RAY_SERVE_LOG_TO_STDERR=0, Serve logs each line again, at INFO.
+    log_to(os.fdopen(1, "w", encoding="utf-8", closefd=False), name)
     raise_limit(needed_files)
 
 

@@ -53,11 +53,15 @@ Serve's message about replicas that are slow to initialize does not contain this
 """
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPEATED = (signal.SIGTERM, signal.SIGHUP)
 SAME_STOP_S = 1.0
-"""Seconds after a signal in which others do nothing.
+"""Seconds after a signal of REPEATED in which the same signal does nothing.
 
-`make` forwards a SIGTERM that this process has also received, as a member of its group.
+`make` forwards a SIGTERM, and a shell SIGHUP, that this process also receives as a member of its
+group.
 """
+SHUTDOWN_S = 30.0
+"""Limit of `serve.shutdown`, after which it returns without an error."""
 END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
@@ -326,7 +330,6 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     verbose = os.environ.get("VERBOSE", "0") not in ("", "0")
     logging.getLogger("ray").setLevel(logging.INFO if verbose else logging.ERROR)
     import ray
-    from ray import serve
     from ray.serve.scripts import cli
 
     from actors.upstream.ray_processes import start_in_own_sessions
@@ -366,7 +369,8 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
                 screen.say("stopping")
             watcher.stop()
             if watcher.is_ready or cluster is not None:
-                serve.shutdown()
+                drains = (one.role(name).drain_s for one in settings.each_model().values() for name in ROLES)
+                shut_down(max(settings.router.drain_s, *drains))
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         end_ray([] if cluster is not None else psutil.Process().children(recursive=True))
@@ -386,13 +390,12 @@ class Stop(BaseException):
 
 def stop_on_signals() -> None:
     """Make STOP_SIGNALS raise `Stop`."""
-    latest = -math.inf
+    latest: dict[int, float] = {}
 
-    def stop(*_: object) -> None:
-        nonlocal latest
+    def stop(number: int, _: object) -> None:
         now = time.monotonic()
-        if now - latest >= SAME_STOP_S:
-            latest = now
+        if number not in REPEATED or now - latest.get(number, -math.inf) >= SAME_STOP_S:
+            latest[number] = now
             raise Stop
 
     _handle_stop_signals(stop)
@@ -402,6 +405,17 @@ def _handle_stop_signals(handler: Callable[..., object]) -> None:
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored: started by `nohup`
             signal.signal(number, handler)
+
+
+def shut_down(drain_s: float) -> None:
+    """Shut Serve down; wait until replicas that drain for `drain_s` have ended."""
+    from ray import serve
+
+    for _ in range(int(drain_s / SHUTDOWN_S) + 1):
+        began_at = time.monotonic()
+        serve.shutdown()
+        if time.monotonic() - began_at < SHUTDOWN_S:
+            return
 
 
 def end_ray(family: list[psutil.Process]) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from connectors.log_lines import escape_log_arguments
 
 PACKAGES = ("actors", "app", "connectors")
+CONNECTORS = PACKAGES[-1:]
+"""The packages that run in vLLM's processes; a user's own may have the other names."""
 
 EVERY_S = 10.0
 MOST_LINES = 5
@@ -64,7 +66,7 @@ def log_to(stream: TextIO, process: str) -> None:
     escape_log_arguments()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(_FORMAT.format(process=process), _DATE_FORMAT))
-    _set(RateLimitedHandler(handler.handle), logging.INFO)
+    _set(PACKAGES, RateLimitedHandler(handler.handle), logging.INFO)
 
 
 class _VllmHandler(RateLimitedHandler):
@@ -84,21 +86,21 @@ class _VllmHandler(RateLimitedHandler):
 
 
 def log_with_vllm() -> None:
-    """Pass the lines of this process to vLLM's logger, at its level.
+    """Pass the lines of the connectors in this process to vLLM's logger, at its level.
 
     Until vLLM has configured its logger, the handler of `log_to` gets them. Without that, and with
     VLLM_CONFIGURE_LOGGING=0, the handlers of the root logger get them. Texts that a message of ours
     quotes stay on its line.
     """
-    escape_log_arguments(*PACKAGES)
-    handlers = logging.getLogger(PACKAGES[0]).handlers
+    escape_log_arguments(*CONNECTORS)
+    handlers = logging.getLogger(CONNECTORS[0]).handlers
     current = next((one for one in handlers if isinstance(one, RateLimitedHandler)), None)
     handler = current if isinstance(current, _VllmHandler) else _VllmHandler(current)
-    _set(handler, logging.getLogger("vllm").level or logging.INFO)
+    _set(CONNECTORS, handler, logging.getLogger("vllm").level or logging.INFO)
 
 
-def _set(handler: RateLimitedHandler, level: int) -> None:
-    for name in PACKAGES:
+def _set(packages: Sequence[str], handler: RateLimitedHandler, level: int) -> None:
+    for name in packages:
         logger = logging.getLogger(name)
         logger.handlers = [one for one in logger.handlers if not isinstance(one, RateLimitedHandler)] + [handler]
         logger.setLevel(level)

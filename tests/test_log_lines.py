@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from connectors.log_lines import MAX_CHARACTERS, escape_log_arguments
-from connectors.logs import log_to
-from connectors.vllm_hma.plugin import register
+from connectors.logs import log_to, log_with_vllm
 from tests.actors.test_process import loggers
 
 __all__ = ["loggers"]  # a fixture
@@ -50,8 +49,8 @@ def test_an_argument_stays_on_one_line_and_has_a_limit(text: str, args: Any, log
 
 
 def test_only_the_named_loggers_are_changed() -> None:
-    """Other engines of vLLM load Tandem's plugin as well."""
-    register()
+    """vLLM's own lines stay as they are."""
+    log_with_vllm()
     assert [message("%s", "a\nb", name=name) for name in ("connectors.a", "connectors2", "vllm")] == [
         "a\\nb",
         "a\nb",

@@ -47,7 +47,7 @@ from connectors.vllm_hma.model.kv_cache_layout import requested_layout
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
 from connectors.vllm_hma.model.translate import check_stored_states, group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
-from connectors.vllm_hma.plugin import register
+from connectors.vllm_hma.plugin import prepare_process
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # For installations without entry points, or with a VLLM_PLUGINS without ``tandem`` (plugin.py).
-register()
+prepare_process()
 end_coordinator_with_parent()
 
 

@@ -42,7 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import MetricHooks, TandemPromMetrics, TandemStats
-from connectors.vllm_hma.plugin import register
+from connectors.vllm_hma.plugin import prepare_process
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-register()
+prepare_process()
 
 _CHILDREN = "children"
 """Key of this connector's own statistics among those of its children."""

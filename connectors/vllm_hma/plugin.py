@@ -24,16 +24,23 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factory, and prepare the process: its log, its limit of
-    open files, and the names that clients give to images.
+    """Register the connectors with vLLM's factory, and mark the names that clients give to images.
 
-    Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins.
-    The connectors' modules also call it when they are imported.
+    Repeated calls have no effect. vLLM calls this in each of its processes when it loads plugins,
+    also in those of engines without a connector of Tandem.
     """
-    log_with_vllm()
-    raise_limit()
     mark_names_of_clients()
     for name, module in _CONNECTORS.items():
         # vLLM raises ValueError for a name that is already registered.
         with contextlib.suppress(ValueError):
             KVConnectorFactory.register_connector(name, module, name)
+
+
+def prepare_process() -> None:
+    """Register the connectors, and prepare a process that uses one: its log and its open files.
+
+    The connectors' modules call this when they are imported. Repeated calls have no effect.
+    """
+    register()
+    log_with_vllm()
+    raise_limit()

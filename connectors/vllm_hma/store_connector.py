@@ -39,7 +39,7 @@ from connectors.vllm_hma.model.drafts import check_store
 from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
 from connectors.vllm_hma.model.media import check_media
 from connectors.vllm_hma.model.translate import check_stored_states, engine_layout, group_shapes
-from connectors.vllm_hma.plugin import register
+from connectors.vllm_hma.plugin import prepare_process
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # For installations without entry points, or with a VLLM_PLUGINS without ``tandem`` (plugin.py).
-register()
+prepare_process()
 
 
 class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):

@@ -4,13 +4,16 @@ import io
 import logging
 import re
 import resource
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from actors.process import prepare_process
 from connectors import logs, open_files
 from connectors.logs import MOST_LINES, PACKAGES, log_to, log_with_vllm
 from connectors.open_files import raise_limit
+from connectors.vllm_hma.plugin import register
 
 
 @pytest.fixture
@@ -47,6 +50,8 @@ def test_lines_have_vllms_format(loggers: None, monkeypatch: pytest.MonkeyPatch)
     """vLLM's handlers write them, also those that replace the ones of the plugin's call."""
     import vllm.logger
 
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    vllm.logger._configure_vllm_root_logger()  # noqa: SLF001 - with this level
     log_with_vllm()
     out = io.StringIO()
     vllm.logger._configure_vllm_root_logger()  # noqa: SLF001 - as vLLM does when it reads its arguments
@@ -57,6 +62,33 @@ def test_lines_have_vllms_format(loggers: None, monkeypatch: pytest.MonkeyPatch)
     lines = out.getvalue().splitlines()
     form = r"\(MainProcess pid=\d+\) INFO [\d-]+ [\d:]+ \[test_process.py:\d+\] line 0"
     assert [bool(re.fullmatch(form, line)) for line in lines] == [True, True], lines
+
+
+def test_an_installed_plugin_leaves_the_process_alone(loggers: None) -> None:
+    """vLLM loads it also without these connectors. `app` may be a user's package."""
+    found = [logging.getLogger(name) for name in PACKAGES]
+    for one in found:
+        one.handlers, one.propagate = [], True
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1023, hard))
+    try:
+        register()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1023, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [(one.handlers, one.propagate) for one in found] == [([], True)] * len(found)
+    log_with_vllm()
+    assert [one.name for one in found if one.handlers or not one.propagate] == ["connectors"]
+
+
+def test_an_actor_does_not_log_to_serves_stdout(
+    loggers: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Serve may replace `sys.stdout` by an object that logs each line again, at INFO."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    prepare_process("Router")
+    logging.getLogger("actors.a").warning("a line")
+    assert re.fullmatch(r"\(Router pid=\d+\) WARNING .* a line\n", capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(("more", "warns"), [(0, False), (1, True)])

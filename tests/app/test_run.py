@@ -1,9 +1,11 @@
 """Configurations and addresses that the launcher refuses before it starts a process."""
 
+import math
 import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +23,9 @@ from app import run
 from app.launch_environment import prepare_environment
 from app.main import build
 from app.run import (
+    REPEATED,
     ROUTER_DRAIN_POLL_S,
+    SHUTDOWN_S,
     STOP_SIGNALS,
     Screen,
     Stop,
@@ -29,6 +33,7 @@ from app.run import (
     load,
     main,
     port_taken,
+    shut_down,
     start_ray,
     stop_on_signals,
     stop_routers_soon,
@@ -309,21 +314,43 @@ def health_server() -> Iterator[int]:
         server.shutdown()
 
 
-def test_a_signal_that_make_repeats_stops_once() -> None:
-    """After a second signal the launcher would not drain. A later one is a second signal."""
+@pytest.mark.parametrize("second", STOP_SIGNALS)
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+def test_only_a_repeated_signal_is_ignored(first: signal.Signals, second: signal.Signals) -> None:
+    """After a second signal the launcher does not drain. A later one is a second signal."""
+    repeated = first == second and first in REPEATED
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         stop_on_signals()
         with pytest.raises(Stop):
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(first)
+        with nullcontext() if repeated else pytest.raises(Stop):
+            signal.raise_signal(second)
         run.SAME_STOP_S = 0.0
         with pytest.raises(Stop):
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(second)
     finally:
         run.SAME_STOP_S = 1.0
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "needed_s", "calls"), [(30.0, 20.0, 1), (30.0, 31.0, 2), (120.0, 100.0, 4), (120.0, math.inf, 5)]
+)
+def test_a_stop_waits_for_the_drain(
+    monkeypatch: pytest.MonkeyPatch, drain_s: float, needed_s: float, calls: int
+) -> None:
+    """`serve.shutdown` waits at most 30 s; the launcher then would end Ray, and cut streams."""
+    waits: list[float] = []
+
+    def shutdown() -> None:
+        waits.append(min(SHUTDOWN_S, needed_s - sum(waits)))
+
+    monkeypatch.setattr(serve, "shutdown", shutdown)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(waits))
+    shut_down(drain_s)
+    assert len(waits) == calls
 
 
 @pytest.mark.parametrize("home", ["none", "file"])
