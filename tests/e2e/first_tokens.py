@@ -20,6 +20,7 @@ from configs.settings.router import RouterLimits, RoutingSettings
 from configs.settings.service import ServiceSettings
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
+from tests.e2e.broken_streams import identity_of
 
 BLOCK_TOKENS = 16
 SETTINGS = ServiceSettings(
@@ -87,11 +88,13 @@ class EnginePair:
             request_timeout_s=60, first_token=first_token, routing=RoutingSettings(policy="always_remote")
         )
         sampled = asyncio.Event()
-        p = Handle([Replica("p", _serve_prefill(self.prefill, prefill, sampled))])
-        replicas = [
-            Replica(f"d{index}", _serve_decode(self.decode, fault, sampled if first_token == "prefill" else None))
-            for index, fault in enumerate(decode or (Fault(),))
+        p = Handle([Replica("p", _serve_prefill(self.prefill, prefill, sampled), identity=identity_of(self.prefill))])
+        serves = [
+            _serve_decode(self.decode, fault, sampled if first_token == "prefill" else None)
+            for fault in decode or (Fault(),)
         ]
+        identity = identity_of(self.decode)
+        replicas = [Replica(f"d{index}", serve, identity=identity) for index, serve in enumerate(serves)]
         d = Handle(replicas[::-1])
         d.in_order = True
         p.metadata = {"producer": asdict(self.address)}
