@@ -9,6 +9,7 @@ load. When all engines have ended, adapters loaded at run time are lost, as in v
 """
 
 import asyncio
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -35,8 +36,8 @@ UNLOADS_KEPT = 1000
 the newest one forgotten, so that no peer returns an unloaded adapter.
 """
 
-FILES_KEPT = 1000
-"""Number of paths of unloaded adapters whose files an engine can compare at the next load."""
+FILES_KEPT = 100_000
+"""Number of adapters, by last load, whose files an engine can compare at the next load."""
 
 AdapterStates = Mapping[str, tuple[int, str | None, bool]]
 """(version, path, is_3d) of the `AdapterState` of each adapter, by adapter name."""
@@ -72,7 +73,8 @@ class EngineAdapters:
         self._cpu_slots = cpu_slots
         self._lock = asyncio.Lock()
         self._states: dict[str, AdapterState] = {}
-        self._files: dict[tuple[str, str], object] = {}
+        self._files: dict[tuple[str, str], bytes] = {}
+        """Digest of `_files` at the last load, by name and path."""
         self._forgotten = ForgottenKeys()
         """Names and paths of adapters that were in `_files`."""
         self._forgotten_version = 0
@@ -91,22 +93,27 @@ class EngineAdapters:
         return self._states.get(name) or AdapterState(self._forgotten_version, None)
 
     def _set(self, name: str, state: AdapterState) -> None:
-        """Set the last change of an adapter; forget the oldest unloads above UNLOADS_KEPT."""
+        """Set the last change of an adapter; forget the oldest unloads above UNLOADS_KEPT.
+
+        Forgets none whose newer load has failed: `merge` tries that load again.
+        """
         self._states.pop(name, None)
         self._states[name] = state
-        unloaded = [each for each, one in self._states.items() if one.path is None]
-        for each in unloaded[:-UNLOADS_KEPT]:
+        final = [
+            each for each, one in self._states.items() if one.path is None and self._refused.get(each, 0) <= one.version
+        ]
+        for each in final[:-UNLOADS_KEPT]:
             self._forgotten_version = max(self._forgotten_version, self._states.pop(each).version)
             self._refused.pop(each, None)
 
-    def _set_files(self, name: str, path: str, files: object) -> None:
-        """Set the files of a loaded adapter; forget those of the oldest others above FILES_KEPT."""
+    def _set_files(self, name: str, path: str, files: bytes) -> None:
+        """Set the files of a loaded adapter; forget those of the oldest load above FILES_KEPT."""
         self._files.pop((name, path), None)
         self._files[name, path] = files
-        unloaded = [each for each in self._files if self._state(each[0]).path != each[1]]
-        for each in unloaded[:-FILES_KEPT]:
-            del self._files[each]
-            self._forgotten.add(each)
+        if len(self._files) > FILES_KEPT:
+            oldest = next(iter(self._files))
+            del self._files[oldest]
+            self._forgotten.add(oldest)
 
     async def load(self, name: str, path: str, is_3d: bool, version: int) -> dict[str, Any] | None:
         """Load an adapter. Return None, or an error body in OpenAI's format.
@@ -250,14 +257,16 @@ def _error(status: HTTPStatus, message: str, kind: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": int(status)}}
 
 
-def _files(path: str) -> object:
-    """Return name, size and mtime of each file of an adapter; None if `path` is no adapter folder.
+def _files(path: str) -> bytes:
+    """Return a digest of name, size and mtime of each file of an adapter, in 16 bytes.
 
-    vLLM reads no subfolders of an adapter. Raises OSError if the folder cannot be read.
+    Empty if `path` is no adapter folder. vLLM reads no subfolders of an adapter. Raises OSError if
+    the folder cannot be read.
     """
     folder = Path(path)
     if not (folder / "adapter_config.json").is_file():
-        return None
+        return b""
     with os.scandir(folder) as entries:
         stats = {entry.name: entry.stat() for entry in entries if entry.is_file()}
-    return tuple((name, stats[name].st_size, stats[name].st_mtime_ns) for name in sorted(stats))
+    states = [(name, stats[name].st_size, stats[name].st_mtime_ns) for name in sorted(stats)]
+    return hashlib.blake2b(repr(states).encode(), digest_size=16).digest()

@@ -199,7 +199,7 @@ async def test_a_bounded_number_of_unloaded_adapters_is_remembered(
         assert await engine.adapters.load(f"{number}", f"/{number}", False, 10 * number + 3) is None
         await engine.adapters.unload(f"{number}", 10 * number + 4)
     sizes = [len(each) for each in (engine.adapters.states(), engine.adapters._files)]  # noqa: SLF001
-    assert sizes == [4, 5], "the last load forgot the files before its unload"
+    assert sizes == [4, 3]
     await engine.take_from(peer)
     await new.take_from(engine)
     assert engine.paths == new.paths == {"kept": "/kept"}
@@ -207,6 +207,28 @@ async def test_a_bounded_number_of_unloaded_adapters_is_remembered(
     assert await engine.adapters.load("8", "/8", False, 500) is None
     assert await engine.adapters.load("0", "/other", False, 500) is None
     assert engine.adapters.states()["0"] == (500, "/other", False)
+
+
+async def test_an_unchanged_adapter_is_loaded_again_after_many_others() -> None:
+    engine = Engine()
+    for turn, number in enumerate([*range(module.UNLOADS_KEPT + 2), 0], 1):
+        assert await engine.adapters.load(f"{number}", f"/{number}", False, 2 * turn) is None
+        await engine.adapters.unload(f"{number}", 2 * turn + 1)
+
+
+async def test_a_load_that_has_failed_is_tried_again_after_many_unloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgotten unloads do not make it older than they are."""
+    monkeypatch.setattr(module, "UNLOADS_KEPT", 2)
+    engine, peer = Engine(), Engine()
+    await peer.adapters.load("x", "/x", False, 5)
+    engine.core.broken = True
+    await engine.take_from(peer)
+    engine.core.broken = False
+    for number in range(4):
+        await engine.adapters.load(f"{number}", f"/{number}", False, 10 * number + 10)
+        await engine.adapters.unload(f"{number}", 10 * number + 11)
+    await engine.take_from(peer)
+    assert engine.paths == {"x": "/x"}
 
 
 @pytest.mark.parametrize("in_use", [False, True])
