@@ -159,6 +159,20 @@ def test_a_bounded_number_of_adapters_is_remembered(tmp_path: Path, old: Path, m
     assert (set(engine.loads.identities), changes.take()) == ({known, Adapter(4, str(paths[1]))}, {})
 
 
+def test_an_adapter_that_is_loaded_again_is_known(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load counts as a use, and vLLM gives the adapter a new id after an unload."""
+    monkeypatch.setattr(adapters, "ADAPTERS_KEPT", 3)
+    engine = Engine()
+    paths = [Path(shutil.copytree(old, tmp_path / str(number))) for number in range(6)]
+    for number, path in enumerate(paths, 10):
+        engine.load(paths[0])
+        engine.load(path, number)
+    assert engine.identity(paths[0]) != UNKNOWN
+    for number in range(20, 30):
+        engine.load(paths[0], number)
+    assert engine.identity(paths[0], 29) != UNKNOWN
+
+
 def test_another_path_under_the_same_id(old: Path, new: Path) -> None:
     """Requests for the first path that still run compute with the second one's weights."""
     engine = Engine()

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,8 +23,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS_KEPT = 1024
-"""Number of adapters whose identities a process keeps: those used last."""
+ADAPTERS_KEPT = 10_000
+"""Number of adapters whose identities a process keeps: those loaded or used last.
+
+The first load of an adapter takes some milliseconds for this number.
+"""
+
+_FOLDERS_KEPT = 1024
+"""Number of folders whose files a process does not hash again until they change."""
 
 _SETTINGS = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -68,13 +75,13 @@ class AdapterLoads:
     - a path whose weights vLLM has replaced by those of another path with the same id: requests
       with the first path then use the other weights, and vLLM's prefix cache may have KV of both,
     - files that changed, or that this process could not read, while vLLM read them,
-    - a path that is not among the ADAPTERS_KEPT used last: its content is no longer known.
+    - a path that is not among the ADAPTERS_KEPT loaded or used last.
     """
 
     def __init__(self) -> None:
         # How often an identity has become UNKNOWN, also at the first load of its adapter.
         self.replaced = 0
-        # How often vLLM has loaded an adapter.
+        # How often a load has added or changed identities.
         self.loads = 0
         self._identities: dict[Adapter, str] = {}  # by last use
         self._forgotten = ForgottenKeys()
@@ -121,11 +128,13 @@ class AdapterLoads:
                 known = self._read[folder] = (state, _digest(folder, state))
             except OSError:
                 return None, UNKNOWN
-        if len(self._read) > ADAPTERS_KEPT:
+        if len(self._read) > _FOLDERS_KEPT:
             del self._read[next(iter(self._read))]
         return known
 
     def _record(self, adapter: Adapter, content: str) -> None:
+        if self.identity(adapter) == content != UNKNOWN:
+            return
         self.loads += 1
         before = dict(self._identities)
         if adapter.path in self._forgotten:
@@ -134,8 +143,19 @@ class AdapterLoads:
         mixed = {each.path for each in before if each.number == adapter.number} - {adapter.path}
         if {content, *(identity for each, identity in before.items() if each.path == adapter.path)} != {content}:
             mixed.add(adapter.path)
+        if mixed or content == UNKNOWN:
+            self._make_unknown(mixed, before)
+        if len(self._identities) > ADAPTERS_KEPT:
+            oldest = next(iter(self._identities))
+            del self._identities[oldest]
+            if all(each.path != oldest.path for each in self._identities):
+                self._forgotten.add(oldest.path)
+            self.replaced += 1
+
+    def _make_unknown(self, paths: AbstractSet[str], before: Mapping[Adapter, str]) -> None:
+        """Make the identities for these paths UNKNOWN; report those that were not in `before`."""
         for each in self._identities:
-            if each.path in mixed:
+            if each.path in paths:
                 self._identities[each] = UNKNOWN
         for each, identity in self._identities.items():
             if identity == UNKNOWN != before.get(each):
@@ -147,11 +167,6 @@ class AdapterLoads:
                     each.number,
                     each.path,
                 )
-        if len(self._identities) > ADAPTERS_KEPT:
-            oldest = next(iter(self._identities))
-            del self._identities[oldest]
-            self._forgotten.add(oldest.path)
-            self.replaced += 1
 
 
 class AdapterChanges:
