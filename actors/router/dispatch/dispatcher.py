@@ -296,8 +296,8 @@ class Dispatcher:
             decode_slot, prefill_slot = await self._choose_pair(legs, prefill_legs, decision)
             attempt.slots_at = time.monotonic()
             if prefill_slot is None:
-                alone = PREFILL_FAILED if self._failed_prefill else NO_PREFILL
-                self._local_reason = OTHER_IDENTITY if self._has_no_match(decode_slot) else alone
+                other = OTHER_IDENTITY if self._has_no_match(decode_slot) else NO_PREFILL
+                self._local_reason = PREFILL_FAILED if self._failed_prefill else other
                 return None, None
             transfer_id = uuid.uuid4().hex
             producer = ProducerAddress.from_params(prefill_slot.metadata["producer"])
@@ -483,9 +483,10 @@ class Dispatcher:
         return decode, prefill
 
     def _has_no_match(self, decode: Slot) -> bool:
-        """Return whether prefill replicas run, but none with the identity of `decode`."""
-        identities = self._fleet.prefill.identities()
-        return bool(identities) and decode.identity not in identities.values()
+        """Return whether prefill replicas run that have not failed, but none like `decode`."""
+        running = self._fleet.prefill.identities().items()
+        identities = {identity for name, identity in running if name not in self._failed_prefill}
+        return bool(identities) and decode.identity not in identities
 
     async def _choose_prefill(self, stack: AsyncExitStack, decision: Decision, identity: str | None) -> Slot:
         return await choose(
