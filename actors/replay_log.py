@@ -74,8 +74,8 @@ class ServedCall:
     """
     prompt_digest: bytes | None = None
     """Digest of the prompt, for the next chunk with a token group; None before and after."""
-    source: TokenSource | None = None
-    """Identity of what computes the tokens, for the same chunk; None before and after."""
+    source: Callable[[], TokenSource | None] = lambda: None
+    """Function that returns the identity of what computes the tokens; None while it is unknown."""
     split_first: bool = False
     """Whether the outputs of this call's next engine request pass through a `ReplayCollector`."""
     unfinished: bool = False
@@ -111,8 +111,8 @@ class ServedCall:
         """Return `body`, as a TokenChunk if tokens or timings are new since the last chunk.
 
         If `prompt_tokens` is also set, it is a FirstTokenChunk. The chunk has the token groups
-        recorded since the last chunk; the first chunk with a group also has `prompt_digest` and
-        `source`.
+        recorded since the last chunk. The first chunk with a group also has `prompt_digest`, and
+        the first one at which it is known has `source`.
         """
         timings = self.timestamps.take_timings()
         if not self._sampled and not self._new and timings is None:
@@ -122,8 +122,9 @@ class ServedCall:
         self._new.clear()
         digest = source = None
         if groups:
-            digest, source = self.prompt_digest, self.source
-            self.prompt_digest = self.source = None
+            digest, self.prompt_digest = self.prompt_digest, None
+            if (source := self.source()) is not None:
+                self.source = lambda: None
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
             return FirstTokenChunk(body, groups, timings, prompt_tokens, digest, source)

@@ -196,10 +196,9 @@ class TokenChunk(StreamChunk, frozen=True, array_like=True, tag=3):
     None in other chunks, for prompt embeddings, and from engines of earlier releases.
     """
     source: TokenSource | None = None
-    """Identity of what computed the tokens, in the first chunk with a recorded token group.
+    """Identity of what computed the answer's tokens, in the first chunk at which it is known.
 
-    None in other chunks, if the content of the adapter is not known, and from engines of earlier
-    releases.
+    None in other chunks, and from engines of earlier releases.
     """
 
 

@@ -142,11 +142,13 @@ class Answer:
                 items = deque(self._attempt.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
                     self._attempt.passed_on(item)
-                    if self._resumable and isinstance(item, StreamChunk):
+                    if self._resumable and isinstance(item, TokenChunk | FirstTokenChunk):
                         # A resumed stream starts with the groups of the replay log.
                         repeated = min(known, len(item.groups))
                         if item.groups and known == len(replay_log):
                             self._check_origin(item, continues=known > 0)
+                        elif self._source is None:
+                            self._source = item.source
                         self._check_first(item)
                         known -= repeated
                         replay_log.extend(item.groups[repeated:])
@@ -191,7 +193,7 @@ class Answer:
         comments, verifiable = b"", True
         async with aclosing(self._attempts.first_token(self._attempt)) as items:
             async for item in items:
-                if isinstance(item, StreamChunk):
+                if isinstance(item, TokenChunk | FirstTokenChunk):
                     self._check_origin(item, continues=False)
                     if verifiable := self._source is not None:
                         self._replay_log.extend(item.groups)
@@ -215,17 +217,20 @@ class Answer:
         self._replay_log.clear()
         self._prompt_digest = self._source = None
 
-    def _check_origin(self, item: StreamChunk, continues: bool) -> None:
+    def _check_origin(self, item: TokenChunk | FirstTokenChunk, continues: bool) -> None:
         """Record prompt and source of an attempt's tokens from `item`, its first chunk with any.
 
         If it continues the recorded tokens, instead raise CannotResumeError unless both are equal.
         The engines may have fetched different content from one image URL, a chat template may have
-        inserted another date, or a host may have another adapter at the same path.
+        inserted another date, or a host may have another adapter at the same path. Raise
+        HandoverError if decode does not know yet which adapter it continues prefill's token with.
         """
-        assert isinstance(item, TokenChunk | FirstTokenChunk)
         if not continues:
             self._prompt_digest, self._source = item.prompt_digest, item.source
             return
+        if item.source is None and self._first_group is not None:
+            self._metrics.first_tokens.labels("replayed").inc()
+            raise HandoverError("decode has not reported which adapter continues prefill's first token")
         if item.source is None or item.source != self._source:
             problem = "the next engine computes with another model or adapter, or cannot verify which"
         elif item.prompt_digest != self._prompt_digest:

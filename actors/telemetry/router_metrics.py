@@ -93,9 +93,9 @@ class RouterMetrics:
         self.first_tokens = Counter(
             "tandem_first_tokens",
             "First tokens that prefill sampled (router.first_token): ended (the token ended the answer), repeated "
-            "(decode sampled the same token), replayed (decode sampled another one, so the router tried to resume the "
-            "stream with prefill's token), or refused (decode built another prompt, so the stream ended with an "
-            "error). Tokens after which decode did not answer are not counted.",
+            "(decode sampled the same token), replayed (decode sampled another one or did not know its adapter yet, so "
+            "the router tried to resume the stream with prefill's token), or refused (decode built another prompt, so "
+            "the stream ended with an error). Tokens after which decode did not answer are not counted.",
             ["outcome"],
             registry=self.registry,
         )

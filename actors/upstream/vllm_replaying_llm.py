@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -209,8 +210,9 @@ class ReplayingLLM(AsyncLLM):
                 )
             served = None
         params = self._forced(sampling_params, served)
-        samples, starts = samples_first_token(params), True
+        samples = samples_first_token(params)
         if served is not None:
+            served.source = partial(self._source, served.data_parallel_rank, options.get("lora_request"))
             served.split_first = True
             if samples:
                 params, served.unfinished = one_token(params), params.max_tokens != 1
@@ -227,8 +229,6 @@ class ReplayingLLM(AsyncLLM):
                     if timestamps is not None:
                         timestamps.first_token(output.metrics, self.arrivals.take(timestamps.request_id))
                     if served is not None:
-                        if starts:
-                            served.source, starts = self._source(served, options.get("lora_request")), False
                         served.record(output.outputs[0].token_ids)
                         if samples and output.prompt_token_ids is not None:
                             served.prompt_tokens, samples = len(output.prompt_token_ids), False
@@ -246,9 +246,12 @@ class ReplayingLLM(AsyncLLM):
         assert isinstance(self.output_processor, SharedRequestOutputs)
         return self.output_processor
 
-    def _source(self, served: ServedCall, lora: LoRARequest | None) -> TokenSource | None:
-        """Return the identity of what computes the call's tokens; None if it is not known."""
-        rank = served.data_parallel_rank
+    def _source(self, rank: int, lora: LoRARequest | None) -> TokenSource | None:
+        """Return the identity of what computes a call's tokens; None if it is not known.
+
+        An adapter may be known later than its first tokens: vLLM records a step's statistics after
+        it has passed on the tokens.
+        """
         engine = self.identities[rank] if rank < len(self.identities) else ""
         adapter = "" if lora is None else self.arrivals.adapter(rank, f"{lora.lora_int_id} {lora.lora_path}")
         return TokenSource(engine, adapter) if engine and (adapter or lora is None) else None

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
@@ -376,6 +377,19 @@ async def test_a_stream_is_resumed_only_by_the_same_model_and_adapter(first: Any
     assert counted(router, "tandem_resumed_streams_total", outcome="refused") == (says is not None)
 
 
+async def test_a_stream_is_resumed_whose_adapter_was_reported_after_its_first_token():
+    async def reports_late(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        async for item in engine(1, [1], dies_after=5, source=None)(call, turn):
+            late = isinstance(item, TokenChunk) and item.groups == ((1,),)
+            yield msgspec.structs.replace(item, source=SOURCE) if late else item
+
+    router, p, d = fleet([well], [engine(2, [1]), reports_late])
+    d.in_order = True  # the last replica is called first
+    assert said((await ask(router, request()))[1])["finish_reason"] == "length"
+    assert len(d.calls) == 2
+    await at_rest(p, d)
+
+
 @pytest.mark.parametrize("equal", [True, False])
 async def test_a_stream_is_resumed_only_on_engines_of_its_identity(equal: bool):
     """The weights at the model's path were replaced, and the other replicas have restarted."""
@@ -402,6 +416,17 @@ async def test_only_engines_of_one_identity_are_paired(prefill: str, reason: str
         assert (await ask(router, request(stream=False)))[0].local_reason == reason
     await at_rest(p, d)
     assert [bool(replica.calls) for replica in p.replicas] == [identity == "m" for identity in prefill]
+
+
+async def test_a_failed_prefill_engine_is_no_match(caplog: pytest.LogCaptureFixture):
+    """The request does not wait for a slot that no engine can have."""
+    router, p, d = fleet([dies, well], [OK, OK])
+    p.replicas[1].identity = d.replicas[0].identity = "other"
+    d.in_order = True  # the last replica is chosen, although the policy prefers the other one
+    answer, _ = await ask(router, request(stream=False))
+    assert answer.local_reason == "prefill_failed"
+    assert "waiting for a free prefill replica" not in caplog.text
+    await at_rest(p, d)
 
 
 async def test_an_answer_that_replaces_a_stream_may_have_another_prompt():

@@ -123,6 +123,20 @@ async def test_decode_with_another_adapter_does_not_continue_prefills_token():
     await at_rest(p, d)
 
 
+async def test_decode_that_does_not_know_its_adapter_yet_is_tried_again():
+    """vLLM may report an adapter after its first token. Prefill's token stays."""
+
+    async def learns(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+        async for item in later(engine(1, [1], source=SOURCE if turn > 1 else None))(call, turn):
+            yield item
+
+    router, p, d = fleet([samples()], [learns])
+    answer, body = await ask(router, request())
+    assert (body.endswith(b"data: [DONE]\n\n"), answer.sampled_by, len(d.calls)) == (True, "prefill", 2)
+    assert d.calls[1].replay_log == ((0,),)
+    await at_rest(p, d)
+
+
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_first_token_of_unknown_weights_is_not_sent(known: bool):
     """Prefill cannot tell which adapter it has, or both engines are of an earlier release."""

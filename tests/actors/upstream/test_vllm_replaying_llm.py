@@ -63,6 +63,32 @@ async def test_a_stream_names_what_computes_it(
     assert chunks == [TokenChunk(b"", ((5,),), source=source), TokenChunk(b"", ((6,),))]
 
 
+async def test_an_adapter_that_is_reported_after_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM records the statistics of a step after it has passed on the tokens."""
+
+    async def samples(*_: Any, **__: Any) -> AsyncGenerator[RequestOutput, None]:
+        for token in (5, 6, 7):
+            yield RequestOutput("r", None, [0], None, [CompletionOutput(0, "a", [token], None, None)], False)
+
+    monkeypatch.setattr(AsyncLLM, "generate", samples)
+    llm = object.__new__(ReplayingLLM)
+    llm.arrivals, llm.identities = KvArrivals(), ["one"]
+    served, lora, chunks = ServedCall(), LoRARequest("x", 1, "/x"), []
+    token = SERVED_CALL.set(served)
+    try:
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+        async for output in llm.generate("x", params, "r", lora_request=lora):
+            chunks.append(served.chunk(b""))
+            if output.outputs[0].token_ids == [5]:
+                stats = TandemStats()
+                stats.adapter("1 /x", "content")
+                llm.arrivals.observe(stats.data)
+    finally:
+        SERVED_CALL.reset(token)
+    source = TokenSource("one", "content")
+    assert chunks == [TokenChunk(b"", ((5,),)), TokenChunk(b"", ((6,),), source=source), TokenChunk(b"", ((7,),))]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 async def test_an_answer_that_a_stopping_engine_aborts_is_no_answer(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's serving layer would answer 200 with the text so far (`finish_reason` is `abort`)."""
