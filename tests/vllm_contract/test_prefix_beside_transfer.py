@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from connectors.planning.layout import GroupKind
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
@@ -234,7 +235,7 @@ def test_a_copy_that_fails_breaks_no_request(host: Host) -> None:
     worker = StoreWorker(host.settings, 4096, SpoiledSteps(1))
     worker.register(RANK.layout)
     orders = decode.orders(SchedulerOutput.make_empty())
-    orders.staging = "/dev/shm/tandem-staging-that-is-not-there"
+    orders.staging = StagingLocation("/dev/shm/tandem-staging-that-is-not-there", ("", 0, 0))
     assert worker.load(orders) == {"r"}
     assert worker.not_loaded() == set()
     report = worker.report()
