@@ -19,7 +19,7 @@ GPU_MEMORY_UTILIZATION = 0.92
 
 
 def check_engines(settings: ServiceSettings) -> Iterator[Finding]:
-    """Yield the sums of GPUs and of CPU memory, and roles whose engines overbook a shared GPU.
+    """Yield the sums of GPUs and of CPU memory, and roles whose engines have too few GPUs.
 
     A sum above this node's is no failure: other nodes of a cluster may hold the rest.
     """
@@ -44,7 +44,11 @@ def check_engines(settings: ServiceSettings) -> Iterator[Finding]:
         yield Finding("engines", f"{what} free{rest}")
     for name, role in roles.items():
         share = float(engine[name].get("gpu_memory_utilization", GPU_MEMORY_UTILIZATION))
-        if 0 < role.num_gpus < share:
+        ranks = role.tensor_parallel_size * role.data_parallel_size
+        if role.num_gpus and ranks > max(role.num_gpus, 1):
+            what = f"{name}: an engine of {ranks} ranks has {role.num_gpus:g} GPUs"
+            yield Finding("engines", what, f"set num_gpus to {ranks}, or lower tensor_parallel_size")
+        elif 0 < role.num_gpus < share:
             yield Finding(
                 "engines",
                 f"{name}: an engine has {role.num_gpus:g} of a GPU and takes {share:g} of its memory",

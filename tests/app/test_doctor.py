@@ -251,6 +251,10 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch, decode: dict[str,
             ["prefill 1 x 1 + decode", "decode: an engine has 0.5 of a GPU and takes 0.92 of its memory"],
         ),
         (
+            {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 2, "tensor_parallel_size": 4}},
+            ["prefill 1 x 1 + decode 1 x 2 = 3", "decode: an engine of 4 ranks has 2 GPUs"],
+        ),
+        (
             {"prefill": {"replicas": {"initial_replicas": 3}}, "decode": {"tensor_parallel_size": 2}},
             ["5 engine workers need 12 GiB of memory and their weights; this node has 8 free, so other nodes must"],
         ),
