@@ -1,4 +1,4 @@
-"""What this installation contains: releases of the libraries, and the shipped configurations."""
+"""Contents of this installation: releases of the libraries, and the shipped configurations."""
 
 import contextlib
 import platform

@@ -115,7 +115,7 @@ class Options:
 
     @cached_property
     def mismatches(self) -> np.ndarray | None:
-        """Whether each pair's identities differ: shape (decode, prefill replicas); None: no pair's.
+        """Pairs with different identities: bool, shape (decode, prefill replicas); None: no pair's.
 
         Such a pair cannot exchange KV.
         """
