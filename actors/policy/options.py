@@ -115,7 +115,7 @@ class Options:
 
     @cached_property
     def mismatches(self) -> np.ndarray | None:
-        """Pairs with different identities: bool, shape (decode, prefill replicas); None: no pair's.
+        """Pairs with different identities: bool, shape (decode, prefill replicas); None: none differ.
 
         Such a pair cannot exchange KV.
         """
