@@ -115,7 +115,7 @@ class Options:
 
     @cached_property
     def mismatches(self) -> np.ndarray | None:
-        """Pairs with different identities: bool, shape (decode, prefill replicas); None: none differ.
+        """Pairs with different identities: bool, shape (decode, prefill replicas); None: none.
 
         Such a pair cannot exchange KV.
         """
