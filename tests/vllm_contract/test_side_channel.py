@@ -311,7 +311,6 @@ def test_it_listens_where_it_is_told_to(serve: Callable[..., MetadataServer]) ->
     listening = [
         one.laddr for one in psutil.Process().net_connections("tcp") if one.laddr and one.laddr.port == server.port
     ]
+    # A connection to 127.0.0.1 proves nothing: another process may listen there on the same port.
     assert {address.ip for address in listening} == {"127.0.0.3"}
-    with pytest.raises(ConnectionRefusedError):
-        connect(server.port, "127.0.0.1")
     assert fetch_metadata("127.0.0.3", server.port, "p", 60.0).incarnation == "p"
