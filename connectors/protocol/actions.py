@@ -57,8 +57,8 @@ class Write:
                 if the offer requests none
 
     The owner calls ``write_posted`` after the post, and ``write_done`` or ``write_failed`` at the
-    end. If the write cannot be posted, it calls only ``write_failed`` if parts of the write may
-    arrive, and only ``write_refused`` if none can.
+    end. If the write cannot be posted whole, or is no longer wanted (``Producer.wants``), it calls
+    only ``write_failed`` if parts may still arrive, and only ``write_refused`` if none can.
     """
 
     write_id: int

@@ -316,8 +316,12 @@ class Producer(Production):
         delivery.moved_at = now
         return self._advance(transfer, now)
 
+    def wants(self, write_id: int) -> bool:
+        """Return whether an unfinished write is to be posted: its delivery has not been given up."""
+        return self._writes[write_id][1].ending is None
+
     def write_refused(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
-        """Handle a write of which nothing was posted."""
+        """Handle a write that was not posted, or in part: all that was posted has arrived."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         return self._end(transfer, delivery, f"a write could not be posted: {reason}", now)

@@ -255,9 +255,9 @@ class RankTally:
     def write_ended(self, outcome: str) -> None:
         self._stats.count("writes", outcome)
 
-    def written(self, peer: str, size_bytes: int, seconds: float) -> None:
+    def written(self, peer: str, size_bytes: int, seconds: float, slow: bool) -> None:
         """Count a finished write to engine ``peer``, which was in flight for ``seconds``."""
-        self.write_ended("done")
+        self.write_ended("slow" if slow else "done")
         self._stats.count("pair_bytes", peer, size_bytes)
         self._stats.count("pair_seconds", peer, seconds)
 

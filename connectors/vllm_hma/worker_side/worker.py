@@ -84,8 +84,15 @@ class WorkerConnector:
         )
         tensors = list(views.values())
         fence = StepFence(tensors[0].device)
-        zeroes_blocks = self._cache.needs_kv_cache_zeroing
-        self._runtime = WorkerRuntime(self._config, agent_metadata, transport, fence, tensors, zeroes_blocks)
+        self._runtime = WorkerRuntime(
+            self._config,
+            agent_metadata,
+            transport,
+            fence,
+            tensors,
+            zeroes_blocks=self._cache.needs_kv_cache_zeroing,
+            late_orders=self._vllm_config.use_v2_model_runner,
+        )
         logger.info(
             "Tandem: rank %d registered %d regions, %d bytes, for %d groups",
             rank,
