@@ -32,7 +32,7 @@ The producer can write layers during a step: ``begin``, ``layers_computed``, the
     AWAITED   Offer                     OPEN     Write what is computed, then each chunk
     AWAITED   Cancel                    CLOSED   Cancelled
     OPEN      all written               CLOSED   Fin, with a digest if the offer requests one.
-                                                 On accelerators (``late_orders``), after
+                                                 With ``late_orders``, after
                                                  the next ``orders_applied`` or in HELD
     OPEN      Cancel                    CLOSED   Cancelled, after its writes have ended
     (any)     a failure                 CLOSED   Aborted, after its writes have ended
@@ -317,7 +317,7 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def wants(self, write_id: int) -> bool:
-        """Return whether an unfinished write is to be posted: its delivery has not been given up."""
+        """Return whether to post more of an unfinished write: its delivery has not ended."""
         return self._writes[write_id][1].ending is None
 
     def write_refused(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:

@@ -21,7 +21,7 @@ class Production:
 
     ``late_orders``  whether a step may overwrite blocks before the owner reports which requests
                      have lost theirs (``preempted``, ``finished``; then ``orders_applied``). True
-                     on accelerators
+                     with vLLM's V2 model runner
     """
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits, late_orders: bool = False) -> None:

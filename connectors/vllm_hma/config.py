@@ -30,8 +30,9 @@ class ConnectorConfig:
     ``backends``           NIXL backends
     ``devices``            network devices for UCX; if empty, ``net_devices`` chooses
     ``integrity``          of a decode engine. full: compare digests of all received bytes before a
-                           request runs; off: compare none; auto: same as full. A prefill engine
-                           computes the digests that decode requests, whatever its own value
+                           request runs; off: compare none (``accelerator.check_integrity``); auto:
+                           same as full. A prefill engine computes the digests that decode requests,
+                           whatever its own value
     ``streaming``          of a prefill engine. chunk: write blocks when their chunk is computed;
                            layer: also write a prompt's last chunk layer by layer; auto: the mode
                            with the lower measured cost, and chunk on an accelerator. With ubatching

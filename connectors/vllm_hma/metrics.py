@@ -59,7 +59,8 @@ COUNTERS = {
     "writes": (
         "vllm:tandem_kv_writes",
         "outcome",
-        "Writes to decode engines by outcome, all ranks: done, or failed (also a write that could not be started).",
+        "Writes to decode engines by outcome, all ranks: done, slow (done, with device memory at an end, 64 MiB or "
+        "more, below 2 GB/s), or failed (also a write that could not be started).",
     ),
     "store_requests": (
         "vllm:tandem_store_requests",

@@ -103,7 +103,12 @@ def test_an_abort_stops_the_slices(pair: tuple[Worker, Worker, SlowPosts]) -> No
     assert transport.posting.wait(GIVE_UP_S)
     transport.ends.clear()
     consumer.step(aborts=["r"])
-    until(lambda: producer.step() is None and not producer.runtime._writes._producer.wants(1))  # noqa: SLF001
+
+    def given_up() -> bool:
+        producer.step()
+        return not producer.runtime._producer.wants(1)  # noqa: SLF001
+
+    until(given_up)
     transport.gate.set()
     until(lambda: bool(transport._pending))  # noqa: SLF001 (the slice is in flight)
     for _ in range(3):
@@ -161,3 +166,37 @@ def test_a_preemption_waits_for_unposted_slices(
     producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
     assert results(consumer) == (set(), {"r"}, set())
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+
+
+def test_a_slow_write_is_logged_once(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each counts in the metric. Between host memories, no bandwidth is expected."""
+    monkeypatch.setattr(writes, "is_slow", lambda *_: True)
+    gpu, host = worker("gpu", memory_kind=MemoryKind("VRAM", 0)), worker("host")
+    for number, (source, target) in enumerate([(gpu, host), (host, gpu), (gpu, host), (host, host)]):
+        if source is target:
+            target = worker("other")
+        name = f"t{number}"
+        target.step(receives=[receive(source.address, name, name)])
+        source.step(expects=[Expect(f"q{name}", name, 7, DIGEST)], chunks=[Chunk(f"q{name}", ((1, 2),), 7)])
+        while name not in target.runtime.results()[1]:
+            source.step()
+    stats = gpu.runtime.stats(), host.runtime.stats()
+    assert [each and each.data["counts"]["writes"] for each in stats] == [{"slow": 2}, {"slow": 1, "done": 1}]
+    assert caplog.text.count("UCX probably copies it through host memory over TCP") == 2, "one a worker"
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "runs", "seconds", "slow"),
+    [
+        (2**30, 1024, 0.6, True),
+        (2**30, 1024, 0.5, False),
+        (2**30, 16_384, 0.6, False),
+        (2**25, 32, 9.0, False),
+    ],
+    ids=["below 2 GB/s", "above", "posting takes the time", "too small"],
+)
+def test_a_slow_write(size_bytes: int, runs: int, seconds: float, slow: bool) -> None:
+    """The posts of many small runs take time on any link."""
+    assert writes.is_slow(size_bytes, runs, seconds) == slow

@@ -23,6 +23,7 @@ from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.accelerator import check_integrity, compute_capability
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
@@ -66,6 +67,10 @@ class WorkerConnector:
         used, OSError if a weight file or the trace file cannot be opened, NotImplementedError as
         ``engine_layout``, and RuntimeError if no thread can start.
         """
+        tensors = list(views.values())
+        fence = StepFence(tensors[0].device)
+        if fence.device.type != "cpu":
+            check_integrity(self._config.integrity, compute_capability(fence.device))
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)
         name = agent_name(Peer(self._incarnation, rank))
@@ -82,8 +87,6 @@ class WorkerConnector:
             transport.metadata(),
             own_process(),
         )
-        tensors = list(views.values())
-        fence = StepFence(tensors[0].device)
         self._runtime = WorkerRuntime(
             self._config,
             agent_metadata,

@@ -257,7 +257,7 @@ class Writes:
     def _add_to_digest(self, write: Write) -> None:
         """Hash the source bytes of a write, if the offer requests a digest.
 
-        The blocks are intact until the write ends, or the delivery is aborted (``Producer.fenced``).
+        The blocks are intact until the write ends, or the delivery is aborted.
         """
         if write.digest is None:
             return
