@@ -201,7 +201,7 @@ class Writes:
         try:
             opened.handles.append(self._posted(agent_name(write.peer), opened.slices.popleft(), opened.target))
         except Exception as error:
-            opened.failed = isinstance(error, FailedWriteError) or not isinstance(error, TransportError)
+            opened.failed |= isinstance(error, FailedWriteError) or not isinstance(error, TransportError)
             raise
         self.posted_at = time.monotonic()
         if not opened.slices:
