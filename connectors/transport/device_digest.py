@@ -19,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -28,7 +30,10 @@ import xxhash
 from connectors.errors import ConfigurationError, PlanError
 from connectors.planning.blocks import Ints
 from connectors.planning.layout import EngineLayout, MemoryKind, Region
-from connectors.transport.digest import HostMemory, Memory
+from connectors.transport.batched_digest import BatchedDigest, Launches, Table
+from connectors.transport.digest import End, GroupStreams, HostMemory, Memory, TransferDigest
+
+logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
@@ -73,10 +78,15 @@ class DeviceMemory:
     returns before the device has read the bytes, and ``digest`` waits for the device. The caller of
     ``feed`` ensures that the bytes have been computed, for example with an event.
 
+    ``use_kernel``  whether one Triton kernel computes the sums of a write (``batched_digest.py``);
+                    None: on an accelerator with Triton
+
     Raises ConfigurationError for a region of device memory that no tensor holds.
     """
 
-    def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = (), use_kernel: bool | None = None
+    ) -> None:
         self.num_blocks = layout.num_blocks
         self._regions = [(region, _bytes_of(region, tensors)) for region in layout.regions]
         self.device = self._regions[0][1].device
@@ -84,11 +94,34 @@ class DeviceMemory:
         self._batch_bytes = _HOST_BATCH_BYTES if on_cpu else _DEVICE_BATCH_BYTES
         self._module = torch.get_device_module(self.device)
         # A separate torch stream: digests do not wait for the kernels of the forward pass.
-        self._stream = None if on_cpu else self._module.Stream(device=self.device, priority=-1)
+        self._stream = None if on_cpu else self._module.Stream(device=self.device)
         self._keys = torch.from_numpy(KEYS).to(self.device)
+        self._use_kernel = (not on_cpu if use_kernel is None else use_kernel) and find_spec("triton") is not None
+        self._launches: dict[End, Launches] = {}
 
     def new_stream(self) -> DeviceStream:
         return DeviceStream(self)
+
+    def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]:
+        tables: list[Table] = []
+
+        def new() -> TransferDigest:
+            # The table is made at the first use: an upload would break the CUDA graph capture at an
+            # engine's start.
+            try:
+                if self._use_kernel and not tables:
+                    if end not in self._launches:
+                        self._launches[end] = Launches(self._keys, SEGMENT_BYTES, self.queue)
+                    regions = [region for region, _ in self._regions]
+                    tables.append(Table(groups, self.num_blocks, regions, self._launches[end]))
+            except Exception:
+                self._use_kernel = False
+                logger.exception("Tandem: Triton cannot compute digests of KV, so torch does, several times slower")
+            if not self._use_kernel:
+                return TransferDigest(groups, self.num_blocks, self.new_stream)
+            return BatchedDigest(groups, self.num_blocks, tables[0])
+
+        return new
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which this thread's kernels run on the torch stream of the digests.
