@@ -176,7 +176,7 @@ class Table:
                     raise PlanError(f"the pages at {first:#x} to {stop:#x} do not lie in one region of the KV cache")
         self.aligned = not any((values % _WORD_BYTES).any() for values in (address, stride, offsets, length))
         self.longest_words = -(-min(int(length.max(initial=1)), launches.segment_bytes) // _WORD_BYTES)
-        self.rows = _TILE_WORDS // min(_MAX_ROW_WORDS, max(32, 1 << (self.longest_words - 1).bit_length()))
+        self.rows = _TILE_WORDS // min(_MAX_ROW_WORDS, max(128, 1 << (self.longest_words - 1).bit_length()))
         bases = np.cumsum([0, *map(len, sizes)]).tolist()
         self.streams = [
             [(base + each.first, each.stop - each.first, each.piece_bytes) for each in streams]

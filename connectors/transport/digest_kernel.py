@@ -42,7 +42,8 @@ def segment_sums(
         key = tl.load(keys + word, mask=word < SEGMENT // 4, other=0)
         byte = word[None, :] * 4
         if ALIGNED:
-            at_word = (address[:, None] + byte).to(tl.pointer_type(tl.int32))
+            # An addition to pointers, not to addresses: Triton then knows that words are adjacent.
+            at_word = address.to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
             value = tl.load(at_word, mask=byte < size[:, None], other=0)
         else:
             bits = tl.zeros((ROWS, WORDS), tl.uint32)

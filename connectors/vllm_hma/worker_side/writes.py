@@ -12,7 +12,7 @@ from connectors.errors import FailedWriteError, TandemError, TransportError
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
 from connectors.planning.layout import MemoryKind
 from connectors.planning.plan import PairPlan
-from connectors.protocol.actions import ProducerAction, Write
+from connectors.protocol.actions import Digest, ProducerAction, Write
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Alive
 from connectors.transport.base import Transport, WriteHandle
@@ -25,7 +25,7 @@ from connectors.vllm_hma.worker_side.trace import Trace
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Posted:
     """A write in progress.
 
@@ -33,12 +33,16 @@ class Posted:
     ``engine``      incarnation of the consumer engine
     ``size_bytes``  bytes of the write
     ``since``       time at which the write was posted, in seconds (``time.monotonic()``)
+    ``digest``      digest to which the source bytes were added
+    ``arrived``     whether all bytes are in the peer's memory; the digest may still read the source
     """
 
     handle: WriteHandle
     engine: str
     size_bytes: int
     since: float
+    digest: Digest | None
+    arrived: bool = False
 
 
 class Writes:
@@ -108,7 +112,8 @@ class Writes:
             return self._refused(write.write_id, error)
         except Exception as error:
             return self._failed(write.write_id, error)
-        self._handles[write.write_id] = Posted(handle, write.peer.incarnation, runs.total_bytes, time.monotonic())
+        posted = Posted(handle, write.peer.incarnation, runs.total_bytes, time.monotonic(), write.digest)
+        self._handles[write.write_id] = posted
         self.posted += 1
         self._producer.write_posted(write.write_id, runs.total_bytes)
         self._add_to_digest(write)
@@ -124,7 +129,8 @@ class Writes:
         actions: list[ProducerAction] = []
         for write_id, posted in list(self._handles.items()):
             try:
-                if not self._transport.poll(posted.handle):
+                posted.arrived = posted.arrived or self._transport.poll(posted.handle)
+                if not posted.arrived or not self._digested(posted):
                     continue
             except Exception as error:
                 del self._handles[write_id]
@@ -184,12 +190,20 @@ class Writes:
         try:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+            write.digest.ready()
         except Exception:
             # The write continues. The digests will differ, so the consumer computes the prompt.
             self._warn(
                 "digest",
                 f"cannot hash the bytes of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
             )
+
+    def _digested(self, posted: Posted) -> bool:
+        """Return whether the digest has read the source bytes: Fin waits for no device then."""
+        try:
+            return posted.digest is None or posted.digest.ready()
+        except Exception:
+            return True  # ``hexdigest`` fails, too, and the producer aborts the delivery
 
     def _count(self, write: Write, plan: PairPlan, runs: int) -> None:
         sizes: Counter[int] = Counter()
