@@ -347,7 +347,7 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
 
 def _counts(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(count) is int and 0 <= count < 2**63 for count in value):
-        raise WireError("header fields 'blocks' and 'left' must be lists with the number of blocks of each group, or of units left")
+        raise WireError("header fields 'blocks' and 'left' must be lists: the number of blocks of each group, or units")
     return tuple(value)
 
 

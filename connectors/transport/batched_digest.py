@@ -1,24 +1,24 @@
-"""Digest of a transfer whose sums (``device_digest.py``) one kernel computes for each write.
+"""Digest of a transfer whose sums (``device_digest.py``) one Triton kernel computes for each write.
 
-The kernel computes addresses from block ids. Its int64 inputs are a *table*, uploaded once for each
-pair of ranks, and an *order* for each launch:
+The kernel computes addresses from block ids. Its inputs are two vectors of int64, a *table* for
+each pair of ranks and an *order* for each launch:
 
-    table  per piece of each group: address in block 0, bytes to the next block, index of its
-           offsets; then the offsets of a block's units from the first one
-    order  per job, which is a stream of one ``add``: first piece, pieces, units, index of the block
-           ids, bytes of a piece, index of the first sum; then for each ``add`` the block ids, and
-           the units' indices within their blocks
+    table  of each piece: address in block 0, bytes to the next block, index of its offsets; then
+           the offsets of a block's units
+    order  of each job, a stream of one ``add``: first piece, pieces, units, index of the block ids,
+           bytes of a piece, index of the first sum; then block ids and units of each ``add``
 
 The sums of a job are in the order of its stream: by unit, then piece, then segment.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,20 +30,18 @@ from connectors.planning.layout import Region
 from connectors.transport.digest import GroupStreams, TransferDigest
 
 _RING_ELEMENTS, _ALIGNMENT = 2**19, 16
-_TILE_WORDS, _MAX_ROW_WORDS, _WORD_BYTES = 4096, 1024, 4
+_TILE_WORDS, _MIN_ROW_WORDS, _MAX_ROW_WORDS = 4096, 128, 1024
+
+Hashes = list[tuple[xxhash.xxh3_128, int]]
+"""Hash and number of sums of each job."""
 
 
 @dataclass(slots=True)
 class _Launch:
-    """A queued kernel.
-
-    ``hashes``  hash and number of sums of each job
-    ``start``   its elements of the ring are ``[start, stop)``: the order, then from ``sums`` on the
-                sums
-    """
+    """A queued kernel. Its order, then its sums, are at ``[start, stop)`` of the ring."""
 
     digest: BatchedDigest
-    hashes: list[tuple[xxhash.xxh3_128, int]]
+    hashes: Hashes
     start: int
     sums: int
     stop: int
@@ -53,68 +51,44 @@ class _Launch:
 class Launches:
     """Queued kernels of one end, oldest first. Thread-safe.
 
-    Orders and sums pass through one ring of pinned memory: a launch allocates nothing.
+    Orders and sums pass through a ring of pinned memory: launches allocate nothing.
 
-    ``queue``  returns a context in which this thread's kernels run on the torch stream of digests
+    ``queue``  returns a context of the torch stream on which this thread's kernels then run
     """
 
-    def __init__(
-        self, keys: torch.Tensor, segment_bytes: int, queue: Callable[[], contextlib.AbstractContextManager[object]]
-    ) -> None:
+    def __init__(self, keys: torch.Tensor, segment: int, queue: Callable[[], AbstractContextManager[object]]) -> None:
         from connectors.transport.digest_kernel import segment_sums
 
-        self._kernel, self._keys, self._queue, self.segment_bytes = segment_sums, keys, queue, segment_bytes
-        self._on_cpu = keys.device.type == "cpu"  # in Triton's interpreter
+        self._kernel, self._keys, self.queue, self.segment = segment_sums, keys, queue, segment
+        self.device = keys.device  # a CPU in Triton's interpreter
         self._lock = threading.Lock()
         self._launched: deque[_Launch] = deque()
         self._allocate(_RING_ELEMENTS)
 
     def _allocate(self, elements: int) -> None:
-        with self._queue():
-            self._ring = torch.empty(elements, dtype=torch.int64, pin_memory=not self._on_cpu)
-            self._buffer = torch.empty(elements, dtype=torch.int64, device=self._keys.device)
+        self._ring = torch.empty(elements, dtype=torch.int64, pin_memory=self.device.type != "cpu")
+        self._buffer = torch.empty(elements, dtype=torch.int64, device=self.device)
         self._next = 0
 
-    def upload(self, table: Ints) -> torch.Tensor:
-        with self._queue():
-            return torch.from_numpy(table).to(self._keys.device)
-
-    def launch(
-        self, digest: BatchedDigest, table: Table, order: Ints, hashes: list[tuple[xxhash.xxh3_128, int]], tiles: int
-    ) -> None:
-        """Queue a kernel for ``digest``.
-
-        ``hashes``  as in ``_Launch``
-        ``tiles``   number of tiles of the largest job
-        """
+    def launch(self, digest: BatchedDigest, table: Table, order: Ints, hashes: Hashes) -> None:
         sums = -(-len(order) // _ALIGNMENT) * _ALIGNMENT
         size = sums + sum(count for _, count in hashes)
-        with self._lock, self._queue():
+        grid = -(-max(count for _, count in hashes) // table.rows) or 1, len(hashes)
+        with self._lock, self.queue():
             start = self._claim(size)
             ring, buffer = self._ring[start : start + size], self._buffer[:size]
-            ring[: len(order)].numpy()[:] = order
-            buffer[: len(order)].copy_(ring[: len(order)], non_blocking=True)
-            self._kernel[(tiles, len(hashes))](
-                buffer,
-                table.on_device,
-                self._keys,
-                buffer[sums:],
-                SEGMENT=self.segment_bytes,
-                LONGEST=table.longest_words,
-                ROWS=table.rows,
-                WORDS=_TILE_WORDS // table.rows,
-                ALIGNED=table.aligned,
-                num_warps=8,
-            )
+            ring.numpy()[: len(order)] = order
+            buffer[:sums].copy_(ring[:sums], non_blocking=True)
+            self._kernel[grid](buffer, table.on_device, self._keys, buffer[sums:], **table.constants, num_warps=8)
             ring[sums:].copy_(buffer[sums:], non_blocking=True)
-            event = None if self._on_cpu else torch.Event(self._keys.device)
+            event = None if self.device.type == "cpu" else torch.Event(self.device)
             if event is not None:
                 event.record()
             self._launched.append(_Launch(digest, hashes, start, start + sums, start + size, event))
             digest.running += 1
 
     def _claim(self, size: int) -> int:
-        """Return the start of ``size`` free elements of the ring. Waits for older launches if full."""
+        """Return the start of ``size`` free elements. If the ring is full, wait for old launches."""
         if size > len(self._ring):
             while self._launched:
                 self._collect()
@@ -127,28 +101,26 @@ class Launches:
 
     def _collect(self) -> None:
         """Wait for the oldest launch, and hash its sums."""
-        launch = self._launched[0]
+        launch = self._launched.popleft()
         if launch.event is not None:
             launch.event.synchronize()
-        self._launched.popleft()
-        at, ring = launch.sums, self._ring.numpy()
-        for hasher, count in launch.hashes:
-            hasher.update(ring[at : at + count].astype("<i8", copy=False).data)
-            at += count
+        sums = self._ring[launch.sums : launch.stop].numpy().astype("<i8", copy=False)
+        for (hasher, count), stop in zip(launch.hashes, np.cumsum([n for _, n in launch.hashes]), strict=True):
+            hasher.update(sums[stop - count : stop].data)
         launch.digest.running -= 1
 
     def collect(self, digest: BatchedDigest, wait: bool) -> bool:
-        """Hash the sums of launches that have ended; return whether all of ``digest`` have.
+        """Hash the sums of ended launches; return whether all of ``digest`` have ended.
 
-        ``wait``  whether to wait for those of ``digest``
+        ``wait``  whether to wait for them
         """
         with self._lock:
-            while self._launched and digest.running:
+            while digest.running:
                 event = self._launched[0].event
                 if not (wait or event is None or event.query()):
-                    break
+                    return False
                 self._collect()
-            return not digest.running
+            return True
 
 
 class Table:
@@ -161,35 +133,47 @@ class Table:
         self, groups: Sequence[GroupStreams], num_blocks: int, regions: Sequence[Region], launches: Launches
     ) -> None:
         self.launches = launches
-        sides = [side for _, side, _ in groups]
-        sizes = [plan.piece_bytes for plan, *_ in groups]
-        units = np.concatenate([np.full(len(side.address), side.unit_offset.shape[1]) for side in sides])
-        address, stride = (np.concatenate([getattr(side, name) for side in sides]) for name in ("address", "block_stride"))
-        offsets = np.concatenate([side.unit_offset.ravel() for side in sides])
-        rows = np.stack([address, stride, 3 * len(address) + np.cumsum(units) - units], 1)
-        self.on_device = launches.upload(np.concatenate([rows.ravel(), offsets]).astype(np.int64))
-        length = np.concatenate(sizes)
-        for side, size in zip(sides, sizes, strict=True):
-            last = side.address + side.block_stride * (num_blocks - 1) + side.unit_offset.max(1, initial=0) + size
-            for first, stop in zip(side.address.tolist(), last.tolist(), strict=True):
-                if not any(region.address <= first and stop <= region.end for region in regions):
-                    raise PlanError(f"the pages at {first:#x} to {stop:#x} do not lie in one region of the KV cache")
-        self.aligned = not any((values % _WORD_BYTES).any() for values in (address, stride, offsets, length))
-        self.longest_words = -(-min(int(length.max(initial=1)), launches.segment_bytes) // _WORD_BYTES)
-        self.rows = _TILE_WORDS // min(_MAX_ROW_WORDS, max(128, 1 << (self.longest_words - 1).bit_length()))
-        bases = np.cumsum([0, *map(len, sizes)]).tolist()
-        self.streams = [
-            [(base + each.first, each.stop - each.first, each.piece_bytes) for each in streams]
-            for base, (*_, streams) in zip(bases, groups, strict=False)
+        pieces = [
+            (int(side.address[k]), int(side.block_stride[k]), side.unit_offset[k], int(plan.piece_bytes[k]))
+            for plan, side, _ in groups
+            for k in range(len(plan.piece_bytes))
         ]
-        # One job without units.
+        rows: list[int] = []
+        offsets: list[int] = []
+        for address, stride, units, length in pieces:
+            stop = address + stride * (num_blocks - 1) + int(units.max()) + length
+            if not any(region.address <= address and stop <= region.end for region in regions):
+                raise PlanError(f"the pages at {address:#x} to {stop:#x} do not lie in one region of the KV cache")
+            rows += (address, stride, 3 * len(pieces) + len(offsets))
+            offsets += units.tolist()
+        lengths = [length for *_, length in pieces]
+        longest = -(-min(max(lengths, default=1), launches.segment) // 4)
+        words = min(_MAX_ROW_WORDS, max(_MIN_ROW_WORDS, 1 << (longest - 1).bit_length()))
+        self.rows = _TILE_WORDS // words
+        aligned = not any(n % 4 for at in range(0, len(rows), 3) for n in rows[at : at + 2]) and not any(
+            n % 4 for n in (*offsets, *lengths)
+        )
+        self.constants: dict[str, Any] = {
+            "SEGMENT": launches.segment,
+            "LONGEST": longest,
+            "ROWS": self.rows,
+            "WORDS": words,
+            "ALIGNED": aligned,
+        }
+        first = 0
+        self.streams: list[list[tuple[int, int, int]]] = []
+        for plan, _, streams in groups:
+            self.streams.append([(first + each.first, each.stop - each.first, each.piece_bytes) for each in streams])
+            first += len(plan.piece_bytes)
+        with launches.queue():
+            self.on_device = torch.tensor(rows + offsets, dtype=torch.int64).to(launches.device)
         digest = BatchedDigest((), num_blocks, self)
-        launches.launch(digest, self, np.array([0, 1, 0, 6, _WORD_BYTES, 0]), [(xxhash.xxh3_128(), 0)], 1)
+        launches.launch(digest, self, np.array([0, 1, 0, 6, 4, 0]), [(xxhash.xxh3_128(), 0)])  # no units
         launches.collect(digest, wait=True)
 
 
 class BatchedDigest(TransferDigest):
-    """Digest of one transfer; ``running`` of its launches have not been collected."""
+    """Digest of one transfer. ``running`` of its launches have not been collected."""
 
     def __init__(self, groups: tuple[GroupStreams, ...], num_blocks: int, table: Table) -> None:
         super().__init__(groups, num_blocks, xxhash.xxh3_128)
@@ -198,7 +182,8 @@ class BatchedDigest(TransferDigest):
         self.running = 0
 
     def _feed(self, group: int, numbers: list[int], pieces: slice, ids: Ints, parts: Ints) -> None:
-        self._added.append((group, numbers, ids, parts))
+        if numbers:
+            self._added.append((group, numbers, ids, parts))
 
     def ready(self) -> bool:
         self._launch()
@@ -212,22 +197,18 @@ class BatchedDigest(TransferDigest):
     def _launch(self) -> None:
         """Queue one kernel for all units added since the last one."""
         added, self._added = self._added, []
-        if not added:
-            return
-        jobs: list[tuple[int, ...]] = []
-        hashes: list[tuple[xxhash.xxh3_128, int]] = []
+        jobs: list[int] = []
+        hashes: Hashes = []
         ids_at, out = 6 * sum(len(numbers) for _, numbers, *_ in added), 0
         for group, numbers, ids, _ in added:
             for number in numbers:
                 first, pieces, length = self._table.streams[group][number]
-                sums = len(ids) * pieces * -(-length // self._table.launches.segment_bytes)
-                jobs.append((first, pieces, len(ids), ids_at, length, out))
-                hashes.append((self._hashes[group][number], sums))
-                out += sums
+                jobs += (first, pieces, len(ids), ids_at, length, out)
+                hashes.append(
+                    (self._hashes[group][number], len(ids) * pieces * -(-length // self._table.launches.segment))
+                )
+                out += hashes[-1][1]
             ids_at += 2 * len(ids)
-        if not jobs:
-            return
-        units = [each for *_, ids, parts in added for each in (ids, parts)]
-        order = np.concatenate([np.asarray(jobs, np.int64).ravel(), *units])
-        tiles = -(-max(count for _, count in hashes) // self._table.rows)
-        self._table.launches.launch(self, self._table, order, hashes, tiles)
+        if added:
+            order = np.concatenate([jobs, *(each for *_, ids, parts in added for each in (ids, parts))])
+            self._table.launches.launch(self, self._table, order, hashes)

@@ -181,8 +181,7 @@ class TransferDigest:
             return
         if not 0 <= int(ids.min()) <= int(ids.max()) < self._num_blocks:
             raise PlanError(
-                f"group {group}: blocks {ids.min()} to {ids.max()} are not all in a pool of "
-                f"{self._num_blocks} blocks"
+                f"group {group}: blocks {ids.min()} to {ids.max()} are not all in a pool of {self._num_blocks} blocks"
             )
         plan, _, streams = self._groups[group]
         pieces = plan.pieces_of(layers)

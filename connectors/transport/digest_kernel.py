@@ -12,16 +12,16 @@ def segment_sums(
     table,
     keys,
     sums,
-    SEGMENT: tl.constexpr,  # noqa: N803 - Triton's convention for constants
-    LONGEST: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    WORDS: tl.constexpr,  # noqa: N803
-    ALIGNED: tl.constexpr,  # noqa: N803
+    SEGMENT: tl.constexpr,
+    LONGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """Store the sum of every segment of the jobs of ``order``. Grid: (tiles of ROWS segments, jobs).
+    """Store the sum of every segment of the jobs. ``batched_digest.py`` describes order and table.
 
-    ``order`` and ``table`` as in ``batched_digest.py``. ``SEGMENT`` bytes make a whole segment;
-    the longest has ``LONGEST`` words. An iteration reads a tile of ROWS segments by WORDS words.
+    The grid is (tiles of ROWS segments of the largest job, jobs). ``SEGMENT`` bytes make a whole
+    segment; the longest has ``LONGEST`` words. An iteration reads ROWS segments by WORDS words.
     """
     job = order + tl.program_id(1) * 6
     first, pieces, units = tl.load(job), tl.load(job + 1), tl.load(job + 2)

@@ -217,7 +217,7 @@ def test_bytes_after_the_end_are_refused(message: Message) -> None:
         (frame(offer_header(prompt=None)), "'prompt' must be a string"),
         (frame(offer_header(blocks=None)), "the number of blocks of each group"),
         (frame(offer_header(blocks=[-1])), "the number of blocks of each group"),
-        (frame({"kind": "alive", "from": "a", "rank": 0, "to": "b", "to_rank": 0, "id": "t"}), "fields 'blocks' and 'left'"),
+        (frame({"kind": "alive", "from": "a", "rank": 0, "to": "b", "to_rank": 0, "id": "t"}), "'left' must be lists"),
         (frame(offer_header(blocks=[True])), "the number of blocks of each group"),
         (frame(offer_header(blocks=[1.0]), vectors(0, 1)), "the number of blocks of each group"),
         (frame(offer_header(blocks=[1])), "an offer of 1 blocks has 0 bytes"),
