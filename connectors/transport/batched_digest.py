@@ -17,8 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +35,7 @@ Hashes = list[tuple[xxhash.xxh3_128, int]]
 """Hash and number of sums of each job."""
 
 
-@dataclass(slots=True)
-class _Launch:
+class _Launch(NamedTuple):
     """A queued kernel. Its order, then its sums, are at ``[start, stop)`` of the ring."""
 
     digest: BatchedDigest
@@ -79,7 +77,7 @@ class Launches:
             ring, buffer = self._ring[start : start + size], self._buffer[:size]
             ring.numpy()[: len(order)] = order
             buffer[:sums].copy_(ring[:sums], non_blocking=True)
-            self._kernel[grid](buffer, table.on_device, self._keys, buffer[sums:], **table.constants, num_warps=8)
+            self._kernel[grid](buffer, table.on_device, self._keys, buffer[sums:], *table.constants, num_warps=8)
             ring[sums:].copy_(buffer[sums:], non_blocking=True)
             event = None if self.device.type == "cpu" else torch.Event(self.device)
             if event is not None:
@@ -88,7 +86,7 @@ class Launches:
             digest.running += 1
 
     def _claim(self, size: int) -> int:
-        """Return the start of ``size`` free elements. If the ring is full, wait for old launches."""
+        """Return the start of ``size`` free elements. Wait for old launches if need be."""
         if size > len(self._ring):
             while self._launched:
                 self._collect()
@@ -133,40 +131,27 @@ class Table:
         self, groups: Sequence[GroupStreams], num_blocks: int, regions: Sequence[Region], launches: Launches
     ) -> None:
         self.launches = launches
-        pieces = [
-            (int(side.address[k]), int(side.block_stride[k]), side.unit_offset[k], int(plan.piece_bytes[k]))
-            for plan, side, _ in groups
-            for k in range(len(plan.piece_bytes))
-        ]
-        rows: list[int] = []
+        self.streams: list[list[tuple[int, int, int]]] = []
+        rows: list[tuple[int, int, int]] = []
         offsets: list[int] = []
-        for address, stride, units, length in pieces:
-            stop = address + stride * (num_blocks - 1) + int(units.max()) + length
-            if not any(region.address <= address and stop <= region.end for region in regions):
-                raise PlanError(f"the pages at {address:#x} to {stop:#x} do not lie in one region of the KV cache")
-            rows += (address, stride, 3 * len(pieces) + len(offsets))
-            offsets += units.tolist()
-        lengths = [length for *_, length in pieces]
-        longest = -(-min(max(lengths, default=1), launches.segment) // 4)
+        longest, aligned = 1, True
+        for plan, side, streams in groups:
+            self.streams.append([(len(rows) + s.first, s.stop - s.first, s.piece_bytes) for s in streams])
+            sides = (side.address.tolist(), side.block_stride.tolist(), side.unit_offset.tolist())
+            for address, stride, units, length in zip(*sides, plan.piece_bytes.tolist(), strict=True):
+                stop = address + stride * (num_blocks - 1) + max(units) + length
+                if not any(region.address <= address and stop <= region.end for region in regions):
+                    raise PlanError(f"the pages at {address:#x} to {stop:#x} do not lie in one region of the KV cache")
+                rows.append((address, stride, len(offsets)))
+                offsets += units
+                longest = max(longest, -(-min(length, launches.segment) // 4))
+                aligned = aligned and not any(each % 4 for each in (address, stride, length, *units))
         words = min(_MAX_ROW_WORDS, max(_MIN_ROW_WORDS, 1 << (longest - 1).bit_length()))
         self.rows = _TILE_WORDS // words
-        aligned = not any(n % 4 for at in range(0, len(rows), 3) for n in rows[at : at + 2]) and not any(
-            n % 4 for n in (*offsets, *lengths)
-        )
-        self.constants: dict[str, Any] = {
-            "SEGMENT": launches.segment,
-            "LONGEST": longest,
-            "ROWS": self.rows,
-            "WORDS": words,
-            "ALIGNED": aligned,
-        }
-        first = 0
-        self.streams: list[list[tuple[int, int, int]]] = []
-        for plan, _, streams in groups:
-            self.streams.append([(first + each.first, each.stop - each.first, each.piece_bytes) for each in streams])
-            first += len(plan.piece_bytes)
+        self.constants = (launches.segment, longest, self.rows, words, aligned)
+        table = [(address, stride, 3 * len(rows) + at) for address, stride, at in rows]
         with launches.queue():
-            self.on_device = torch.tensor(rows + offsets, dtype=torch.int64).to(launches.device)
+            self.on_device = torch.tensor([*np.ravel(table), *offsets], dtype=torch.int64).to(launches.device)
         digest = BatchedDigest((), num_blocks, self)
         launches.launch(digest, self, np.array([0, 1, 0, 6, 4, 0]), [(xxhash.xxh3_128(), 0)])  # no units
         launches.collect(digest, wait=True)

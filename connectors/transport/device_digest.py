@@ -106,20 +106,18 @@ class DeviceMemory:
         tables: list[Table] = []
 
         def new() -> TransferDigest:
-            # The table is made at the first use: an upload would break the CUDA graph capture at an
-            # engine's start.
+            # Not before the first use: uploads break a capture of CUDA graphs at an engine's start.
             try:
                 if self._use_kernel and not tables:
-                    if end not in self._launches:
-                        self._launches[end] = Launches(self._keys, SEGMENT_BYTES, self.queue)
-                    regions = [region for region, _ in self._regions]
-                    tables.append(Table(groups, self.num_blocks, regions, self._launches[end]))
+                    launches = self._launches.get(end) or Launches(self._keys, SEGMENT_BYTES, self.queue)
+                    self._launches[end] = launches
+                    tables.append(Table(groups, self.num_blocks, [region for region, _ in self._regions], launches))
             except Exception:
                 self._use_kernel = False
                 logger.exception("Tandem: Triton cannot compute digests of KV, so torch does, several times slower")
-            if not self._use_kernel:
-                return TransferDigest(groups, self.num_blocks, self.new_stream)
-            return BatchedDigest(groups, self.num_blocks, tables[0])
+            if self._use_kernel:
+                return BatchedDigest(groups, self.num_blocks, tables[0])
+            return TransferDigest(groups, self.num_blocks, self.new_stream)
 
         return new
 
@@ -172,7 +170,7 @@ class DeviceMemory:
         row = words if aligned else length
         # Row i begins at byte (aligned: word) i. Only the indexed rows are read.
         rows = content.as_strided((len(content) - row + 1, row), (1, 1), content.storage_offset())
-        index = self._upload(offset)
+        index = torch.from_numpy(np.ascontiguousarray(offset)).to(self.device)
         step = max(1, self._batch_bytes // length)
         sums = []
         for first in range(0, len(offset), step):
@@ -181,15 +179,6 @@ class DeviceMemory:
                 gathered = torch.nn.functional.pad(gathered, (0, words * _WORD_BYTES - length)).view(torch.int32)
             sums.append((gathered * self._keys[:words]).sum(1))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
-
-    def _upload(self, offset: Ints) -> torch.Tensor:
-        """Return offsets as a tensor on the device.
-
-        An accelerator copies from pinned memory: a copy from pageable memory would wait for the
-        torch stream.
-        """
-        index = torch.from_numpy(np.ascontiguousarray(offset))
-        return index if self._stream is None else index.pin_memory().to(self.device, non_blocking=True)
 
 
 class DeviceStream:

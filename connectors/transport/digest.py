@@ -1,7 +1,7 @@
 """Digest of the bytes that one pair of ranks moves, computed at each end from its own memory.
 
 Both ends feed the units of a transfer in ascending order, in any number of calls: the producer
-after it has posted their write, the consumer when all units have arrived. A *stream* is the bytes
+after it has posted their write, the consumer after they have arrived. A *stream* is the bytes
 of consecutive pieces of equal length in one layer of one group (``planning/plan.py``), unit after
 unit. Each stream has a hash of its own, so the ends may feed layers in any order. The digest
 combines all streams:
