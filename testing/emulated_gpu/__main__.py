@@ -82,7 +82,10 @@ def main() -> int:
     if unknown := set(steps) - set(every):
         parser.error(f"unknown steps {sorted(unknown)}")
     (BUILD / "cache").mkdir(parents=True, exist_ok=True)
-    subprocess.run(["bash", HERE / "build.sh", cuda_include(), BUILD / "libs"], check=True)
+    sources = max(source.stat().st_mtime for source in HERE.glob("*.[ch]"))
+    built = BUILD / "libs" / "libnvidia-ml.so.1"  # the last one
+    if not built.exists() or built.stat().st_mtime < sources:
+        subprocess.run(["bash", HERE / "build.sh", cuda_include(), BUILD / "libs"], check=True)
     with ThreadPoolExecutor(arguments.parallel) as pool:
         return 0 if all(list(pool.map(run, steps))) else 1
 

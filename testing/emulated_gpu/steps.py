@@ -79,9 +79,10 @@ async def run(step: Step, folder: Path) -> str:
             os.environ["CUDA_VISIBLE_DEVICES"] = device
             transfer = {"trace_path": str(folder / f"{role}.jsonl")}
             engines.append(start_engine(model, 1, role, transfer=transfer, **(EAGER | step.engine | own)))
-        pair = Pair(*engines, await describe(engines[0]))
+        prefill, decode = engines
+        pair = Pair(prefill, decode, await describe(prefill))
         prompts = [random_prompt(length, seed) for seed, length in enumerate(step.lengths)]
-        references = [await generate(pair.decode, prompt, TOKENS) for prompt in prompts]
+        references = [await generate(decode, prompt, TOKENS) for prompt in prompts]
         if step.concurrent:
             answers = await asyncio.gather(*(pair.together(prompt, TOKENS) for prompt in prompts))
         else:
