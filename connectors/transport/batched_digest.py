@@ -59,7 +59,7 @@ class Launches:
 
         self._kernel, self._keys, self.queue, self.segment = segment_sums, keys, queue, segment
         self.device = keys.device  # a CPU in Triton's interpreter
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._launched: deque[_Launch] = deque()
         self._allocate(_RING_ELEMENTS)
 
@@ -72,7 +72,7 @@ class Launches:
         sums = -(-len(order) // _ALIGNMENT) * _ALIGNMENT
         size = sums + sum(count for _, count in hashes)
         grid = -(-max(count for _, count in hashes) // table.rows) or 1, len(hashes)
-        with self._lock, self.queue():
+        with self.lock, self.queue():
             start = self._claim(size)
             ring, buffer = self._ring[start : start + size], self._buffer[:size]
             ring.numpy()[: len(order)] = order
@@ -112,7 +112,7 @@ class Launches:
 
         ``wait``  whether to wait for them
         """
-        with self._lock:
+        with self.lock:
             while digest.running:
                 event = self._launched[0].event
                 if not (wait or event is None or event.query()):
@@ -167,33 +167,32 @@ class BatchedDigest(TransferDigest):
         self.running = 0
 
     def _feed(self, group: int, numbers: list[int], pieces: slice, ids: Ints, parts: Ints) -> None:
-        if numbers:
+        with self._table.launches.lock:
             self._added.append((group, numbers, ids, parts))
 
     def ready(self) -> bool:
-        self._launch()
-        return self._table.launches.collect(self, wait=False)
+        return self._collect(wait=False)
 
     def hexdigest(self) -> str:
-        self._launch()
-        self._table.launches.collect(self, wait=True)
+        self._collect(wait=True)
         return super().hexdigest()
 
-    def _launch(self) -> None:
-        """Queue one kernel for all units added since the last one."""
-        added, self._added = self._added, []
+    def _collect(self, wait: bool) -> bool:
+        """Queue one kernel for all units added since the last one; then as ``Launches.collect``."""
         jobs: list[int] = []
         hashes: Hashes = []
-        ids_at, out = 6 * sum(len(numbers) for _, numbers, *_ in added), 0
-        for group, numbers, ids, _ in added:
-            for number in numbers:
-                first, pieces, length = self._table.streams[group][number]
-                jobs += (first, pieces, len(ids), ids_at, length, out)
-                hashes.append(
-                    (self._hashes[group][number], len(ids) * pieces * -(-length // self._table.launches.segment))
-                )
-                out += hashes[-1][1]
-            ids_at += 2 * len(ids)
-        if added:
-            order = np.concatenate([jobs, *(each for *_, ids, parts in added for each in (ids, parts))])
-            self._table.launches.launch(self, self._table, order, hashes)
+        launches = self._table.launches
+        with launches.lock:
+            added, self._added = self._added, []
+            ids_at, out = 6 * sum(len(numbers) for _, numbers, *_ in added), 0
+            for group, numbers, ids, _ in added:
+                for number in numbers:
+                    first, pieces, length = self._table.streams[group][number]
+                    jobs += (first, pieces, len(ids), ids_at, length, out)
+                    hashes.append((self._hashes[group][number], len(ids) * pieces * -(-length // launches.segment)))
+                    out += hashes[-1][1]
+                ids_at += 2 * len(ids)
+            if jobs:
+                order = np.concatenate([jobs, *(each for *_, ids, parts in added for each in (ids, parts))])
+                launches.launch(self, self._table, order, hashes)
+        return launches.collect(self, wait)
