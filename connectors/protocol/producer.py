@@ -314,7 +314,12 @@ class Producer(Production):
         transfer, delivery = self._writes.pop(write_id)
         delivery.written_bytes += delivery.in_flight.pop(write_id)
         delivery.moved_at = now
-        return self._advance(transfer, now)
+        left = delivery.arrived()
+        actions = self._advance(transfer, now)
+        if left and delivery.digest is not None and delivery.ending is None:
+            # The consumer hashes what has arrived while the rest arrives.
+            actions.insert(0, Send(delivery.peer, Alive(transfer.transfer_id, left)))
+        return actions
 
     def wants(self, write_id: int) -> bool:
         """Return whether to post more of an unfinished write: its delivery has not ended."""

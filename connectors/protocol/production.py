@@ -252,8 +252,7 @@ class Production:
     def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
         write_id = self._new_write_id(delivery.peer)
         write = Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
-        delivery.in_flight[write_id] = 0
-        delivery.moved_at = now
+        delivery.begin_write(write_id, now)
         self._writes[write_id] = (transfer, delivery)
         return write
 

@@ -615,7 +615,9 @@ class WorkerRuntime:
     def _verified(self, verify: Verify, problem: str | None, started_at: float) -> None:
         with self._lock:
             now = time.monotonic()
-            self._trace.event("verified", transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
+            # Without an expected digest, units that have arrived before Fin were hashed.
+            name = "verified" if verify.expected else "hashed"
+            self._trace.event(name, transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
             self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, now))
 
     def _worker_lost(self, peer: Peer, reason: str) -> None:

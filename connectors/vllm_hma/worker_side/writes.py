@@ -50,13 +50,15 @@ _SLOW = (
 class OpenWrite:
     """A write that has not ended.
 
-    ``since``      time of ``begin``, in seconds (``time.monotonic()``)
-    ``posted_at``  time of the first post, in seconds
-    ``slices``     slices that have not been posted; None until its runs have been built
-    ``handles``    the transport's handles of the slices in flight, in order
-    ``posting``    False once no further slice is posted
-    ``dropped``    whether slices were dropped because the delivery has ended
-    ``failed``     whether parts of the write may still arrive after ``error``
+    ``since``       time of ``begin``, in seconds (``time.monotonic()``)
+    ``posted_at``   time of the first post, in seconds
+    ``arrived_at``  time at which all slices had ended, in seconds; the digest may still read the
+                    source
+    ``slices``      slices that have not been posted; None until its runs have been built
+    ``handles``     the transport's handles of the slices in flight, in order
+    ``posting``     False once no further slice is posted
+    ``dropped``     whether slices were dropped because the delivery has ended
+    ``failed``      whether parts of the write may still arrive after ``error``
     """
 
     write: Write
@@ -64,6 +66,7 @@ class OpenWrite:
     plan: PairPlan
     since: float
     posted_at: float = 0.0
+    arrived_at: float = 0.0
     runs: int = 0
     size_bytes: int = 0
     slices: deque[Runs] | None = None
@@ -172,6 +175,9 @@ class Writes:
                 opened.error, opened.failed = opened.error or error, True
             if opened.posting or opened.handles:
                 continue
+            opened.arrived_at = opened.arrived_at or time.monotonic()
+            if not self._digested(opened):
+                continue
             del self._open[write_id]
             try:
                 actions += self._ended(opened, now)
@@ -217,7 +223,7 @@ class Writes:
         if opened.dropped:
             return self._producer.write_refused(write_id, "its delivery has ended", now)
         if opened.runs:
-            seconds = time.monotonic() - opened.posted_at
+            seconds = opened.arrived_at - opened.posted_at
             slow = "VRAM" in (self._source.memory, opened.target.memory) and is_slow(
                 opened.size_bytes, opened.runs, seconds
             )
@@ -264,12 +270,22 @@ class Writes:
         try:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+            write.digest.ready()
         except Exception:
             # The write continues. The digests will differ, so the consumer computes the prompt.
             self._warn(
                 "digest",
                 f"cannot hash the bytes of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
             )
+
+    def _digested(self, opened: OpenWrite) -> bool:
+        """Return whether the digest has read the source bytes: Fin waits for no device then."""
+        if opened.write.digest is None or opened.error is not None or opened.dropped:
+            return True
+        try:
+            return opened.write.digest.ready()
+        except Exception:
+            return True  # ``hexdigest`` fails, too, and the producer aborts the delivery
 
     def _count(self, opened: OpenWrite) -> None:
         write, sizes = opened.write, Counter[int]()
