@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from connectors.planning.blocks import wanted_blocks, wanted_units
 from connectors.planning.layout import MemoryKind
-from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from tests.campaigns.schedules import scheduling
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
 from tests.vllm_contract.caches import cache_config, full, sliding
@@ -109,6 +109,18 @@ def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]
     fence.done.update(fence.marked)
     producer.step(expects=[Expect("q", "t", 6, DIGEST)], chunks=[Chunk("q", ((1, 2),), 6, True)])
     assert results(consumer) == (set(), {"r"}, set())
+
+
+def test_the_order_waits_for_the_copies_of_the_store(worker: Callable[..., Worker]) -> None:
+    """They may read or write blocks that vLLM has freed and gives to the request."""
+    fence, copies = SlowFence(), object()
+    producer = worker("p", integrity="off")
+    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence)
+    consumer.runtime.after_forward(Orders(receives=[receive(producer.address)]), copies)  # type: ignore[arg-type]
+    assert consumer.runtime.snapshot().consumer.receptions == {}
+    fence.done.add(copies)
+    until(lambda: consumer.runtime.snapshot().consumer.receptions == {"r": "offered"})
+    assert fence.marked == []
 
 
 def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:

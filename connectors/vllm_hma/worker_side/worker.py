@@ -133,10 +133,10 @@ class WorkerConnector:
         self._check_adapters()
         self.runtime.layer_computed(layer)
 
-    def after_forward(self, orders: Orders) -> None:
+    def after_forward(self, orders: Orders, copying: torch.Event | None = None) -> None:
         self._check_adapters()
         orders.receives = [self._adapters.receive(each) for each in orders.receives]
-        self.runtime.after_forward(orders)
+        self.runtime.after_forward(orders, copying)
 
     def stats(self) -> TandemStats | None:
         """Return the runtime's statistics, and changed identities of adapters; None without any."""
