@@ -31,6 +31,7 @@ class SimulatedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.host: Clock = {}
+        self._streams: list[SimulatedStream] = []
         self.compute = SimulatedStream(self)
         self._current = self.compute
         # (first address, last address, whether it is a write, stream, its count) of each access.
@@ -38,14 +39,18 @@ class SimulatedDevice(TorchDispatchMode):
         self.late = False
         self.waits = True
 
-    def Stream(self) -> SimulatedStream:  # noqa: N802
+    def Stream(self) -> SimulatedStream:
         return SimulatedStream(self)
 
-    def Event(self) -> SimulatedEvent:  # noqa: N802
+    def Event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
 
     def current_stream(self) -> SimulatedStream:
         return self._current
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            merge(self.host, stream.clock)
 
     @contextlib.contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
@@ -85,6 +90,7 @@ class SimulatedStream:
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
         self.clock: Clock = {}
+        device._streams.append(self)  # noqa: SLF001 - the device made this stream
 
     def wait_event(self, event: SimulatedEvent) -> None:
         if self.device.waits:

@@ -116,7 +116,7 @@ def test_the_order_waits_for_the_copies_of_the_store(worker: Callable[..., Worke
     fence, copies = SlowFence(), object()
     producer = worker("p", integrity="off")
     consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence)
-    consumer.runtime.after_forward(Orders(receives=[receive(producer.address)]), copies)  # type: ignore[arg-type]
+    consumer.runtime.after_forward(Orders(receives=[receive(producer.address)]), copies)
     assert consumer.runtime.snapshot().consumer.receptions == {}
     fence.done.add(copies)
     until(lambda: consumer.runtime.snapshot().consumer.receptions == {"r": "offered"})

@@ -35,26 +35,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Time after which a device that has not ended a step's copies is taken for hung, in seconds.
 _HANGS_S = 120.0
-"""Time after which a device that has not ended a step's copies is taken for hung, in seconds."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """Copies of a step; times are ``now`` of the copies.
+    """Report of a step, due once ``mark`` has passed.
 
-    ``report``   what to report once ``mark`` has passed, which was queued at ``ended_at``
-    ``forward``  start of the step and end of its forward pass; None: not measured
-    ``loads``    start and end of its loads; None without loads
-    ``copied``   whether all loads were copied
+    ``forward``, ``loads``  start and end, as ``now`` of the copies; None: not measured
     """
 
     report: StoreReport
-    ended_at: float = 0.0
     mark: Any = None
+    marked_at: float = 0.0
     forward: tuple[Any, Any] | None = None
     loads: tuple[Any, Any] | None = None
-    copied: bool = False
 
 
 class StoreWorker:
@@ -123,8 +119,7 @@ class StoreWorker:
         and others already scheduled, are spoiled (``SpoiledSteps``).
         """
         broken: set[str] = set()
-        step = self._step
-        loads_began, step.copied = self._copies.now() if orders.loads else None, True
+        step, loads_began, all_copied = self._step, self._copies.now(), bool(orders.loads)
         self._attach_once(orders)
         assert self._plan is not None
         assert self._plans is not None
@@ -137,7 +132,7 @@ class StoreWorker:
                 moves = load_moves(self._plan, plan, tables, start, end, addresses, full_only)
                 self._copies.load(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
-                step.copied = False
+                all_copied = False
                 remedy = (
                     "the transfer sends all KV"
                     if load.beside_transfer
@@ -154,8 +149,9 @@ class StoreWorker:
                     self.spoil()
             step.report.loaded[load.load_id] = 1
         if orders.loads:
-            step.loads = loads_began, self._copies.now()
-            self._touched = step.loads[1:]
+            self._touched = (self._copies.now(),)
+        if all_copied:
+            step.loads = loads_began, *self._touched
         return broken
 
     def store(self, orders: StoreOrders) -> None:
@@ -189,10 +185,7 @@ class StoreWorker:
 
     @property
     def touching(self) -> torch.Event | None:
-        """Event after the last copy from or to blocks, which may be freed already; None if passed.
-
-        Only kernels are ordered after it, so a peer must not write to blocks before.
-        """
+        """Event before which no peer may write to blocks, freed or not; None if it has passed."""
         return None if self._copies.passed(self._touched) else self._touched[0]
 
     def close(self) -> None:
@@ -209,28 +202,27 @@ class StoreWorker:
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of copies that have ended, and changed identities of adapters, since
-        the last call.
+        """Return the results of ended copies, and changed identities of adapters, since the last
+        call.
 
-        None if there are neither. Raises StoreError, which ends the engine, if the device hangs:
-        it may still write to the slots of its copies.
+        None if there are neither. Raises StoreError, which ends the engine, if the device hangs.
         """
         report, self._report = self._report, StoreReport()
         if self._step.report:
             # Until the mark, copies may also use the slots of loads and stores that have failed.
-            self._step.mark, self._step.ended_at = self._copies.mark(), time.monotonic()
+            self._step.mark, self._step.marked_at = self._copies.mark(), time.monotonic()
             self._steps.append(self._step)
             self._step = _Step(StoreReport())
         while self._steps and self._copies.passed(self._steps[0].mark):
             step = self._steps.popleft()
-            loads_s = self._copies.seconds(*step.loads) if step.loads else 0.0
-            step.report.copied_s = loads_s if step.copied else 0.0
+            step.report.copied_s = self._copies.seconds(*step.loads) if step.loads else 0.0
             if step.forward:
-                step.report.timed_s = self._copies.seconds(*step.forward) - loads_s
+                step.report.timed_s = self._copies.seconds(*step.forward) - step.report.copied_s
             report.aggregate(step.report)
             if step.forward or step.loads:
                 break  # durations of two steps cannot be added
-        if self._steps and time.monotonic() > self._steps[0].ended_at + _HANGS_S:
+        if self._steps and time.monotonic() > self._steps[0].marked_at + _HANGS_S:
+            # It may still write to slots of staging, so they cannot be given back.
             raise StoreError(f"the device has not ended copies of the KV store within {_HANGS_S:g} s")
         report.adapters = self._adapters.take()
         return report or None
