@@ -367,7 +367,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         orders = self._orders()
-        self.worker.after_forward(orders, None if self._store_worker is None else self._store_worker.touching)
+        self.worker.after_forward(orders)
         if self._store_worker is not None and orders.store is not None:
             self._store_worker.store(orders.store)
         self._spoiled.end_step()

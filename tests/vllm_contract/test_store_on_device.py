@@ -50,6 +50,7 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> type[HeldEvent]:
     monkeypatch.setattr(HeldEvent, "passed", False)
+    monkeypatch.setattr(StoreWorker, "_touched", ())
     module = SimpleNamespace(**vars(torch.cpu) | {"Event": HeldEvent})
     monkeypatch.setattr(torch, "get_device_module", lambda *_: module)
     return HeldEvent
@@ -70,14 +71,14 @@ def test_a_step_is_reported_once_its_copies_have_ended(staging: Staging, held: t
     orders = StoreOrders(staging.location, stores=[Store("a", TABLES, STORED)])
     worker.begin_step()
     worker.load(orders)
-    assert worker.touching is None
+    assert worker.touching() is None
     worker.store(orders)
     assert worker.report() == StoreReport(attached=1)
-    assert worker.touching is not None
+    assert worker.touching() is not None
     worker.load(StoreOrders(staging.location, [Load(3, "b", MOVED, 0, 32, STORED, beside_transfer=True)]))
     assert worker.report() is None
     held.passed = True
-    assert worker.touching is None
+    assert worker.touching() is None
     assert worker.report() == StoreReport(loaded={3: 1}, filled={0: 1, 4096: 1})
     assert np.array_equal(view[list(MOVED[0][:4])], content)
     assert worker.report() is None

@@ -58,6 +58,7 @@ def test_the_cache_is_on_a_device(
         tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in memory]
         register(worker, replace(layout, regions=regions), tensors)
 
+    monkeypatch.setattr(StoreWorker, "_touched", ())
     monkeypatch.setattr(StoreWorker, "register", on_device)
     monkeypatch.setattr(
         torch, "get_device_module", lambda *_: SimpleNamespace(**vars(torch.cpu) | {"Event": LateEvent})

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from connectors.errors import PlanError, StoreError
 from connectors.planning.blocks import NULL_BLOCK
@@ -59,6 +59,9 @@ class StoreWorker:
     ``spoiled``  steps whose KV is not stored; the connector ends each step
     """
 
+    # Mark after the last copy from or to blocks of all stores of this process, which share a stream.
+    _touched: ClassVar[tuple[Any, ...]] = ()
+
     def __init__(self, settings: StoreSettings, max_model_len: int, spoiled: SpoiledSteps) -> None:
         self._settings = settings
         self._max_model_len = max_model_len
@@ -73,8 +76,6 @@ class StoreWorker:
         self._began: Any = None
         self._step = _Step(StoreReport())
         self._steps: deque[_Step] = deque()
-        # Mark after the last copy from or to blocks.
-        self._touched: Any = ()
         self._not_loaded: set[int] = set()
         self._adapters = AdapterChanges(adapter_loads())
 
@@ -148,10 +149,10 @@ class StoreWorker:
                     self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
                     self.spoil()
             step.report.loaded[load.load_id] = 1
-        if orders.loads:
-            self._touched = (self._copies.now(),)
         if all_copied:
-            step.loads = loads_began, *self._touched
+            step.loads = loads_began, self._copies.now()
+        if orders.loads:
+            StoreWorker._touched = self._copies.mark()[:1]
         return broken
 
     def store(self, orders: StoreOrders) -> None:
@@ -181,12 +182,12 @@ class StoreWorker:
             else:
                 step.report.filled |= dict.fromkeys(store.offsets.values(), 1)
         if orders.stores:
-            self._touched = (self._copies.now(),)
+            StoreWorker._touched = self._copies.mark()[:1]
 
-    @property
-    def touching(self) -> torch.Event | None:
+    @classmethod
+    def touching(cls) -> torch.Event | None:
         """Event before which no peer may write to blocks, freed or not; None if it has passed."""
-        return None if self._copies.passed(self._touched) else self._touched[0]
+        return next((event for event in cls._touched if not event.query()), None)
 
     def close(self) -> None:
         self._copies.close()
