@@ -19,10 +19,13 @@ from vllm.v1.request import Request
 
 from connectors.planning.blocks import wanted_blocks, wanted_units
 from connectors.planning.layout import MemoryKind
+from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from tests.campaigns.schedules import scheduling
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
-from tests.vllm_contract.caches import cache_config, full, sliding
+from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.memory_engines import memory_rank, plans_for, transfer, units
 from tests.vllm_contract.test_packed_pages import LAYER, config
 from tests.vllm_contract.test_streaming import SlowFence
@@ -111,14 +114,26 @@ def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]
     assert results(consumer) == (set(), {"r"}, set())
 
 
-def test_the_order_waits_for_the_copies_of_the_store(worker: Callable[..., Worker]) -> None:
+class CopiesEnd(torch.cpu.Event):
+    """An event that has not passed when the connector asks."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_the_order_waits_for_the_copies_of_a_store(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They may read or write blocks that vLLM has freed and gives to the request."""
-    fence, copies = SlowFence(), object()
+    fence, end = SlowFence(), CopiesEnd()
     producer = worker("p", integrity="off")
     consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence)
-    consumer.runtime.after_forward(Orders(receives=[receive(producer.address)]), copies)
+    connector = WorkerConnector(parse_config({}), "c", vllm_config(), cache_config((["f"], full())))
+    connector._runtime = consumer.runtime  # noqa: SLF001
+    monkeypatch.setattr(StoreWorker, "_touched", (end,))
+    connector.after_forward(Orders(receives=[receive(producer.address)]))
     assert consumer.runtime.snapshot().consumer.receptions == {}
-    fence.done.add(copies)
+    fence.done.add(end)
     until(lambda: consumer.runtime.snapshot().consumer.receptions == {"r": "offered"})
     assert fence.marked == []
 

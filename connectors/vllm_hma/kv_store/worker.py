@@ -59,7 +59,7 @@ class StoreWorker:
     ``spoiled``  steps whose KV is not stored; the connector ends each step
     """
 
-    # Mark after the last copy from or to blocks of all stores of this process, which share a stream.
+    # Mark after the last copy from or to blocks of all stores of this process; they share a stream.
     _touched: ClassVar[tuple[Any, ...]] = ()
 
     def __init__(self, settings: StoreSettings, max_model_len: int, spoiled: SpoiledSteps) -> None:
