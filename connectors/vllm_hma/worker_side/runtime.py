@@ -281,17 +281,19 @@ class WorkerRuntime:
                 self._progress_thread.wake()
             self._last_chunks.engine_s += time.monotonic() - started_at
 
-    def after_forward(self, orders: Orders) -> None:
+    def after_forward(self, orders: Orders, copying: torch.Event | None = None) -> None:
         """Queue the step's chunks for sending, and apply the orders that ``before_forward`` left.
 
         Also do the transfer work that is due: messages, computed chunks, writes and deadlines.
+
+        ``copying``  event before which peers must not write to blocks: the store copies them
         """
         now = time.monotonic()
         with self._lock:
             self._producer.stepped(now)
             self._steps.end(orders.chunks)
-            if self._zeroes_late:
-                self._steps.zero(orders.receives)
+            if self._zeroes_late or copying is not None:
+                self._steps.zero(orders.receives, None if self._zeroes_late else copying)
             else:
                 for receive in orders.receives:
                     self._receive(receive, now)

@@ -16,6 +16,7 @@ from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.message_sender import agent_name
 from connectors.vllm_hma.handshake.processes import own_process, process_start_s
+from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.adapters import AdapterChanges, adapter_loads
 from connectors.vllm_hma.model.drafts import draft_identity, drafting
@@ -146,7 +147,7 @@ class WorkerConnector:
     def after_forward(self, orders: Orders) -> None:
         self._check_adapters()
         orders.receives = [self._adapters.receive(each) for each in orders.receives]
-        self.runtime.after_forward(orders)
+        self.runtime.after_forward(orders, StoreWorker.touching())
 
     def stats(self) -> TandemStats | None:
         """Return the runtime's statistics, and changed identities of adapters; None without any."""
