@@ -16,8 +16,9 @@ from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
 from app.http.http_server import proxies_refuse
 from app.installation import release_of
-from app.launch_environment import home_problem
+from app.launch_environment import home_problem, ray_temporary_directory, shared_memory
 from app.run import port_taken
+from configs.settings.base import ROLES
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 from connectors.open_files import REMEDY, too_few
@@ -26,16 +27,6 @@ PYTHON = ("3.11", "3.12", "3.13")
 RELEASES = {"vLLM": "0.32.0", "Ray": "2.60.0", "NIXL": "1.5.1"}
 """Required releases of the libraries."""
 
-RAY_STORE_BYTES = 75 * 2**20
-"""Minimum size of Ray's object store, which lies in shared memory."""
-
-ENGINE_QUEUE_BYTES = 160 * 2**20
-"""Size of the shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB.
-
-See `max_chunks` in vllm/distributed/device_communicators/shm_broadcast.py and
-VLLM_MQ_MAX_CHUNK_BYTES_MB.
-"""
-
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Longest path of a socket below Ray's temporary directory; the last number is a process id."""
 
@@ -43,6 +34,9 @@ UNIX_SOCKET_BYTES = 107
 """Linux's limit on the path of a Unix socket, without its final zero byte."""
 
 NUMA = "libnuma.so.1"
+
+FOLDERS = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "VLLM_CACHE_ROOT")
+"""Variables that name folders to which vLLM and its libraries write."""
 
 EXPIRES_SOON = timedelta(days=3)
 """Remaining validity of a certificate below which its check fails."""
@@ -91,15 +85,9 @@ def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
     yield Finding("gpus", f"{found} GPUs found, an engine needs {wanted:g} on one node", remedy)
 
 
-def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> Iterator[Finding]:
-    """Check the free shared memory for Ray and vLLM. Docker's containers have 64 MiB by default."""
-    needed = RAY_STORE_BYTES + 2 * ENGINE_QUEUE_BYTES
-    state = os.statvfs(path)
-    free = state.f_bavail * state.f_frsize
-    what = f"{path}: {free / 2**20:,.0f} MiB free; Ray and one engine of each role need {needed / 2**20:,.0f} MiB"
-    yield Finding(
-        "shared-memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
-    )
+def check_shared_memory() -> Iterator[Finding]:
+    """Check the free shared memory for Ray and one engine of each role."""
+    yield Finding("shared-memory", *shared_memory(engines=len(ROLES)))
 
 
 def check_open_files(settings: ServiceSettings) -> Iterator[Finding]:
@@ -110,15 +98,20 @@ def check_open_files(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_home() -> Iterator[Finding]:
-    """Check that the home directory can be written, for Ray's token and the libraries' caches."""
+    """Check that the home directory, and the libraries' folders elsewhere, can be written."""
     problem = home_problem()
     remedy = "" if problem is None else "set HOME to a directory that this user can write"
     yield Finding("home", problem or f"{os.path.expanduser('~')} can be written", remedy)
+    for variable in FOLDERS:
+        folder = os.environ.get(variable, "")
+        if folder and not writable(Path(folder)):
+            yield Finding("home", f"{variable}: {folder} cannot be written", "unset it, or mount a writable volume")
 
 
-def ray_temporary_directory() -> str:
-    """Return the directory below which Ray, started in this environment, creates sockets."""
-    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+def writable(folder: Path) -> bool:
+    """Return whether this user can write to `folder`, or create it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def longest_temporary_directory() -> int:
@@ -127,8 +120,10 @@ def longest_temporary_directory() -> int:
 
 
 def check_temporary_directory() -> Iterator[Finding]:
-    """Check that the paths of Ray's Unix sockets are short enough."""
+    """Check that Ray can write, and that the paths of its Unix sockets are short enough."""
     folder, limit = ray_temporary_directory(), longest_temporary_directory()
+    if not writable(Path(folder, "ray")):
+        yield Finding("temporary", f"{folder} cannot be written", "mount a writable volume there (docker run --tmpfs)")
     fits = len(os.fsencode(folder)) <= limit
     remedy = "" if fits else "set RAY_TMPDIR to a shorter path, such as /tmp"
     yield Finding(

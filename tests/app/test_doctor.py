@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -17,6 +18,7 @@ import yaml
 from vllm.config import CacheConfig
 
 from actors.upstream.vllm_cpu_kernels import CpuFeatures
+from app import launch_environment
 from app.doctor import configuration, engines, machine, store
 from app.doctor.__main__ import CHECKS, examine, main
 from app.doctor.configuration import check_readable
@@ -366,9 +368,9 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
 
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A /dev/shm smaller than the engines need is reported."""
-    state = machine.os.statvfs("/dev/shm")
-    monkeypatch.setattr(machine, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
-    (finding,) = machine.check_shared_memory(ServiceSettings())
+    state = os.statvfs("/dev/shm")
+    monkeypatch.setattr(launch_environment, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
+    (finding,) = machine.check_shared_memory()
     assert not finding.ok
     assert "enlarge /dev/shm" in finding.remedy
 
@@ -392,6 +394,18 @@ def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.Monk
     assert "set RAY_TMPDIR" in finding.remedy
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     assert [one.ok for one in machine.check_temporary_directory()] == [True]
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a read-only root. /proc stands for it: root can write elsewhere."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "new" / "cache"))
+    assert [one.ok for one in machine.check_home()] == [True]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self/cache")
+    assert [one.what for one in machine.check_home() if not one.ok] == [
+        "XDG_CACHE_HOME: /proc/self/cache cannot be written"
+    ]
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/self")
+    assert [one.what for one in machine.check_temporary_directory() if not one.ok] == ["/proc/self cannot be written"]
 
 
 def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:

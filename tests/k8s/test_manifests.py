@@ -13,6 +13,9 @@ from tests.k8s.check import DIRECTORIES, ROOT, only, pods, problems
 from tests.k8s.kustomize import render
 from tests.k8s.service import ROLES, embedded
 
+READ_ONLY_ROOT = ROOT / "components" / "read-only-root"
+"""The component that no overlay uses."""
+
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
 def test_what_is_shipped_is_right(directory: Path) -> None:
@@ -20,9 +23,31 @@ def test_what_is_shipped_is_right(directory: Path) -> None:
     assert problems(render(directory)) == []
 
 
+@pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
+def test_a_root_that_cannot_be_written(tmp_path: Path, directory: Path) -> None:
+    """On each variant, no container can write its root; /tmp, /dev/shm and HOME are on volumes."""
+    used = {"resources": [str(directory)], "components": [str(READ_ONLY_ROOT)]}
+    kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kind | used))
+    manifests = render(tmp_path)
+    assert problems(manifests) == []
+    cluster = only(manifests, "RayService")[0]["spec"]["rayClusterConfig"]
+    templates = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    found = [(pod, container) for pod in templates for container in pod["containers"]]
+    for pod, container in [*found, (templates[0], cluster["autoscalerOptions"])]:
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        volumes = {one["name"] for one in pod["volumes"] if "emptyDir" in one}
+        mounts = {one["mountPath"] for one in container["volumeMounts"] if one["name"] in volumes}
+        (home,) = (one["value"] for one in container["env"] if one["name"] == "HOME")
+        assert {"/tmp", home} <= mounts
+        assert "/dev/shm" in mounts or container not in pod["containers"]
+    for redis in only(manifests, "StatefulSet"):
+        assert redis["spec"]["template"]["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+
+
 def test_nothing_is_left_out() -> None:
     """A check covers each YAML file under k8s/."""
-    used = {path for directory in DIRECTORIES for path in _files(directory)}
+    used = {path for directory in (*DIRECTORIES, READ_ONLY_ROOT) for path in _files(directory)}
     assert set(ROOT.rglob("*.yaml")) - used == set()
 
 
