@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from actors.engine.startup.gpu_defaults import SAMPLER, why_not_compiled
 from actors.process import open_files_of
 from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
@@ -43,6 +46,13 @@ EXPIRES_SOON = timedelta(days=3)
 
 RDMA = Path("/sys/class/infiniband")
 NETWORK = Path("/sys/class/net")
+PROC = Path("/proc")
+HOST_PIDS = 0xEFFFFFFC
+"""Inode of the host's PID namespace (PROC_PID_INIT_INO in include/linux/proc_ns.h)."""
+
+DMA_BUF_KERNEL = (5, 12)
+"""First release of Linux whose RDMA devices can register dma-bufs."""
+
 RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "rc_x", "rc_v", "ud_x", "ud_v", "dc_x")
 
 
@@ -69,8 +79,9 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
     yield Finding("libraries", f"{NUMA} is installed")
 
 
-def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that this machine has as many GPUs as each engine needs on one node.
+def check_gpus(settings: ServiceSettings, proc: Path = PROC, rdma: Path = RDMA) -> Iterator[Finding]:
+    """Check that this machine has as many GPUs as each engine needs on one node, the compiler of
+    FlashInfer's sampler, and what CUDA IPC needs.
 
     The ranks of executor `ray` may be on several nodes, with one GPU each. Yields nothing if no
     engine needs a GPU.
@@ -83,6 +94,31 @@ def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
     found = torch.cuda.device_count()
     remedy = "" if found >= wanted else "install vLLM's CUDA build and an NVIDIA driver, or lower num_gpus"
     yield Finding("gpus", f"{found} GPUs found, an engine needs {wanted:g} on one node", remedy)
+    reason = why_not_compiled()
+    for name, role in settings.roles():
+        if role.num_gpus and reason:
+            demanded = role.environment.get(SAMPLER, os.environ.get(SAMPLER)) == "1"
+            remedy = f"install them, or remove {SAMPLER}" if demanded else ""
+            yield Finding("gpus", f"{name}: vLLM samples without FlashInfer: {reason}", remedy)
+    if not _names(rdma):
+        yield from _cuda_ipc(settings, found, proc)
+
+
+def _cuda_ipc(settings: ServiceSettings, gpus: int, proc: Path) -> Iterator[Finding]:
+    """Yield what keeps CUDA IPC from joining the engines of this node. Opens no handle.
+
+    Without it and RDMA, UCX emulates writes to GPU memory over TCP
+    (https://github.com/vllm-project/vllm/pull/55906).
+    """
+    import torch
+
+    apart = [f"{a}-{b}" for a, b in combinations(range(gpus), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        remedy = "give both roles GPUs with peer access (nvidia-smi topo -p2p w), or use RDMA"
+        yield Finding("gpus", f"KV between GPUs {', '.join(apart)} moves over TCP: no peer access", remedy)
+    if any(role.label_selector for _, role in settings.roles()) and (proc / "self/ns/pid").stat().st_ino != HOST_PIDS:
+        remedy = "set hostPID: true for the pods of both roles and show them each other's GPUs, or use RDMA"
+        yield Finding("gpus", "KV between pods moves over TCP: this pod has its own PID namespace", remedy)
 
 
 def check_shared_memory() -> Iterator[Finding]:
@@ -195,17 +231,25 @@ def _port_range(text: str) -> Finding:
     return Finding("ports", f"UCX_TCP_PORT_RANGE {text}: {free} are free", few)
 
 
-def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK) -> Iterator[Finding]:
-    """Check the limit of pinned memory for RDMA, and the configured devices and transports of UCX.
+def check_ucx_devices(
+    settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK, proc: Path = PROC
+) -> Iterator[Finding]:
+    """Check GPUDirect and the limit of pinned memory for RDMA, and UCX's configured devices and
+    transports.
 
     Reads `transfer.devices`, UCX_NET_DEVICES and UCX_TLS.
     """
-    devices = sorted(path.name for path in rdma.iterdir()) if rdma.is_dir() else []
-    interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
+    devices, interfaces = _names(rdma), _names(network)
     yield Finding("ucx", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
     if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
         remedy = "remove the limit: ulimit -l unlimited; on Kubernetes, LimitMEMLOCK=infinity for the container runtime"
         yield Finding("ucx", f"only {limit / 2**20:,.0f} MiB of memory may be pinned (RLIMIT_MEMLOCK)", remedy)
+    driver = proc / "driver/nvidia/version"
+    if devices and driver.exists() and any(role.num_gpus for _, role in settings.roles()):
+        how = gpudirect((proc / "modules").read_text(), driver.read_text(), platform.release())
+        remedy = "modprobe nvidia_peermem (GPU operator: driver.rdma.enabled), or the driver's open kernel modules"
+        what = f"RDMA reaches GPU memory: {how}" if how else "RDMA does not reach GPU memory: KV moves through the host"
+        yield Finding("ucx", what, "" if how else remedy)
     for name, role in settings.roles():
         environment = ucx_environment(role.environment)
         named = settings.transfer.devices or environment.get("UCX_NET_DEVICES", "all").split(",")
@@ -226,6 +270,23 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
                 "give the machine an RDMA device (a pod requests the device plugin's resource), or add tcp to UCX_TLS"
             )
             yield Finding("ucx", f"{name}: UCX_TLS contains {asked[0]}, but there is no RDMA device", remedy)
+
+
+def gpudirect(modules: str, driver: str, kernel: str) -> str | None:
+    """Return how RDMA devices reach GPU memory, or None.
+
+    ``modules``, ``driver``  contents of /proc/modules and /proc/driver/nvidia/version
+    ``kernel``               release of Linux
+    """
+    for module in {line.partition(" ")[0] for line in modules.splitlines()} & {"nvidia_peermem", "nv_peer_mem"}:
+        return f"{module} is loaded"
+    # Only the open modules export GPU memory as dma-bufs.
+    supported = tuple(map(int, re.findall(r"\d+", kernel)[:2])) >= DMA_BUF_KERNEL
+    return f"dma-buf, Linux {kernel}" if supported and "Open Kernel Module" in driver else None
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:
