@@ -80,8 +80,8 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_gpus(settings: ServiceSettings, proc: Path = PROC, rdma: Path = RDMA) -> Iterator[Finding]:
-    """Check that this machine has as many GPUs as each engine needs on one node, the compiler of
-    FlashInfer's sampler, and what CUDA IPC needs.
+    """Check that this machine has the GPUs that each engine needs on one node, what CUDA IPC needs
+    between them, and the compiler of FlashInfer's sampler.
 
     The ranks of executor `ray` may be on several nodes, with one GPU each. Yields nothing if no
     engine needs a GPU.
@@ -234,8 +234,7 @@ def _port_range(text: str) -> Finding:
 def check_ucx_devices(
     settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK, proc: Path = PROC
 ) -> Iterator[Finding]:
-    """Check GPUDirect and the limit of pinned memory for RDMA, and UCX's configured devices and
-    transports.
+    """Check RDMA's access to GPUs, its limit of pinned memory, and UCX's devices and transports.
 
     Reads `transfer.devices`, UCX_NET_DEVICES and UCX_TLS.
     """
@@ -276,7 +275,6 @@ def gpudirect(modules: str, driver: str, kernel: str) -> str | None:
     """Return how RDMA devices reach GPU memory, or None.
 
     ``modules``, ``driver``  contents of /proc/modules and /proc/driver/nvidia/version
-    ``kernel``               release of Linux
     """
     for module in {line.partition(" ")[0] for line in modules.splitlines()} & {"nvidia_peermem", "nv_peer_mem"}:
         return f"{module} is loaded"

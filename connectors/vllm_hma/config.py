@@ -74,11 +74,10 @@ class ConnectorConfig:
         """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
         ``devices`` takes precedence, then the environment variable UCX_NET_DEVICES. An engine with
-        its side channel on a loopback address has peers on this host only and uses ``lo`` and RDMA,
-        by which KV leaves a GPU that CUDA IPC does not reach. On a host with RDMA devices, UCX
-        chooses. On other hosts, the result is the interface with the address ``reachable_host``, if
-        there is one. UCX itself could choose a transient interface, and hang when that interface
-        disappears (docs/decisions/0006).
+        its side channel on a loopback address has peers on this host only and uses ``lo`` and RDMA.
+        On a host with RDMA devices, UCX chooses. On other hosts, the result is the interface with
+        the address ``reachable_host``, if there is one. UCX itself could choose a transient
+        interface, and hang when that interface disappears (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices

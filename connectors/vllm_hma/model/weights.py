@@ -73,20 +73,20 @@ def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
 def begin_digests(path: Path) -> list[threading.Thread]:
     """Begin to cache the digests of a folder's weight files, while vLLM loads them; return threads.
 
-    Those who need a digest wait for the thread that reads the file, and report its errors
-    themselves. Does nothing for other paths, and if nothing can be cached.
+    ``digest_weights`` waits for the thread that reads a file. Does nothing if ``path`` is no
+    folder, or if nothing can be cached.
     """
-    files = iter(_weight_files(path) if path.is_dir() else [])
-    threads = [threading.Thread(target=_cache_digests, args=(files,), daemon=True) for _ in range(_THREADS)]
+    files = iter(_weight_files(path))
+
+    def cache() -> None:
+        for file in files:
+            with contextlib.suppress(ConfigurationError, OSError):  # `digest_weights` raises it
+                _cached_digest(file, needed=False)
+
+    threads = [threading.Thread(target=cache, daemon=True) for _ in range(_THREADS)]
     for thread in threads:
         thread.start()
     return threads
-
-
-def _cache_digests(files: Iterator[Path]) -> None:
-    for file in files:
-        with contextlib.suppress(ConfigurationError, OSError):
-            _cached_digest(file, needed=False)
 
 
 def _check_unchanged(file: Path, since_s: float) -> None:
@@ -168,10 +168,7 @@ def _state(file: Path) -> str:
 
 
 def _file_system(device: int, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the source of a file system of _REMOTE, such as ``server:/export``; else its number.
-
-    Hosts number remote file systems as they mount them, so the number would change with each pod.
-    """
+    """Return the source of a remote file system, whose number differs by host; else its number."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines() if mounts.exists() else ():
         mount, _, source = line.partition(" - ")
