@@ -11,6 +11,7 @@ from typing import Any
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from app.http.http_server import SERVICE_PATH
+from app.launch_environment import ENGINE_QUEUE_BYTES
 from app.run import load
 from configs.settings.base import SettingsError
 from configs.settings.deployment import PlacementSettings, RoleSettings
@@ -48,6 +49,7 @@ def problems(service: dict[str, Any]) -> list[str]:
         *_cluster_timeouts(service["spec"], settings),
         *(line for group in groups for line in _ports(group, settings)),
         *(line for group in groups for line in _store(group, settings)),
+        *(line for group in [cluster["headGroupSpec"], *groups] for line in _shared_memory(group, settings)),
     ]
 
 
@@ -245,13 +247,6 @@ def _store(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     store, name = settings.store, group["groupName"]
     if not store.enabled or not _engines(group, settings):
         return
-    shared = _volume(group, "/dev/shm")
-    needed_mib = store.staging_mib + (
-        store.memory_gib * 1024 if Path(store.memory_path).is_relative_to("/dev/shm") else 0
-    )
-    limit = (shared or {}).get("emptyDir", {}).get("sizeLimit")
-    if limit is not None and amount(limit) < needed_mib * 2**20:
-        yield f"{name}: the volume of /dev/shm has {limit}, but the store needs {needed_mib:g} MiB of it"
     if not store.path:
         return
     volume = _volume(group, store.path)
@@ -263,6 +258,24 @@ def _store(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
         yield f"{name}: the volume of store.path has {limit}, but store.disk_gib {store.disk_gib:g} needs more"
     if "emptyDir" in volume and _mounted_at(group, volume["name"]) == Path(store.path):
         yield f"{name}: store.path must be below its mount: all users may write to the root of an emptyDir"
+
+
+def _shared_memory(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
+    """Ray's object store, an engine's queue and the KV store fit into the volume of /dev/shm."""
+    name, store = group.get("groupName", "head"), settings.store
+    size = (group.get("rayStartParams") or {}).get("object-store-memory")
+    if size is None:
+        yield f"{name}: rayStartParams object-store-memory must be set, or Ray takes 30% of the pod's memory"
+        return
+    needed = int(size)
+    if _engines(group, settings):
+        needed += ENGINE_QUEUE_BYTES
+        if store.enabled:
+            needed += store.staging_mib * 2**20
+            needed += int(store.memory_gib * 2**30) if Path(store.memory_path).is_relative_to("/dev/shm") else 0
+    limit = (_volume(group, "/dev/shm") or {}).get("emptyDir", {}).get("sizeLimit", 0)
+    if amount(limit) < needed:
+        yield f"{name}: the volume of /dev/shm has {limit}, but Ray, vLLM and the store need {needed / 2**20:g} MiB"
 
 
 def _volume(group: dict[str, Any], path: str) -> dict[str, Any] | None:

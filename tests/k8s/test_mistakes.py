@@ -201,6 +201,11 @@ def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_
         (put(f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", "1"), 'num-cpus must be "0"'),
         (put(f"{DECODE}/labels/tandem~1role", "prefill"), "must match one worker group, not prefill, decode"),
         (put(f"{DECODE}{RAY}/readinessProbe/httpGet/path", "/health"), "the readiness probe must ask Serve's proxy"),
+        (
+            drop(f"{CLUSTER}/headGroupSpec/rayStartParams/object-store-memory"),
+            "head: rayStartParams object-store-memory",
+        ),
+        (put(f"{ROUTER}/rayStartParams/object-store-memory", "1207959552"), "/dev/shm has 1Gi, but Ray, vLLM and"),
         (put(f"{DECODE}{RAY}/env/2/value", "20000-20010"), "UCX_TCP_PORT_RANGE must be a range"),
     ],
 )
@@ -235,7 +240,10 @@ def test_a_label_that_matches_nothing(
     [
         (drop(f"{DECODE}{RAY}/volumeMounts/2"), "decode: no volume is mounted at or above store.path"),
         (put(f"{PREFILL}{POD}/volumes/2/emptyDir/sizeLimit", "16Gi"), "prefill: the volume of store.path has 16Gi"),
-        (put(f"{PREFILL}{POD}/volumes/1/emptyDir/sizeLimit", "511Mi"), "/dev/shm has 511Mi, but the store needs 512"),
+        (
+            put(f"{PREFILL}{POD}/volumes/1/emptyDir/sizeLimit", "799Mi"),
+            "/dev/shm has 799Mi, but Ray, vLLM and the store need 800",
+        ),
         (
             put(f"{DECODE}{RAY}/volumeMounts/2/mountPath", "/var/lib/tandem/kv-store"),
             "decode: store.path must be below its mount",
