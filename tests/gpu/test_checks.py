@@ -55,10 +55,10 @@ def test_the_checks_run_without_vllm(pair: Pair) -> None:
 
 @pytest.mark.gpu
 @NO_GPU
-def test_engines_on_a_gpu() -> None:
+def test_engines_on_a_gpu(tmp_path: Path) -> None:
     """Two shapes through vLLM, as ``make gpu-check`` runs them."""
     pytest.importorskip("vllm")
-    result = list(gpu_check.run(gpu_check.ENGINES, "cuda:0"))
+    result = list(gpu_check.run(gpu_check.ENGINES, "cuda:0", tmp_path))
     assert [each.verdict for each in result] == ["ok"], result
 
 
