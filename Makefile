@@ -317,7 +317,7 @@ stopped-rank: $(STAMP) ## Stop a rank of a real prefill engine in mid-write, kil
 	$(BIN)/python -m tests.campaigns.hosts.stopped_engine_rank $(if $(filter file,$(origin COUNT)),,--count $(COUNT))
 
 .PHONY: gpu-check
-gpu-check: ## Check transport, fences, digests and layers on this machine's NVIDIA GPU, with or without vLLM: GPU_PYTHON=python3
+gpu-check: ## Check transport, digests, engines and the service on this machine's NVIDIA GPUs, in 5 minutes; report in build/gpu-check.json: GPU_PYTHON=python3
 	@$(GPU_PYTHON) -m tests.campaigns.gpu
 
 .PHONY: latency-breakdown

@@ -186,7 +186,7 @@ def _program(part: Part, device: str, folder: Path, give_up_at: float) -> tuple[
             code = process.wait()
     said = log.read_text(errors="replace")
     if code:
-        raise RuntimeError(f"{' '.join(command)}: {code}\n{said[-4000:]}")
+        raise RuntimeError(f"{' '.join(command)}: {code}\n{said[-1500:]}")
     figures = re.findall(r"^figures: (.*)$", said, re.MULTILINE)
     return "; ".join(re.findall(r"^found: (.*)$", said, re.MULTILINE)), json.loads(figures[-1] if figures else "{}")
 

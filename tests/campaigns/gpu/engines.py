@@ -40,13 +40,13 @@ def main() -> None:
         "kv_cache_memory_bytes": CACHE_BYTES,
         "gpu_memory_utilization": 0.3,
     }
+    block = 16
     if arguments.device == "cpu":
-        engine = {}
+        engine, block = {}, 32
+    small, large = {"block_size": block}, {"block_size": 2 * block}
     shapes = {
-        "llama, blocks of 16 to 32": Family(
-            llama, TOLERANCE, engine, prefill={"block_size": 16}, decode={"block_size": 32}
-        ),
-        "gemma3, blocks of 16": Family(gemma3, TOLERANCE, engine | {"block_size": 16}),
+        f"llama, blocks of {block} to {2 * block}": Family(llama, TOLERANCE, engine, prefill=small, decode=large),
+        f"gemma3, blocks of {block}": Family(gemma3, TOLERANCE, engine | small),
     }
     pairs = [(1, 1), (1, 2)] if torch.accelerator.device_count() > 1 else [(1, 1)]
     failed = 0

@@ -1,7 +1,7 @@
 """TTFT over one engine, over Tandem's pair or over NixlConnector's, with the arguments of
 configs/gpu.yaml.
 
-    python -m tests.campaigns.gpu.pairs FOLDER one_engine|tandem|nixl_connector [--device cpu]
+    python -m tests.campaigns.gpu.pairs FOLDER one_engine|tandem|nixl_connector --device cuda:0
 
 The model has the dimensions of Qwen3-1.7B and random weights. Two GPUs get an engine each; on one,
 both engines share it. Arms in several processes measure in turns (a lock on FOLDER). A CPU
@@ -10,7 +10,6 @@ rehearses the flow with a small model.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import fcntl
 import itertools
@@ -29,14 +28,13 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
-ARMS = ("tandem", "nixl_connector", "one_engine")
 REQUESTS, WARM_UP, AT_ONCE, ANSWER_TOKENS, BLOCK_TOKENS = 8, 2, 16, 9, 128
 LENGTHS, SMALL_LENGTHS = (512, 2048, 8192), (130, 700)
 SHAPE = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "vocab_size": 151936}
 SHAPE |= {"num_key_value_heads": 8, "num_hidden_layers": 28}
 SMALL_SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 2048}
 SMALL_SHAPE |= {"num_key_value_heads": 2, "num_hidden_layers": 4}
-STAGES = ("chunk", "write", "written", "sent", "verified", "received")
+STAGES = ("chunk", "write", "written", "verified", "received")
 """Events of a handover in order; a stage ends with the last such event of a transfer."""
 
 
@@ -155,16 +153,10 @@ async def measure(arm: str, engines: list[Any], folder: Path, cpu: bool) -> dict
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("arm", choices=ARMS)
-    parser.add_argument("--device", default="cuda:0")
-    options = parser.parse_args()
-    cpu = options.device == "cpu"
-    engines = start(options.arm, options.folder, cpu)
+def main(folder: Path, arm: str, cpu: bool) -> None:
+    engines = start(arm, folder, cpu)
     try:
-        figures = asyncio.run(measure(options.arm, engines, options.folder, cpu))
+        figures = asyncio.run(measure(arm, engines, folder, cpu))
     finally:
         for engine in reversed(engines):
             engine.shutdown()
@@ -175,4 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[-1] == "cpu")
