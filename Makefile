@@ -322,7 +322,7 @@ emulated-gpu: ## Run pairs of engines on an emulated GPU, without one (slow; tes
 	.venv-gpu/bin/python -m testing.emulated_gpu $(STEPS)
 
 .PHONY: gpu-check
-gpu-check: ## Check transport, fences, digests and layers on this machine's NVIDIA GPU, with or without vLLM: GPU_PYTHON=python3
+gpu-check: ## Check transport, digests, engines and the service on this machine's NVIDIA GPUs, in 5 minutes; report in build/gpu-check.json: GPU_PYTHON=python3
 	@$(GPU_PYTHON) -m tests.campaigns.gpu
 
 .PHONY: latency-breakdown

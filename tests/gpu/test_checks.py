@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from configs.settings.parsing import parse_settings
+from connectors.vllm_hma.worker_side.trace import read_trace
 from tests.campaigns.gpu import __main__ as gpu_check
 from tests.campaigns.gpu import conformance, steps
 from tests.campaigns.gpu.device import set_current
 from tests.campaigns.gpu.pair import Pair
+from tests.campaigns.gpu.pairs import stages_ms
+from tests.campaigns.gpu.service import configuration
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,10 +62,10 @@ def test_the_checks_run_without_vllm(pair: Pair) -> None:
 
 @pytest.mark.gpu
 @NO_GPU
-def test_engines_on_a_gpu() -> None:
+def test_engines_on_a_gpu(tmp_path: Path) -> None:
     """Two shapes through vLLM, as ``make gpu-check`` runs them."""
     pytest.importorskip("vllm")
-    result = list(gpu_check.run(gpu_check.ENGINES, "cuda:0"))
+    result = list(gpu_check.run(gpu_check.ENGINES, "cuda:0", tmp_path))
     assert [each.verdict for each in result] == ["ok"], result
 
 
@@ -95,6 +102,41 @@ def test_a_check_that_fails_is_told() -> None:
 
     result = gpu_check._timed("broken", broken)  # noqa: SLF001 (a GPU that fails is not at hand)
     assert (result.verdict, "two bytes differ" in result.found) == ("FAILED", True)
+
+
+def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    """The five minutes hold, and the report has the check."""
+    (result,) = gpu_check.run(gpu_check.ENGINES, "cpu", tmp_path, give_up_at=0.0)
+    assert (result.verdict, "-9" in result.found) == ("FAILED", True)
+
+
+def test_the_stages_of_a_handover() -> None:
+    """Medians of the prompts of 512 tokens in the trace of an H100, as docs/benchmarks.md says: the
+    digests take most of a handover.
+    """
+    transfers: list[list[dict[str, Any]]] = [[]]
+    for event in read_trace(ROOT / "benchmarks" / "results" / "h100_2026_11_27_trace_block_128.jsonl"):
+        transfers[-1].append(event)
+        transfers += [[]] if event["event"] == "received" else []
+    rows = [stages_ms(one) for one in transfers if {e["tokens"] for e in one if e["event"] == "chunk"} == {511}]
+    medians = {name: round(statistics.median(row[name] for row in rows), 1) for name in rows[0]}
+    assert medians == {
+        "chunk -> write": 4.8,
+        "write -> written": 0.1,
+        "written -> verified": 15.9,
+        "verified -> received": 0.1,
+    }
+
+
+def test_the_service_has_the_arguments_of_gpu_yaml(tmp_path: Path) -> None:
+    """Only the model differs with two GPUs; one is shared."""
+    args = yaml.safe_load((ROOT / "configs" / "gpu.yaml").read_text())["applications"][0]["args"]
+    for gpus in (0, 1, 2):
+        path = configuration(tmp_path, gpus)
+        given = parse_settings(yaml.safe_load(path.read_text())["applications"][0]["args"])
+        assert (given.model, given.prefill.num_gpus, given.decode.num_gpus) == ("demo", gpus / 2, gpus / 2)
+        if gpus == 2:
+            assert given.engine == args["engine"] | {"max_model_len": 2048}
 
 
 def test_no_package_is_imported_before_a_gpu_is_found() -> None:

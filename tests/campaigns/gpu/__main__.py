@@ -1,9 +1,10 @@
-"""Check Tandem's transport, fences and digests on this machine's NVIDIA GPU: ``make gpu-check``.
+"""Check Tandem on this machine's NVIDIA GPUs within five minutes: ``make gpu-check``.
 
-    python -m tests.campaigns.gpu [--device cuda:0] [--out gpu.json]
+    python -m tests.campaigns.gpu [--device cuda:0] [--out build/gpu-check.json]
 
-Needs torch, numpy, xxhash and NIXL; checks with missing packages are skipped by name. If vLLM is
-installed, engines are compared as well. Without a GPU it lists the checks and exits with 0.
+Transport, fences and digests need torch, numpy, xxhash and NIXL. With vLLM and Ray it also compares
+engines, asks the service, and measures TTFT over one engine, Tandem and NixlConnector. Checks with
+missing packages are skipped by name. Without a GPU it lists the checks and exits with 0.
 """
 
 from __future__ import annotations
@@ -11,30 +12,43 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 BULK_BYTES = 2**30
-ENGINES_S = 1800.0
+WITHIN_S = 300.0
+AT_ONCE = 2
+"""Number of programs that run at once. Each starts two or three engines, mostly on the CPU."""
 PACKAGE = __spec__.parent if __spec__ else "tests.campaigns.gpu"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Checks of one module: names, and the packages that they need."""
+    """Checks of one module: names, and the packages that they need.
+
+    ``program``: each check is a process of this module, because vLLM starts its engine cores before
+    it uses a GPU.
+    """
 
     title: str
     names: tuple[str, ...]
     needs: tuple[str, ...]
+    program: str = ""
 
 
 STEPS = Part(
@@ -44,6 +58,7 @@ STEPS = Part(
         "layers_come_out_in_order",
         "digests_are_a_cpus",
         "a_digest_does_not_wait_for_the_forward_pass",
+        "speed_of_a_digest",
     ),
     ("torch", "numpy", "xxhash"),
 )
@@ -64,18 +79,27 @@ CONFORMANCE = Part(
     ),
     ("torch", "numpy", "xxhash", "nixl"),
 )
-ENGINES = Part("engines", ("identity_of_two_shapes",), ("torch", "numpy", "xxhash", "nixl", "vllm", "transformers"))
-PARTS = (STEPS, CONFORMANCE, ENGINES)
+_SERVED = ("torch", "numpy", "xxhash", "nixl", "vllm", "transformers", "ray", "uvicorn")
+SERVICE = Part("service", ("the_service_answers",), _SERVED, "service")
+ENGINES = Part("engines", ("identity_of_two_shapes",), _SERVED[:-2], "engines")
+PAIRS = tuple(
+    Part(f"TTFT of {arm}", (arm,), _SERVED[:-2], "pairs") for arm in ("tandem", "nixl_connector", "one_engine")
+)
+PROGRAMS = (SERVICE, ENGINES, *PAIRS)
+PARTS = (STEPS, CONFORMANCE, *PROGRAMS)
 
 
 @dataclass(frozen=True)
 class Result:
-    """``verdict`` is ok, FAILED or skipped; ``found`` is the observation, or the reason."""
+    """``verdict`` is ok, FAILED or skipped; ``found`` is the observation, or the reason, and
+    ``figures`` are the measurements.
+    """
 
     check: str
     verdict: str
     found: str
     seconds: float
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def gpus() -> list[str]:
@@ -97,15 +121,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run(part: Part, device: str) -> Iterator[Result]:
-    """Run the checks of a part, each independently of the others' results."""
+def run(part: Part, device: str, folder: Path = Path(), give_up_at: float = math.inf) -> Iterator[Result]:
+    """Run the checks of a part, each independently of the others' results.
+
+    ``folder``, ``give_up_at``  of parts with a program: files, and when it is killed
+    """
     missing = [name for name in part.needs if find_spec(name) is None]
     if missing:
         yield from (Result(name, "skipped", f"needs {', '.join(missing)}", 0.0) for name in part.names)
         return
     try:
-        if part is ENGINES:
-            yield _timed(part.names[0], _identity)
+        if part.program:
+            yield _timed(part.names[0], lambda: _program(part, device, folder, give_up_at))
         elif part is STEPS:
             yield from _run_steps(device)
         else:
@@ -131,32 +158,61 @@ def _run_conformance(device: str) -> Iterator[Result]:
     from tests.campaigns.gpu import conformance
     from tests.campaigns.gpu.pair import Pair
 
-    with Pair(torch.device(device), BULK_BYTES) as pair:
+    peers = [device] if device == "cpu" or torch.cuda.device_count() < 2 else [device, "cuda:1"]
+    for peer in peers:
+        with Pair(torch.device(device), BULK_BYTES, torch.device(peer)) as pair:
 
-        def play(case: Callable[[Pair], str]) -> str:
-            pair.refill()
-            return case(pair)
+            def play(case: Callable[[Pair], Any], pair: Pair = pair) -> Any:
+                pair.refill()
+                return case(pair)
 
-        for case in conformance.CASES:
-            yield _timed(case.__name__, lambda case=case: play(case))  # type: ignore[misc]
-
-
-def _identity() -> str:
-    """Run the engines in a separate process: vLLM starts its engine cores before it uses a GPU."""
-    command = [sys.executable, "-m", f"{PACKAGE}.engines"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ENGINES_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    return "; ".join(line for line in done.stdout.splitlines() if line.startswith("identity: "))
+            for case in conformance.CASES:
+                name = case.__name__ if peer == device else f"{case.__name__}, {device} to {peer}"
+                yield _timed(name, lambda case=case: play(case))  # type: ignore[misc]
 
 
-def _timed(name: str, work: Callable[[], str]) -> Result:
+def _program(part: Part, device: str, folder: Path, give_up_at: float) -> tuple[str, dict[str, Any]]:
+    """Run a part in a process of its own, which vLLM's engine cores are started from."""
+    command = [sys.executable, "-m", f"{PACKAGE}.{part.program}", str(folder)]
+    command += [*part.names[: part in PAIRS], "--device", device]
+    log = folder / f"{part.names[0]}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(max(0.0, min(give_up_at - time.monotonic(), threading.TIMEOUT_MAX)))
+        except subprocess.TimeoutExpired:
+            # Out of time. The service's launcher has its own session, and notices its parent's end.
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+    said = log.read_text(errors="replace")
+    if code:
+        raise RuntimeError(f"{' '.join(command)}: {code}\n{said[-1500:]}")
+    figures = re.findall(r"^figures: (.*)$", said, re.MULTILINE)
+    return "; ".join(re.findall(r"^found: (.*)$", said, re.MULTILINE)), json.loads(figures[-1] if figures else "{}")
+
+
+def _run_all(parts: tuple[Part, ...], device: str, give_up_at: float) -> Iterator[Result]:
+    """Run parts in this process first, alone, then the programs, AT_ONCE at once."""
+    for part in parts:
+        if not part.program:
+            yield from run(part, device)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        programs = [part for part in parts if part.program]
+        for results in pool.map(lambda part: list(run(part, device, Path(folder), give_up_at)), programs):
+            yield from results
+
+
+def _timed(name: str, work: Callable[[], Any]) -> Result:
+    """Return the result of a check, which returns its observation, or that and figures."""
     began = time.monotonic()
+    figures: dict[str, Any] = {}
     try:
         found, verdict = work(), "ok"
+        if isinstance(found, tuple):
+            found, figures = found
     except Exception as error:
         found, verdict = f"{error!r}\n{traceback.format_exc()}", "FAILED"
-    return Result(name, verdict, found, round(time.monotonic() - began, 2))
+    return Result(name, verdict, found, round(time.monotonic() - began, 2), figures)
 
 
 def describe() -> str:
@@ -172,8 +228,10 @@ def describe() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Return 1 if a check has failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0", help="torch's name of the device; cpu runs what a CPU can")
-    parser.add_argument("--out", type=Path, help="write the results to this file, too")
+    parser.add_argument("--device", default="cuda:0", help="torch's name of the device; cpu rehearses on a CPU")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-check.json"), help="the report")
+    parser.add_argument("--engines", action="store_true", help="on a CPU, rehearse the engines' checks too")
+    parser.add_argument("--within-s", type=float, default=WITHIN_S, help="limit of all checks together, in seconds")
     options = parser.parse_args(argv)
     found = gpus()
     if options.device != "cpu":
@@ -186,15 +244,15 @@ def main(argv: list[str] | None = None) -> int:
     about: dict[str, Any] = {"device": options.device, "gpus": found, "cores": os.cpu_count(), "versions": versions()}
     print(json.dumps(about), flush=True)
     results = []
-    for part in PARTS if options.device != "cpu" else PARTS[:2]:
-        for result in run(part, options.device):
-            results.append(result)
-            print(f"{result.verdict:8} {result.seconds:7.2f} s  {result.check}: {result.found}", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(about | {"results": [asdict(each) for each in results]}, indent=1) + "\n")
+    parts = PARTS if options.device != "cpu" or options.engines else (STEPS, CONFORMANCE)
+    for result in _run_all(parts, options.device, time.monotonic() + options.within_s):
+        results.append(result)
+        print(f"{result.verdict:8} {result.seconds:7.2f} s  {result.check}: {result.found}", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(about | {"results": [asdict(each) for each in results]}, indent=1) + "\n")
     failed = sum(result.verdict == "FAILED" for result in results)
     skipped = sum(result.verdict == "skipped" for result in results)
-    print(f"{len(results) - failed - skipped} checks passed, {failed} failed, {skipped} skipped")
+    print(f"{len(results) - failed - skipped} checks passed, {failed} failed, {skipped} skipped; report: {options.out}")
     return 1 if failed else 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,7 +168,7 @@ def a_busy_device_does_not_delay_a_write(pair: Pair) -> str:
     return "the write ended first" if still_busy else "the device was idle, or the write waited for it"
 
 
-def bandwidth(pair: Pair) -> str:
+def bandwidth(pair: Pair) -> tuple[str, dict[str, Any]]:
     """Writes of scattered runs between the processes, and the device's own copy.
 
     Medians, without a limit.
@@ -189,18 +190,23 @@ def bandwidth(pair: Pair) -> str:
             pair.theirs.bulk + np.random.default_rng(kib).permutation(at),
             np.full(len(at), length, np.int64),
         )
-        took_s = []
+        took_s, posting_s = [], []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            pair.write(runs)
+            handle = pair.post(runs)
+            posting_s.append(time.perf_counter() - began)
+            until(lambda handle=handle: pair.ours.transport.poll(handle), "a write")  # type: ignore[misc]
             took_s.append(time.perf_counter() - began)
-        measured.append((kib, runs.total_bytes / np.median(took_s) / 1e9))
+        measured.append((kib, runs.total_bytes / np.median(took_s) / 1e9, 1e6 * np.median(posting_s) / len(at)))
     own = half / np.median(copied_s) / 1e9
-    shown = ", ".join(f"{kib} KiB {speed:.2f} GB/s ({speed / own:.2f})" for kib, speed in measured)
-    return f"{shown}; own copy {own:.2f} GB/s (1)"
+    shown = ", ".join(
+        f"{kib} KiB {speed:.2f} GB/s ({speed / own:.2f}), {us:.2f} us a run" for kib, speed, us in measured
+    )
+    figures = {f"{kib} KiB": {"GB_s": round(speed, 2), "post_us_a_run": round(us, 2)} for kib, speed, us in measured}
+    return f"{shown}; own copy {own:.2f} GB/s (1)", figures | {"own copy": {"GB_s": round(own, 2)}}
 
 
-CASES: tuple[Callable[[Pair], str], ...] = (
+CASES: tuple[Callable[[Pair], Any], ...] = (
     a_write_moves_its_bytes_and_no_others,
     a_whole_region_is_written,
     ten_thousand_fragments,
@@ -213,4 +219,6 @@ CASES: tuple[Callable[[Pair], str], ...] = (
     a_busy_device_does_not_delay_a_write,
     bandwidth,
 )
-"""Checks; each is called after ``Pair.refill`` and returns its observation, or raises."""
+"""Checks; each is called after ``Pair.refill`` and returns its observation, or raises. The last one
+returns figures, too.
+"""

@@ -121,14 +121,17 @@ def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
 
 class Pair:
     """``ours`` is the agent of this process; ``call`` calls a method of the other process's
-    agent, ``theirs``.
+    agent, ``theirs``, which is on ``peer_device`` if that is given.
     """
 
-    def __init__(self, device: torch.device, bulk_bytes: int = 16 * 2**20) -> None:
+    def __init__(
+        self, device: torch.device, bulk_bytes: int = 16 * 2**20, peer_device: torch.device | None = None
+    ) -> None:
         self.device, self.bulk_bytes = device, bulk_bytes
+        self._their_kind = memory_kind_of(peer_device or device)
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, str(device), bulk_bytes), daemon=True)
+        self._process = context.Process(target=_serve, args=(end, str(peer_device or device), bulk_bytes), daemon=True)
         self._process.start()
         end.close()
         try:
@@ -182,7 +185,7 @@ class Pair:
         return Runs(self.ours.pages.data_ptr() + src, self.theirs.pages + dst, length)
 
     def post(self, runs: Runs) -> int:
-        return self.ours.transport.write(self.peer, runs, self.ours.memory_kind, self.ours.memory_kind)
+        return self.ours.transport.write(self.peer, runs, self.ours.memory_kind, self._their_kind)
 
     def write(self, runs: Runs) -> None:
         """Post a write and poll it to its end."""

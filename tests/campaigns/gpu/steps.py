@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,16 +25,16 @@ LAYERS, PAGE_BYTES, PAGES = 4, 40_000, 64
 class Cache:
     """A layer's pages in a separate tensor, as vLLM allocates them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: int = PAGES) -> None:
         self.device = device
-        self.layers = [torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
+        self.layers = [torch.zeros(count * PAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
         synchronize(device)
         regions = tuple(Region(each.data_ptr(), each.numel(), memory_kind_of(device)) for each in self.layers)
         pages = tuple(
             LayerPages(f"layer{k}", region.address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
             for k, region in enumerate(regions)
         )
-        self.layout = EngineLayout(0, 1, PAGES, regions, (Group(0, GroupKind.FULL, 1, None, pages),))
+        self.layout = EngineLayout(0, 1, count, regions, (Group(0, GroupKind.FULL, 1, None, pages),))
 
     def filled_with(self, layer: int) -> set[int]:
         """Return the values of a layer's bytes, read on a stream that waits for no other."""
@@ -148,6 +149,25 @@ def a_digest_does_not_wait_for_the_forward_pass(device: torch.device) -> str:
     return "it ended while a kernel ran" if beside else "a CPU has one queue"
 
 
+def speed_of_a_digest(device: torch.device) -> tuple[str, dict[str, Any]]:
+    """Median of digests of scattered pages of all layers, without a limit."""
+    count = PAGES if device.type == "cpu" else 4096
+    cache = Cache(device, count)
+    memory = DeviceMemory(cache.layout, cache.layers)
+    ids = np.random.default_rng(0).permutation(count)
+    took_s = []
+    for _ in range(6):
+        began = time.perf_counter()
+        stream = memory.new_stream()
+        for layer in cache.layers:
+            stream.feed(layer.data_ptr() + ids * PAGE_BYTES, PAGE_BYTES)
+        stream.digest()
+        took_s.append(time.perf_counter() - began)
+    size = LAYERS * count * PAGE_BYTES
+    speed = size / float(np.median(took_s[1:])) / 1e9
+    return f"{speed:.1f} GB/s of {size} bytes", {"GB_s": round(speed, 1), "bytes": size}
+
+
 def _in_another_thread(work: Callable[[], None]) -> None:
     """Run ``work`` in a separate thread. Raises its exception."""
     raised: list[BaseException] = []
@@ -165,9 +185,10 @@ def _in_another_thread(work: Callable[[], None]) -> None:
         raise raised[0]
 
 
-CASES: tuple[Callable[[torch.device], str], ...] = (
+CASES: tuple[Callable[[torch.device], Any], ...] = (
     an_event_passes_after_its_kernels,
     layers_come_out_in_order,
     digests_are_a_cpus,
     a_digest_does_not_wait_for_the_forward_pass,
+    speed_of_a_digest,
 )
