@@ -7,7 +7,6 @@ undo, apply the previous overlay and run again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shlex
 import subprocess
@@ -38,9 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-n", "--namespace", default="tandem")
     parser.add_argument("--service", default="tandem", help="name of the RayService")
     parser.add_argument("--plan", action="store_true", help="print the commands and change nothing")
-    parser.add_argument(
-        "--allow-gap", action="store_true", help="end a replica before its successor if there is no room"
-    )
+    parser.add_argument("--allow-gap", action="store_true", help="also replace pods of groups without room")
     parser.add_argument("--timeout-s", type=float, default=1800, help="limit for one pod to end and be replaced")
     parser.add_argument("--poll-s", type=float, default=3, help="time between two looks at the cluster")
     options = parser.parse_args(argv)
@@ -64,11 +61,10 @@ def describe(state: State, namespace: str) -> Iterator[str]:
     yield from (shlex.join(("kubectl", "-n", namespace, *one)) for one in commands)
     if not commands:
         yield "Nothing to do: the cluster has the RayService's limits and pods."
-    if old:
-        yield "Before each deletion, all replicas must run on Ready pods and no pod may be ending."
     if {one.group for one in old} - {HEAD}:
-        yield "Old and new engines may not pair (other_identity): decode then computes prompts alone."
-        yield "A group that moved replicas keeps a spare pod until it has been idle for idleTimeoutSeconds."
+        yield "Pods end one at a time, each while all replicas run on Ready pods, and wait for their successors for at most"
+        yield "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. Old and new engines may not pair: decode then computes prompts alone."
+        yield "Each group keeps a spare pod until that has been idle for idleTimeoutSeconds."
     if any(one.group == HEAD and one not in old and not state.current(one) for one in state.pods):
         yield "The head keeps its old pod: without gcsFaultToleranceOptions, its end would be the cluster's."
 
@@ -89,9 +85,9 @@ def follow(options: argparse.Namespace) -> None:
         if step == Step():
             return print("Done.", flush=True)
         waited_s = time.monotonic() - since
-        if step.awaited != printed:
-            printed = step.awaited
-            print(*(f"  {waited_s:.0f} s: {one}" for one in printed), sep="\n", flush=True)
+        for reason in () if step.awaited == printed else step.awaited:
+            print(f"  {waited_s:.0f} s: {reason}", flush=True)
+        printed = step.awaited
         if step.awaited and waited_s > min(options.timeout_s, OPERATOR_S if NOT_UPDATED in step.awaited else 1e9):
             raise UpgradeError(f"after {waited_s:.0f} s: {'; '.join(step.awaited)}")
         time.sleep(options.poll_s)
@@ -104,9 +100,8 @@ def look(options: argparse.Namespace) -> State:
     if state is None:
         raise UpgradeError(f"namespace {options.namespace} has no RayService {options.service} with a RayCluster")
     for head in (one.name for one in state.pods if one.group == HEAD and one.ready):
-        with contextlib.suppress(UpgradeError, ValueError):
-            serve = json.loads(kubectl(options.namespace, "exec", head, "--", "python", "-c", SERVE))
-            state = replace(state, applications=serve["applications"])
+        serve = json.loads(kubectl(options.namespace, "exec", head, "--", "python", "-c", SERVE))
+        state = replace(state, applications=serve["applications"])
     return state
 
 

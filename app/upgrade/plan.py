@@ -84,12 +84,7 @@ class State:
     def mark(self, pod: Pod) -> str | None:
         """Return the digest of the pod's template; None if unknown."""
         live = self.live.get(pod.group)
-        if (
-            pod.mark
-            or live is None
-            or _mark(live["template"])
-            or pod.image != live["template"]["spec"]["containers"][0]["image"]
-        ):
+        if pod.mark or live is None or _mark(live["template"]) or pod.image != _image(live["template"]):
             return pod.mark
         return _digest(live)  # no push yet: the RayCluster's template made the pod
 
@@ -229,14 +224,12 @@ def _unmarked(group: Object) -> Object:
     return group | {"template": group["template"] | {"metadata": metadata | {"annotations": annotations}}}
 
 
+def _image(made: Object) -> str:
+    return str(made["spec"]["containers"][0]["image"])
+
+
 def _pod(pod: Object) -> Pod:
     metadata, status = pod["metadata"], pod.get("status", {})
-    return Pod(
-        name=metadata["name"],
-        group=metadata["labels"].get("ray.io/group", ""),
-        ip=status.get("podIP"),
-        image=pod["spec"]["containers"][0]["image"],
-        mark=_mark(pod),
-        ready=any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", [])),
-        ending="deletionTimestamp" in metadata,
-    )
+    group, ending = metadata["labels"].get("ray.io/group", ""), "deletionTimestamp" in metadata
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", []))
+    return Pod(metadata["name"], group, status.get("podIP"), _image(pod), _mark(pod), ready, ending)
