@@ -62,8 +62,8 @@ def describe(state: State, namespace: str) -> Iterator[str]:
     if not commands:
         yield "Nothing to do: the cluster has the RayService's limits and pods."
     if {one.group for one in old} - {HEAD}:
-        yield "Pods end one at a time, each while all replicas run on Ready pods, and wait for their successors for at most"
-        yield "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. Old and new engines may not pair: decode then computes prompts alone."
+        yield "Pods end one at a time, while all replicas run on Ready pods. One waits for its successor for at most"
+        yield "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. Old and new engines may not pair: decode computes such prompts."
         yield "Each group keeps a spare pod until that has been idle for idleTimeoutSeconds."
     if any(one.group == HEAD and one not in old and not state.current(one) for one in state.pods):
         yield "The head keeps its old pod: without gcsFaultToleranceOptions, its end would be the cluster's."

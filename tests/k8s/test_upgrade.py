@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from app import cli
 from app.upgrade import __main__ as command
@@ -20,8 +19,8 @@ from app.upgrade.plan import MARK
 from tests.k8s import fake_kubectl
 from tests.k8s.check import ROOT, only
 from tests.k8s.kustomize import render
+from tests.k8s.recorded import labels, load
 
-RECORDED = Path(__file__).parent / "recorded"
 REPLICAS = {"router": 1, "prefill": 1, "decode": 2}
 
 
@@ -31,10 +30,8 @@ def started() -> str:
     (service,) = only(render(ROOT / "overlays" / "cpu"), "RayService")
     config = service["spec"]["rayClusterConfig"]
     config["workerGroupSpecs"][2]["maxReplicas"] = 3
-    decode = yaml.safe_load((RECORDED / "decode-pod.yaml").read_text())
-    prefill = copy.deepcopy(decode)
-    prefill["metadata"]["labels"] |= {"ray.io/group": "prefill", "tandem/role": "prefill"}
-    router, head = (yaml.safe_load((RECORDED / f"{name}-pod.yaml").read_text()) for name in ("router", "head"))
+    router, prefill, decode, head = (load(f"{role}-pod") for role in ("router", "decode", "decode", "head"))
+    prefill["metadata"]["labels"] = labels("prefill")
     name = head["metadata"]["labels"]["ray.io/cluster"]
     service["status"] = {"activeServiceStatus": {"rayClusterName": name}}
     metadata = {"name": name, "annotations": {"ray.io/kuberay-version": "v1.7.0"}}
