@@ -35,10 +35,12 @@ class Pod:
     mark: str | None
     ready: bool
     ending: bool
+    pending: bool
 
     @property
     def deletion(self) -> Command:
-        return ("delete", "pod", self.name, "--wait=false")
+        # KubeRay's init container ignores SIGTERM and would take the whole grace period.
+        return ("delete", "pod", self.name, "--wait=false", *(["--grace-period=1"] if self.pending else []))
 
 
 @dataclass(frozen=True)
@@ -232,4 +234,5 @@ def _pod(pod: Object) -> Pod:
     metadata, status = pod["metadata"], pod.get("status", {})
     group, ending = metadata["labels"].get("ray.io/group", ""), "deletionTimestamp" in metadata
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", []))
-    return Pod(metadata["name"], group, status.get("podIP"), _image(pod), _mark(pod), ready, ending)
+    pending = status.get("phase") == "Pending"
+    return Pod(metadata["name"], group, status.get("podIP"), _image(pod), _mark(pod), ready, ending, pending)

@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> None:
         pod["metadata"]["deletionTimestamp"] = 0
         whole = all(len(running(one)) == one["target_num_replicas"] for one in cluster["deployments"].values())
         alone = sum("deletionTimestamp" in one["metadata"] for one in cluster["pods"]) == 1
+        assert ("--grace-period=1" in rest) == (pod["status"]["phase"] == "Pending")
         cluster["log"].append([pod["metadata"]["name"], whole and alone, len(holding(cluster, pod))])
     file.write_text(json.dumps(cluster), encoding="utf-8")
 
@@ -98,7 +99,7 @@ def scale(cluster: dict, group: dict, replicas: list[dict]) -> None:
     for replica, pod in zip(homeless, free, strict=False):
         works = "broken" not in pod["spec"]["containers"][0]["image"] and name != cluster["stuck"]
         replica |= {"node_ip": pod["status"]["podIP"], "state": "RUNNING" if works else "STARTING"}
-        pod["status"]["conditions"] = [{"type": "Ready", "status": "True" if works else "False"}]
+        pod["status"] |= {"phase": "Running", "conditions": [{"type": "Ready", "status": "True" if works else "False"}]}
     for _ in range(group["replicas"] - len(pods)):
         create(cluster, group, name, ready=False)
 
@@ -109,7 +110,7 @@ def create(cluster: dict, group: dict, name: str, *, ready: bool) -> None:
     pod["metadata"]["name"] = f"{name}-{cluster['made']}"
     pod["metadata"]["annotations"] = dict(group["template"]["metadata"].get("annotations", {}))
     pod["spec"]["containers"][0]["image"] = group["template"]["spec"]["containers"][0]["image"]
-    pod["status"] = {"podIP": f"10.0.0.{cluster['made']}"}
+    pod["status"] = {"podIP": f"10.0.0.{cluster['made']}", "phase": "Running" if ready else "Pending"}
     pod["status"]["conditions"] = [{"type": "Ready", "status": "True" if ready else "False"}]
     cluster["pods"].append(pod)
 

@@ -49,11 +49,10 @@ def test_the_variants() -> None:
         "cpu-store": "None",
         "gpu": "None",
         "gpu-incremental": "NewClusterWithIncrementalUpgrade",
-        "openshift": "None",
         "rdma": "None",
     }
     monitored = {name for name, manifests in rendered.items() if only(manifests, "PodMonitor")}
-    assert monitored == {"gpu", "gpu-incremental", "openshift", "rdma"}
+    assert monitored == {"gpu", "gpu-incremental", "rdma"}
     for name, spec in service.items():
         settings = embedded({"spec": spec})[1]
         cluster = spec["rayClusterConfig"]
@@ -67,13 +66,6 @@ def test_the_variants() -> None:
         }
         assert rdma == (name == "rdma")
         assert settings.store.enabled == (name == "cpu-store")
-
-
-def test_openshift_assigns_the_users() -> None:
-    """All users and groups are fixed elsewhere, none here."""
-    fixed = {name: str(render(ROOT / "overlays" / name)).count("'runAsUser'") for name in ("gpu", "openshift")}
-    assert fixed == {"gpu": 5, "openshift": 0}
-    assert "'fsGroup'" not in str(render(ROOT / "overlays" / "openshift"))
 
 
 def test_secrets_go_to_who_needs_them() -> None:
