@@ -96,9 +96,10 @@ def follow(options: argparse.Namespace) -> None:
 def look(options: argparse.Namespace) -> State:
     """Return the state of the cluster; Serve's part is empty while the head is away."""
     found = kubectl(options.namespace, "get", "rayservices.ray.io,rayclusters.ray.io,pods", "--output=json")
-    state = read(json.loads(found)["items"], options.service)
-    if state is None:
-        raise UpgradeError(f"namespace {options.namespace} has no RayService {options.service} with a RayCluster")
+    try:
+        state = read(json.loads(found)["items"], options.service)
+    except KeyError:
+        raise UpgradeError(f"namespace {options.namespace} has no running RayService {options.service}") from None
     for head in (one.name for one in state.pods if one.group == HEAD and one.ready):
         serve = json.loads(kubectl(options.namespace, "exec", head, "--", "python", "-c", SERVE))
         state = replace(state, applications=serve["applications"])

@@ -19,8 +19,7 @@ VERSION, NOT_TAKEN = "ray.io/kuberay-version", "none"
 NOT_UPDATED = "KubeRay's operator has not updated the RayCluster: does it run?"
 MARK = "tandem/template"
 HEAD = "headgroup"
-OF_PODS = ("cluster", "labels", "numOfHosts", "rayStartParams", "resources", "template")
-FAILED = ("DEPLOY_FAILED", "UNHEALTHY", "NOT_STARTED", "DELETING")
+OF_PODS = ("cluster", "labels", "rayStartParams", "resources", "template")
 
 Object = dict[str, Any]
 Command = tuple[str, ...]
@@ -100,13 +99,11 @@ class State:
         return [one for name in names for one in self.in_group(name) if not self.current(one)]
 
 
-def read(objects: list[Object], name: str) -> State | None:
-    """Return the RayService's state without Serve; None without it or its RayCluster."""
+def read(objects: list[Object], name: str) -> State:
+    """Return the RayService's state without Serve. KeyError: it has no RayCluster."""
     found = {(one["kind"], one["metadata"]["name"]): one for one in objects}
     service = found.get(("RayService", name), {})
     cluster = service.get("status", {}).get("activeServiceStatus", {}).get("rayClusterName")
-    if ("RayCluster", cluster) not in found:
-        return None
     pods = [one for one in objects if one["metadata"].get("labels", {}).get("ray.io/cluster") == cluster]
     return State(service, found["RayCluster", cluster], tuple(_pod(one) for one in pods if one["kind"] == "Pod"), {})
 
@@ -125,7 +122,7 @@ def refusals(state: State, *, allow_gap: bool) -> Iterator[str]:
         yield "rayVersion changes, and one cluster cannot have two: upgrade through a second cluster"
     for name in sorted({one.group for one in state.pods} - {*state.wanted}):
         yield f"group {name} has pods, on which the autoscaler fails without it: put it back until they have ended"
-    for name in state.wanted.keys() & state.live.keys() - {HEAD}:
+    for name in sorted(state.wanted.keys() & state.live.keys() - {HEAD}):
         pods, most = state.in_group(name), state.wanted[name]["maxReplicas"]
         if most < len(pods):
             yield f"group {name}: maxReplicas {most} for {len(pods)} pods: the autoscaler would cut them off"
@@ -186,7 +183,7 @@ def lacks(state: State) -> Iterator[str]:
     if not state.applications:
         yield "Serve on the head does not answer"
     for name, application in state.applications.items():
-        if application["status"] in FAILED:
+        if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
             yield f"application {name} is {application['status']}: {application['message']}"
     ready = {one.ip for one in state.pods if one.ready}
     for name, deployment in state.deployments.items():

@@ -16,15 +16,22 @@ DRAIN = 6
 def main(arguments: list[str]) -> None:
     file = Path(os.environ["FAKE_CLUSTER"])
     cluster = json.loads(file.read_text(encoding="utf-8"))
-    verb, *rest = arguments[2:]  # after --namespace NAME
+    answer = run(cluster, *arguments[2:])  # after --namespace NAME
+    file.write_text(json.dumps(cluster), encoding="utf-8")
+    print(json.dumps(answer))
+
+
+def run(cluster: dict, verb: str, *arguments: str) -> dict:
+    """Change the cluster as kubectl would, and return what it prints."""
+    rest = [*arguments]
     if verb == "get":
         advance(cluster)
-        print(json.dumps({"items": [cluster["service"], cluster["cluster"], *cluster["pods"]]}))
-    elif verb == "exec":
+        return {"items": [cluster["service"], cluster["cluster"], *cluster["pods"]]}
+    if verb == "exec":
         if not cluster["serving"]:
             sys.exit("error: unable to upgrade connection")
-        print(json.dumps({"applications": {"tandem": {"status": "RUNNING", "deployments": cluster["deployments"]}}}))
-    elif verb == "patch":
+        return {"applications": {"tandem": {"status": "RUNNING", "deployments": cluster["deployments"]}}}
+    if verb == "patch":
         config = cluster["service"]
         for one in json.loads(rest[-1]):
             *path, last = [int(key) if key.isdigit() else key for key in one["path"].split("/")[1:]]
@@ -48,7 +55,7 @@ def main(arguments: list[str]) -> None:
         alone = sum("deletionTimestamp" in one["metadata"] for one in cluster["pods"]) == 1
         assert ("--grace-period=1" in rest) == (pod["status"]["phase"] == "Pending")
         cluster["log"].append([pod["metadata"]["name"], whole and alone, len(holding(cluster, pod))])
-    file.write_text(json.dumps(cluster), encoding="utf-8")
+    return {}
 
 
 def running(deployment: dict) -> list[dict]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from app import cli
 from app.upgrade import __main__ as command
-from app.upgrade.plan import MARK
+from app.upgrade.plan import MARK, Step, next_step, read
 from tests.k8s import fake_kubectl
 from tests.k8s.check import ROOT, only
 from tests.k8s.kustomize import render
@@ -182,6 +183,26 @@ def test_a_broken_image_ends_no_second_pod_and_is_undone(cluster: Cluster) -> No
     assert cluster.deleted() == []
     assert set(cluster.images().values()) == set(before.values())
     assert len(before.keys() & cluster.images().keys()) == len(before) - 1, "pods that fit were kept"
+
+
+def test_interrupted_before_every_step(started: str) -> None:
+    """All progress is in the objects: a new run before each step does what one run does."""
+    cluster = json.loads(started)
+    image("tandem:new")(cluster["service"]["spec"]["rayClusterConfig"])
+    for _ in range(100):
+        state = replace(
+            read(copy.deepcopy(fake_kubectl.run(cluster, "get")["items"]), "tandem"),
+            applications=fake_kubectl.run(cluster, "exec")["applications"] if cluster["serving"] else {},
+        )
+        step = next_step(state, pushed=False)
+        for one in step.commands:
+            fake_kubectl.run(cluster, *one)
+        if step == Step():
+            break
+    assert [(name.split("-")[0], whole) for name, whole, _ in cluster["log"]] == [
+        (name, True) for name in ("router", "prefill", "decode", "decode", "headgroup")
+    ]
+    assert {one["spec"]["containers"][0]["image"] for one in cluster["pods"]} == {"tandem:new"}
 
 
 def test_an_operator_that_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
