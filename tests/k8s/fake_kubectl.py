@@ -51,15 +51,18 @@ def run(cluster: dict, verb: str, *arguments: str) -> dict:
     elif verb == "delete":
         (pod,) = [one for one in cluster["pods"] if one["metadata"]["name"] == rest[1]]
         pod["metadata"]["deletionTimestamp"] = 0
-        whole = all(len(running(one)) == one["target_num_replicas"] for one in cluster["deployments"].values())
+        ready = {
+            one["status"]["podIP"] for one in cluster["pods"] if one["status"]["conditions"][0]["status"] == "True"
+        }
+        whole = all(
+            sum(one["state"] == "RUNNING" and one["node_ip"] in ready for one in deployment["replicas"])
+            == deployment["target_num_replicas"]
+            for deployment in cluster["deployments"].values()
+        )
         alone = sum("deletionTimestamp" in one["metadata"] for one in cluster["pods"]) == 1
         assert ("--grace-period=1" in rest) == (pod["status"]["phase"] == "Pending")
         cluster["log"].append([pod["metadata"]["name"], whole and alone, len(holding(cluster, pod))])
     return {}
-
-
-def running(deployment: dict) -> list[dict]:
-    return [one for one in deployment["replicas"] if one["state"] == "RUNNING"]
 
 
 def on(cluster: dict, pod: dict) -> list[dict]:
@@ -98,6 +101,9 @@ def scale(cluster: dict, group: dict, replicas: list[dict]) -> None:
     name = group["groupName"]
     pods = [one for one in cluster["pods"] if one["metadata"]["labels"]["ray.io/group"] == name]
     staying = [one for one in pods if "deletionTimestamp" not in one["metadata"]]
+    for pod in staying:  # the kubelet's probe comes after the replica
+        if any(one["state"] == "RUNNING" for one in on(cluster, pod)):
+            pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
     free = [one for one in staying if not on(cluster, one)]
     homeless = [one for one in replicas if one["state"] == "PENDING_MIGRATION" or not one["node_ip"]]
     coming = max(group["replicas"] - len(pods), 0)
@@ -106,7 +112,7 @@ def scale(cluster: dict, group: dict, replicas: list[dict]) -> None:
     for replica, pod in zip(homeless, free, strict=False):
         works = "broken" not in pod["spec"]["containers"][0]["image"] and name != cluster["stuck"]
         replica |= {"node_ip": pod["status"]["podIP"], "state": "RUNNING" if works else "STARTING"}
-        pod["status"] |= {"phase": "Running", "conditions": [{"type": "Ready", "status": "True" if works else "False"}]}
+        pod["status"]["phase"] = "Running"
     for _ in range(group["replicas"] - len(pods)):
         create(cluster, group, name, ready=False)
 

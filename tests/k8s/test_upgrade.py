@@ -107,7 +107,7 @@ def cluster(started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cl
 
 
 def upgrade(*options: str) -> int:
-    return cli.main(["upgrade", *options])
+    return cli.main(["upgrade", "--timeout-s", "40", *options])
 
 
 def image(name: str, *, of: tuple[str, ...] = ("headgroup", *REPLICAS)) -> Callable[[dict[str, Any]], None]:
@@ -185,10 +185,11 @@ def test_a_broken_image_ends_no_second_pod_and_is_undone(cluster: Cluster) -> No
     assert len(before.keys() & cluster.images().keys()) == len(before) - 1, "pods that fit were kept"
 
 
-def test_interrupted_before_every_step(started: str) -> None:
-    """All progress is in the objects: a new run before each step does what one run does."""
-    cluster = json.loads(started)
-    image("tandem:new")(cluster["service"]["spec"]["rayClusterConfig"])
+def step_by_step(cluster: dict[str, Any], beside: Callable[[], None] = lambda: None) -> list[tuple[str, bool]]:
+    """Take each step in a run of its own; `beside` happens before the operator takes a push.
+
+    Return the deleted pods, and whether each was alone, in a whole service.
+    """
     for _ in range(100):
         state = replace(
             read(copy.deepcopy(fake_kubectl.run(cluster, "get")["items"]), "tandem"),
@@ -197,12 +198,30 @@ def test_interrupted_before_every_step(started: str) -> None:
         step = next_step(state, pushed=False)
         for one in step.commands:
             fake_kubectl.run(cluster, *one)
+        if len(step.commands) > 1:
+            beside()
         if step == Step():
             break
-    assert [(name.split("-")[0], whole) for name, whole, _ in cluster["log"]] == [
-        (name, True) for name in ("router", "prefill", "decode", "decode", "headgroup")
-    ]
+    return [(name, whole) for name, whole, _ in cluster["log"]]
+
+
+def test_interrupted_before_every_step(started: str) -> None:
+    """All progress is in the objects: a new run for each step does what one run does."""
+    cluster = json.loads(started)
+    image("tandem:new")(cluster["service"]["spec"]["rayClusterConfig"])
+    names = ("router-2", "prefill-3", "decode-4", "decode-5", "headgroup-1")
+    assert step_by_step(cluster) == [(name, True) for name in names]
     assert {one["spec"]["containers"][0]["image"] for one in cluster["pods"]} == {"tandem:new"}
+
+
+def test_a_pod_that_starts_during_the_push_is_replaced(started: str) -> None:
+    """It has the old template, and no mark."""
+    cluster = json.loads(started)
+    decode = copy.deepcopy(cluster["cluster"]["spec"]["workerGroupSpecs"][2])
+    changed = cluster["service"]["spec"]["rayClusterConfig"]["workerGroupSpecs"][2]
+    changed["template"]["spec"]["containers"][0]["env"].append({"name": "UCX_TLS", "value": "tcp"})
+    deleted = step_by_step(cluster, lambda: fake_kubectl.create(cluster, decode, "decode", ready=False))
+    assert sorted(name for name, _ in deleted) == ["decode-4", "decode-5", "decode-6"]
 
 
 def test_an_operator_that_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
