@@ -102,7 +102,8 @@ def scale(cluster: dict, group: dict, replicas: list[dict]) -> None:
     pods = [one for one in cluster["pods"] if one["metadata"]["labels"]["ray.io/group"] == name]
     staying = [one for one in pods if "deletionTimestamp" not in one["metadata"]]
     for pod in staying:  # the kubelet's probe comes after the replica
-        if any(one["state"] == "RUNNING" for one in on(cluster, pod)):
+        pod["unready"] = pod.get("unready", 4) - any(one["state"] == "RUNNING" for one in on(cluster, pod))
+        if not pod["unready"]:
             pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
     free = [one for one in staying if not on(cluster, one)]
     homeless = [one for one in replicas if one["state"] == "PENDING_MIGRATION" or not one["node_ip"]]

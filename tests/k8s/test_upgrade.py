@@ -52,7 +52,7 @@ def started() -> str:
         "serving": True,
     }
     state = json.loads(json.dumps(state))
-    for _ in range(4):  # the service starts, scaled up to two pods of decode
+    for _ in range(7):  # the service starts, scaled up to two pods of decode
         fake_kubectl.advance(state)
     return json.dumps(state)
 
@@ -212,6 +212,14 @@ def test_interrupted_before_every_step(started: str) -> None:
     names = ("router-2", "prefill-3", "decode-4", "decode-5", "headgroup-1")
     assert step_by_step(cluster) == [(name, True) for name in names]
     assert {one["spec"]["containers"][0]["image"] for one in cluster["pods"]} == {"tandem:new"}
+
+
+def test_a_push_by_a_new_operator_is_recognised(started: str) -> None:
+    """It brings the new image without a mark; the pods are older."""
+    cluster = json.loads(started)
+    image("tandem:new")(cluster["service"]["spec"]["rayClusterConfig"])
+    cluster["cluster"]["spec"] = copy.deepcopy(cluster["service"]["spec"]["rayClusterConfig"])
+    assert len(step_by_step(cluster)) == 5
 
 
 def test_a_pod_that_starts_during_the_push_is_replaced(started: str) -> None:
