@@ -146,12 +146,14 @@ def next_step(state: State, *, pushed: bool) -> Step:
 
 
 def differs(state: State) -> bool:
-    """Whether the RayCluster has another spec, except for what the autoscaler writes."""
+    """Whether the RayCluster has another spec, or fewer `replicas` than pods to replace."""
+    workers = {name: one.get("replicas", 0) for name, one in state.live.items() if name != HEAD}
+    few = any(replicas < len(state.in_group(name)) for name, replicas in workers.items())
     wanted, live = (
         {name: _unmarked(one) | {"replicas": None, "scaleStrategy": None} for name, one in groups.items()}
         for groups in (state.wanted, state.live)
     )
-    return bool(_bare(wanted) != _bare(live))
+    return bool(_bare(wanted) != _bare(live) or (few and state.old()))
 
 
 def push(state: State) -> Iterator[Command]:

@@ -86,6 +86,7 @@ def advance(cluster: dict) -> None:
         for replica in on(cluster, pod):
             replica["state"] = "PENDING_MIGRATION" if replica["state"] == "RUNNING" else replica["state"]
         if not holding(cluster, pod) or pod["metadata"]["deletionTimestamp"] > DRAIN:
+            cluster["cut"] += len(holding(cluster, pod))
             for replica in on(cluster, pod):
                 replica |= {"state": "STARTING", "node_ip": None}
             cluster["pods"].remove(pod)
@@ -107,18 +108,19 @@ def scale(cluster: dict, group: dict, replicas: list[dict]) -> None:
             pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
     free = [one for one in staying if not on(cluster, one)]
     homeless = [one for one in replicas if one["state"] == "PENDING_MIGRATION" or not one["node_ip"]]
-    coming = max(group["replicas"] - len(pods), 0)
-    if len(homeless) > len(free) + coming:
+    asking = [one for one in homeless[len(free) :] if not one.get("asked")]
+    if asking:  # once for each replica: then the autoscaler waits for the pod that it expects
+        asking[0]["asked"] = True
         group["replicas"] = min(max(group["replicas"], len(staying)) + 1, group["maxReplicas"])
     for replica, pod in zip(homeless, free, strict=False):
         works = "broken" not in pod["spec"]["containers"][0]["image"] and name != cluster["stuck"]
-        replica |= {"node_ip": pod["status"]["podIP"], "state": "RUNNING" if works else "STARTING"}
+        replica |= {"node_ip": pod["status"]["podIP"], "state": "RUNNING" if works else "STARTING", "asked": False}
         pod["status"]["phase"] = "Running"
     for _ in range(group["replicas"] - len(pods)):
         create(cluster, group, name, ready=False)
 
 
-def create(cluster: dict, group: dict, name: str, *, ready: bool) -> None:
+def create(cluster: dict, group: dict, name: str, *, ready: bool) -> dict:
     cluster["made"] += 1
     pod = copy.deepcopy(cluster["recorded"][name])
     pod["metadata"]["name"] = f"{name}-{cluster['made']}"
@@ -127,6 +129,7 @@ def create(cluster: dict, group: dict, name: str, *, ready: bool) -> None:
     pod["status"] = {"podIP": f"10.0.0.{cluster['made']}", "phase": "Running" if ready else "Pending"}
     pod["status"]["conditions"] = [{"type": "Ready", "status": "True" if ready else "False"}]
     cluster["pods"].append(pod)
+    return pod
 
 
 if __name__ == "__main__":

@@ -41,18 +41,23 @@ def started() -> str:
         "cluster": {"kind": "RayCluster", "metadata": metadata, "spec": copy.deepcopy(config)},
         "recorded": {"router": router, "prefill": prefill, "decode": decode, "headgroup": head},
         "deployments": {
-            name: {"target_num_replicas": count, "replicas": [{"state": "STARTING", "node_ip": None}] * count}
+            name: {
+                "target_num_replicas": count,
+                "replicas": [{"state": "STARTING", "node_ip": None, "asked": True}] * count,
+            }
             for name, count in REPLICAS.items()
         },
         "pods": [],
         "log": [],
         "made": 0,
+        "cut": 0,
         "operator": True,
         "stuck": "",
         "serving": True,
     }
     state = json.loads(json.dumps(state))
-    for _ in range(7):  # the service starts, scaled up to two pods of decode
+    state["cluster"]["spec"]["workerGroupSpecs"][2]["replicas"] = 2  # by the autoscaler
+    for _ in range(7):  # the service starts
         fake_kubectl.advance(state)
     return json.dumps(state)
 
@@ -128,6 +133,7 @@ def test_each_pod_is_replaced_alone_and_the_head_last(cluster: Cluster, capsys: 
     assert cluster.read()["log"] == []
     assert plan.count("kubectl -n tandem delete pod ") == len(before) == 5
     assert upgrade() == 0
+    assert cluster.read()["cut"] == 0
     assert cluster.deleted() == ["router", "prefill", "decode", "decode", "headgroup"]
     assert set(cluster.images().values()) == {"tandem:new"}
     assert len(cluster.images()) == 5 + 3, "a spare pod in each group"
@@ -185,7 +191,7 @@ def test_a_broken_image_ends_no_second_pod_and_is_undone(cluster: Cluster) -> No
     assert len(before.keys() & cluster.images().keys()) == len(before) - 1, "pods that fit were kept"
 
 
-def step_by_step(cluster: dict[str, Any], beside: Callable[[], None] = lambda: None) -> list[tuple[str, bool]]:
+def step_by_step(cluster: dict[str, Any], beside: Callable[[], object] = lambda: None) -> list[tuple[str, bool]]:
     """Take each step in a run of its own; `beside` happens before the operator takes a push.
 
     Return the deleted pods, and whether each was alone, in a whole service.
@@ -202,6 +208,7 @@ def step_by_step(cluster: dict[str, Any], beside: Callable[[], None] = lambda: N
             beside()
         if step == Step():
             break
+    assert cluster["cut"] == 0, "a pod ended before its replica had moved"
     return [(name, whole) for name, whole, _ in cluster["log"]]
 
 
@@ -215,9 +222,10 @@ def test_interrupted_before_every_step(started: str) -> None:
 
 
 def test_a_push_by_a_new_operator_is_recognised(started: str) -> None:
-    """It brings the new image without a mark; the pods are older."""
+    """It brings the new image without a mark, and fewer `replicas` than there are pods."""
     cluster = json.loads(started)
     image("tandem:new")(cluster["service"]["spec"]["rayClusterConfig"])
+    assert cluster["service"]["spec"]["rayClusterConfig"]["workerGroupSpecs"][2]["replicas"] == 1
     cluster["cluster"]["spec"] = copy.deepcopy(cluster["service"]["spec"]["rayClusterConfig"])
     assert len(step_by_step(cluster)) == 5
 
@@ -228,7 +236,8 @@ def test_a_pod_that_starts_during_the_push_is_replaced(started: str) -> None:
     decode = copy.deepcopy(cluster["cluster"]["spec"]["workerGroupSpecs"][2])
     changed = cluster["service"]["spec"]["rayClusterConfig"]["workerGroupSpecs"][2]
     changed["template"]["spec"]["containers"][0]["env"].append({"name": "UCX_TLS", "value": "tcp"})
-    deleted = step_by_step(cluster, lambda: fake_kubectl.create(cluster, decode, "decode", ready=False))
+    once = iter([decode])
+    deleted = step_by_step(cluster, lambda: [fake_kubectl.create(cluster, one, "decode", ready=False) for one in once])
     assert sorted(name for name, _ in deleted) == ["decode-4", "decode-5", "decode-6"]
 
 
@@ -297,4 +306,5 @@ def test_a_gap_can_be_allowed(cluster: Cluster) -> None:
     image("tandem:new", of=("decode",))(state["service"]["spec"]["rayClusterConfig"])
     cluster.write(state)
     assert upgrade("--allow-gap") == 0
+    assert cluster.read()["cut"] == 2
     assert cluster.deleted() == ["decode", "decode"]
