@@ -27,7 +27,8 @@ UCX_PORTS = "UCX_TCP_PORT_RANGE"
 FEWEST_UCX_PORTS = 100
 # Ray's keepalive timeout and KubeRay's reconnect timeout of workers with head fault tolerance
 # (`cut_off_node_s` in actors/upstream/ray_private.py).
-CUT_OFF_NODE_S = 120 + 600
+KEEPALIVE_S = 120
+CUT_OFF_NODE_S = KEEPALIVE_S + 600
 # Ports that network-policies.yaml admits for the data-parallel ranks of a replica.
 RANK_PORTS = 16
 
