@@ -21,6 +21,7 @@ from actors.engine.decode import Decode
 from actors.engine.prefill import Prefill
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.serve_discovery import DiscoveryRouter
+from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, own_replica_id
@@ -94,6 +95,8 @@ class DeployedModel(NamedTuple):
 class HttpRouter(RouterReplica):
     """The router with its HTTP interface: the ingress of the application."""
 
+    _stopping = False
+
     # Serve awaits the constructor if it is asynchronous.
     async def __init__(  # type: ignore[misc]
         self,
@@ -118,6 +121,7 @@ class HttpRouter(RouterReplica):
         """
         if store_connected():  # not in tests without a cluster
             link_logs(own_logs(), f"router-{own_replica_id()}")
+            self.find_peers()
         prepare_process("Router", open_files_of(settings))
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
@@ -158,11 +162,21 @@ class HttpRouter(RouterReplica):
         """Return the ASGI application of this replica for Serve's proxies; Serve's hook."""
         return self._for_proxies
 
+    async def check_health(self) -> None:
+        """Raise UnavailableError if this replica is stopping; Serve's hook.
+
+        After the loss of the Ray head, Serve's new controller adopts all live replicas as running.
+        For a stopping one, the error makes the controller stop it again and start another.
+        """
+        if self._stopping:
+            raise UnavailableError("this router is stopping")
+
     async def __del__(self) -> None:
         """Close the HTTP server, then the router; Serve's hook for a stopping replica.
 
         Serve calls it after the end of the last request that its proxies have sent to this replica.
         """
+        self._stopping = True
         try:
             if (server := getattr(self, "_http_server", None)) is not None:
                 await server.close()

@@ -4,6 +4,9 @@ settings.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +166,32 @@ def test_secrets_go_to_who_needs_them() -> None:
 def test_every_role_has_pods_of_its_own() -> None:
     """Each role has a group of pods, beside the head and Redis."""
     assert set(pods(render(ROOT / "base"))) == {"head", *ROLES, "tandem-redis"}
+
+
+UNREACHED = """
+import time
+from types import SimpleNamespace
+from ray.serve._private.deployment_state import DeploymentState, ReplicaStartupStatus, ReplicaState
+from ray.serve._private.deployment_state import ReplicaStateContainer
+
+replica = SimpleNamespace(
+    replica_id="r", version="v", update_state=lambda _: None, _start_time=time.time() - 60,
+    check_started=lambda: (ReplicaStartupStatus.PENDING_ALLOCATION, None),
+)
+killed = []
+state = SimpleNamespace(_replicas=ReplicaStateContainer(), _stop_replica=lambda one, graceful_stop: killed.append(one))
+state._replicas.add(ReplicaState.RECOVERING, replica)
+DeploymentState._check_startup_replicas(state, ReplicaState.RECOVERING, stop_on_slow=True)
+print(len(killed), "killed")
+"""
+"""What Serve's controller does with a replica that it has not reached for a minute after its
+start."""
+
+
+def test_a_new_controller_does_not_kill_a_router_that_it_reaches_late() -> None:
+    """After a restart of Redis it took Serve 30 s and more, while the router served requests."""
+    (service,) = only(render(ROOT / "base"), "RayService")
+    head = environment(service["spec"]["rayClusterConfig"]["headGroupSpec"])
+    own = os.environ | {name: one["value"] for name, one in head.items() if "value" in one}
+    ran = subprocess.run([sys.executable, "-c", UNREACHED], env=own, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "0 killed"
