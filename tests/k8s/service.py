@@ -94,6 +94,7 @@ def _http(config: dict[str, Any], cluster: dict[str, Any], settings: ServiceSett
         if declared.get("serve") != port:
             yield f"{name}: port `serve` is {declared.get('serve')}, but http_options.port {port}"
         listens = settings.router.http_port is not None and group in groups_for(settings.router, [group])
+        listens = listens or bool(_engines(group, settings))
         if name != "head" and not listens and _probed(group) != ("/-/healthz", port):
             yield f"{name}: the readiness probe must ask Serve's proxy: /-/healthz on port {port}"
 
@@ -172,7 +173,8 @@ def replicas(wanted: int | dict[str, Any]) -> tuple[int, int]:
 
 def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     """Each timeout ends before the next: lease < Serve's drain < Ray's drain < pod's grace."""
-    name, pod = group["groupName"], group["template"]["spec"]
+    name, pod, router = group["groupName"], group["template"]["spec"], settings.router
+    served = []  # engines that stop with their routers serve what these still receive
     drain = float(environment(group).get(RAY_DRAIN, {}).get("value", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S))
     chain = [
         ("transfer.lease_s", settings.transfer.lease_s),
@@ -182,10 +184,11 @@ def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]
     for role, own in settings.roles():
         if group in groups_for(own, [group]):
             chain.insert(1, (f"{role}.drain_s", own.drain_s))
-    pairs = list(pairwise(chain))
-    router = settings.router
+            served.append((("router.leave_s", router.leave_s), (f"{role}.drain_s", own.drain_s)))
+    pairs = [*pairwise(chain), *served]
     if group in groups_for(router, [group]):
         pairs.append((("router.drain_s", router.drain_s), (RAY_DRAIN, drain)))
+        pairs.append((("router.leave_s", router.leave_s), ("router.drain_s", router.drain_s)))
     for (inner, shorter), (outer, longer) in pairs:
         if shorter >= longer:
             yield f"{name}: {outer} ({longer:g} s) must be longer than {inner} ({shorter:g} s)"
@@ -225,6 +228,10 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
             f"{name}: port `side-channel` is {declared.get('side-channel')}, but transfer.side_channel_port "
             f"{settings.transfer.side_channel_port}"
         )
+    probe = group["template"]["spec"]["containers"][0].get("readinessProbe", {})
+    handlers = {key: value for key, value in probe.items() if isinstance(value, dict)}
+    if handlers not in ({"tcpSocket": {"port": port}} for port in ("rpc", declared.get("rpc"))):
+        yield f"{name}: the readiness probe must be tcpSocket on port `rpc`, on which only a ready engine listens"
     for role, own in _engines(group, settings):
         if declared.get("rpc") != own.rpc_port:
             yield (
