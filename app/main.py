@@ -174,6 +174,7 @@ class HttpRouter(RouterReplica):
 
     def leave(self) -> None:
         """Prepare to stop: become unready, and keep the engines for requests that still arrive."""
+        self._stopping = True
         super().leave()
         if (server := getattr(self, "_http_server", None)) is not None:
             server.leave()
