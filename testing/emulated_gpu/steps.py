@@ -54,7 +54,7 @@ class Step:
 
 
 # Enough blocks for each prompt, not for all.
-TIGHT = {"num_gpu_blocks_override": 24, "scheduler_reserve_full_isl": False, "max_num_batched_tokens": 64}
+TIGHT = {"num_gpu_blocks_override": 20, "scheduler_reserve_full_isl": False, "max_model_len": 256}
 STEPS: dict[str, Step] = {
     "full-attention": Step("llama"),
     "sliding-window": Step("gemma3"),
