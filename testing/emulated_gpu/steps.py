@@ -32,6 +32,7 @@ GRAPHS = {
 TOLERANCE = 5e-3
 """Tolerance of a logprob: Triton multiplies float32 in TF32."""
 TOKENS = 3
+STORE, STORED_S = "store", 10.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,29 @@ async def run(step: Step, folder: Path) -> str:
             engine.shutdown()
 
 
+async def store(folder: Path) -> str:
+    """Store a prompt's KV from one engine, and load it into the next."""
+    from testing import models
+    from testing.engines import generate, start_engine
+    from testing.identity import difference, random_prompt
+
+    model, prompt = models.llama(folder / "model"), random_prompt(100, 0)
+    settings = {"path": str(folder / "store"), "chunk_tokens": 16, "always_load": True, "load_s": 60.0}
+    answers = []
+    for _ in range(2):
+        engine = start_engine(model, 1, "kv_producer", transfer={"store": settings}, **EAGER)
+        answers.append(await generate(engine, prompt, TOKENS))
+        # Writes end in the background.
+        await asyncio.sleep(STORED_S)
+        engine.shutdown()
+    first, second = answers
+    loaded, wrong = second.cached_tokens, difference(first, second, TOLERANCE)
+    found = f"{loaded} of {len(prompt)} tokens loaded, {wrong or 'answers equal'}"
+    assert loaded == 96, found
+    assert wrong is None, found
+    return found
+
+
 def preemptions() -> float:
     from prometheus_client import REGISTRY
 
@@ -119,7 +143,8 @@ def preemptions() -> float:
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            print("FOUND", asyncio.run(run(STEPS[sys.argv[1]], Path(folder))), flush=True)
+            name, where = sys.argv[1], Path(folder)
+            print("FOUND", asyncio.run(store(where) if name == STORE else run(STEPS[name], where)), flush=True)
         except AssertionError as error:
             print("FOUND", " ".join(str(error).split()), flush=True)
             raise
