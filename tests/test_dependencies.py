@@ -27,6 +27,8 @@ ELSEWHERE = {
     "anthropic": "anthropic",
     "langchain_core": "langchain-openai",
     "langchain_openai": "langchain-openai",
+    # torch's CUDA builds require it.
+    "triton": "torch",
 }
 """Modules of environments other than this one, and the distribution to declare for them."""
 

@@ -30,8 +30,9 @@ import xxhash
 from connectors.errors import ConfigurationError, PlanError
 from connectors.planning.blocks import Ints
 from connectors.planning.layout import EngineLayout, MemoryKind, Region
+from connectors.planning.plan import plan_pair
 from connectors.transport.batched_digest import BatchedDigest, Launches, Table
-from connectors.transport.digest import End, GroupStreams, HostMemory, Memory, TransferDigest
+from connectors.transport.digest import End, GroupStreams, HostMemory, Memory, TransferDigest, digests
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ class CacheMemory:
         self._tensors = tensors
         self._host: HostMemory | None = None
         self._device: DeviceMemory | None = None
+        if layout.memory_kind.memory != "DRAM":
+            # Compile the kernel for pairs of equal engines at the start, not in a first transfer.
+            plan = plan_pair(layout, layout)
+            for end in End:
+                digests(plan, self.shared_with(layout.memory_kind), end)()
 
     def shared_with(self, peer: MemoryKind) -> Memory:
         """Return this cache with the hash that both ends use if the peer's cache is in ``peer``.
@@ -106,7 +112,6 @@ class DeviceMemory:
         tables: list[Table] = []
 
         def new() -> TransferDigest:
-            # Not before the first use: uploads break a capture of CUDA graphs at an engine's start.
             try:
                 if self._use_kernel and not tables:
                     launches = self._launches.get(end) or Launches(self._keys, SEGMENT_BYTES, self.queue)

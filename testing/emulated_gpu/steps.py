@@ -32,6 +32,7 @@ GRAPHS = {
 TOLERANCE = 5e-3
 """Tolerance of a logprob: Triton multiplies float32 in TF32."""
 TOKENS = 3
+STORE, STORED_S = "store", 10.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Step:
 
 
 # Enough blocks for each prompt, not for all.
-TIGHT = {"num_gpu_blocks_override": 24, "scheduler_reserve_full_isl": False, "max_num_batched_tokens": 64}
+TIGHT = {"num_gpu_blocks_override": 20, "scheduler_reserve_full_isl": False, "max_model_len": 256}
 STEPS: dict[str, Step] = {
     "full-attention": Step("llama"),
     "sliding-window": Step("gemma3"),
@@ -109,6 +110,29 @@ async def run(step: Step, folder: Path) -> str:
             engine.shutdown()
 
 
+async def store(folder: Path) -> str:
+    """Store a prompt's KV from one engine, and load it into the next."""
+    from testing import models
+    from testing.engines import generate, start_engine
+    from testing.identity import difference, random_prompt
+
+    model, prompt = models.llama(folder / "model"), random_prompt(100, 0)
+    settings = {"path": str(folder / "store"), "chunk_tokens": 16, "always_load": True, "load_s": 60.0}
+    answers = []
+    for _ in range(2):
+        engine = start_engine(model, 1, "kv_producer", transfer={"store": settings}, **EAGER)
+        answers.append(await generate(engine, prompt, TOKENS))
+        # Writes end in the background.
+        await asyncio.sleep(STORED_S)
+        engine.shutdown()
+    first, second = answers
+    loaded, wrong = second.cached_tokens, difference(first, second, TOLERANCE)
+    found = f"{loaded} of {len(prompt)} tokens loaded, {wrong or 'answers equal'}"
+    assert loaded == 96, found
+    assert wrong is None, found
+    return found
+
+
 def preemptions() -> float:
     from prometheus_client import REGISTRY
 
@@ -119,7 +143,8 @@ def preemptions() -> float:
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            print("FOUND", asyncio.run(run(STEPS[sys.argv[1]], Path(folder))), flush=True)
+            name, where = sys.argv[1], Path(folder)
+            print("FOUND", asyncio.run(store(where) if name == STORE else run(STEPS[name], where)), flush=True)
         except AssertionError as error:
             print("FOUND", " ".join(str(error).split()), flush=True)
             raise

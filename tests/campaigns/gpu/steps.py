@@ -12,7 +12,10 @@ import numpy as np
 import torch
 
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
+from connectors.planning.plan import plan_pair
 from connectors.transport.device_digest import CacheMemory, DeviceMemory
+from connectors.transport.digest import End
+from connectors.transport.digest import digests as transfer_digests
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
 from tests.campaigns.gpu.conformance import check
@@ -127,7 +130,15 @@ def digests_are_a_cpus(device: torch.device) -> str:
                 theirs.feed(on_host.layers[layer].data_ptr() + ids * PAGE_BYTES, length)
                 compared += len(ids)
         check(ours.digest() == theirs.digest(), f"digests of pieces of {length} bytes differ")
-    return f"{compared} pieces of up to {PAGE_BYTES} bytes"
+    ids, kind = np.random.default_rng(0).permutation(PAGES)[:40], ""
+    found = []
+    for layout, at in ((cache.layout, memory), (on_host.layout, reference)):
+        of_transfer = transfer_digests(plan_pair(layout, layout), at, End.SOURCE)()
+        kind = kind or type(of_transfer).__name__
+        of_transfer.add(0, ids, np.zeros_like(ids))
+        found.append(of_transfer.hexdigest())
+    check(found[0] == found[1], "the digests of a transfer differ")
+    return f"{compared} pieces of up to {PAGE_BYTES} bytes; a transfer, by {kind}"
 
 
 def a_digest_does_not_wait_for_the_forward_pass(device: torch.device) -> str:
