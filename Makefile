@@ -316,6 +316,11 @@ fault-pairs: $(STAMP) ## Inject two faults at a time, on a link that can be cut 
 stopped-rank: $(STAMP) ## Stop a rank of a real prefill engine in mid-write, kill its core, continue the rank: COUNT=50
 	$(BIN)/python -m tests.campaigns.hosts.stopped_engine_rank $(if $(filter file,$(origin COUNT)),,--count $(COUNT))
 
+.PHONY: emulated-gpu
+emulated-gpu: ## Run pairs of engines on an emulated GPU, without one (slow; testing/emulated_gpu): STEPS="MLA preemption"
+	$(MAKE) install DEVICE=gpu
+	.venv-gpu/bin/python -m testing.emulated_gpu $(STEPS)
+
 .PHONY: gpu-check
 gpu-check: ## Check transport, digests, engines and the service on this machine's NVIDIA GPUs, in 5 minutes; report in build/gpu-check.json: GPU_PYTHON=python3
 	@$(GPU_PYTHON) -m tests.campaigns.gpu

@@ -1,4 +1,4 @@
-"""The command `tandem`. Without Ray and vLLM, only `version` runs."""
+"""The command `tandem`. Without Ray and vLLM, only `version` and `upgrade` run."""
 
 import argparse
 import sys
@@ -12,12 +12,13 @@ COMMANDS = {
     "run": ("app.run", "serve until Ctrl-C"),
     "doctor": ("app.doctor.__main__", "check this machine before it serves"),
     "config": ("app.show_config", "print a config file with every setting"),
+    "upgrade": ("app.upgrade.__main__", "replace the pods of a service on Kubernetes without a gap"),
     "version": ("", "print the releases of Tandem, Python and the main libraries"),
 }
 """Module whose `main` runs each command, and its description."""
 
 REQUIRED = {"ray": "pip install '.[serve]' in the checkout", "vllm": "install vLLM 0.32.0: docs/quickstart.md#packages"}
-"""Module that all commands but `version` need, and how to install it."""
+"""Module that most commands need, and how to install it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"tandem {version('tandem')}, {environment()}")
         return 0
     for module, remedy in REQUIRED.items():
-        if find_spec(module) is None:
+        if chosen.command != "upgrade" and find_spec(module) is None:
             print(f"tandem {chosen.command}: the module {module} is not installed; {remedy}", file=sys.stderr)
             return 1
     status: int = import_module(COMMANDS[chosen.command][0]).main(rest)

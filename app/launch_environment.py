@@ -11,6 +11,32 @@ KEPT = {"RAY_AUTH_TOKEN_PATH": ".ray/auth_token", "HF_HOME": ".cache/huggingface
 """Files of a read-only home directory that stay in use, by variable."""
 
 
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Ray's object store in shared memory. Ray's minimum is 75 MiB; Tandem puts nothing into it.
+
+Without a size, Ray takes 30% of the memory, in `/tmp` if shared memory is smaller.
+"""
+
+ENGINE_QUEUE_BYTES = 160 * 2**20
+"""Size of the shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB.
+
+See `max_chunks` in vllm/distributed/device_communicators/shm_broadcast.py and
+VLLM_MQ_MAX_CHUNK_BYTES_MB.
+"""
+
+
+def shared_memory(engines: int, path: str = "/dev/shm") -> tuple[str, str]:
+    """Return the free and the needed shared memory, and the remedy if it is too little, else "".
+
+    Docker's containers have 64 MiB by default.
+    """
+    needed = OBJECT_STORE_BYTES + engines * ENGINE_QUEUE_BYTES
+    state = os.statvfs(path)
+    free = state.f_bavail * state.f_frsize
+    what = f"{path}: {free / 2**20:,.0f} MiB free; Ray and {engines} engines need {needed / 2**20:,.0f} MiB"
+    return what, "" if free >= needed else f"enlarge {path} (docker run --shm-size=1g, an emptyDir)"
+
+
 def prepare_environment() -> str | None:
     """Make Python processes use UTF-8, and choose a home directory that can be written.
 
@@ -39,6 +65,11 @@ def home_problem() -> str | None:
     if not os.path.isdir(home):
         return f"HOME: {home} is not a directory"
     return None if os.access(home, os.W_OK | os.X_OK) else f"HOME: {home} cannot be written"
+
+
+def ray_temporary_directory() -> str:
+    """Return the directory below which Ray, started in this environment, creates its sessions."""
+    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
 
 
 def has_name() -> bool:

@@ -21,12 +21,13 @@ from actors.engine.decode import Decode
 from actors.engine.prefill import Prefill
 from actors.engine_pool.engines import EnginePool
 from actors.engine_pool.serve_discovery import DiscoveryRouter
+from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, own_replica_id
 from actors.telemetry.access_log import open_access_log
 from actors.tls import ClientTls, TlsFiles, router_files, rpc_files
-from actors.upstream.ray_private import log_directory, store_connected
+from actors.upstream.ray_private import log_directory, on_stop, store_connected
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
 from app.http.auth import digests
@@ -65,12 +66,11 @@ UNREAD_MARGIN_S = 10.0
 With this margin, the router first ends the stream of a client that reads nothing.
 """
 
-ENGINE_DRAIN_POLL_S = 0.2
-"""Interval in seconds at which Serve checks whether a stopping engine has ongoing Serve calls.
+DRAIN_POLL_S = 0.2
+"""Interval in seconds at which Serve checks whether a stopping replica has ongoing Serve calls.
 
-Serve also waits for one interval before the first check. Requests do not pass through Serve
-(docs/decisions/0036), and the RPC server drains them. So Serve's default of 2 s would only delay
-each stop.
+Serve also waits for one interval before the first check. The replicas drain requests that do not
+pass through Serve (docs/decisions/0036), so Serve's default of 2 s would only delay each stop.
 """
 
 
@@ -93,6 +93,8 @@ class DeployedModel(NamedTuple):
 @serve.ingress()
 class HttpRouter(RouterReplica):
     """The router with its HTTP interface: the ingress of the application."""
+
+    _stopping = False
 
     # Serve awaits the constructor if it is asynchronous.
     async def __init__(  # type: ignore[misc]
@@ -118,6 +120,7 @@ class HttpRouter(RouterReplica):
         """
         if store_connected():  # not in tests without a cluster
             link_logs(own_logs(), f"router-{own_replica_id()}")
+            self.find_peers()
         prepare_process("Router", open_files_of(settings))
         client = None if rpc_tls is None else ClientTls(rpc_tls)
         super().__init__(
@@ -147,22 +150,41 @@ class HttpRouter(RouterReplica):
                 settings.http_host,
                 settings.http_port,
                 settings.leave_s,
-                ready=lambda: self.ready,
+                ready=lambda: self.takes_traffic,
                 tls=router_files(settings),
                 unread_s=settings.idle_timeout_s + UNREAD_MARGIN_S,
                 idle_s=settings.keep_alive_timeout_s,
             )
             await self._http_server.open()
+        if store_connected():
+            on_stop(self.leave)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application of this replica for Serve's proxies; Serve's hook."""
         return self._for_proxies
+
+    async def check_health(self) -> None:
+        """Raise UnavailableError if this replica is stopping; Serve's hook.
+
+        After the loss of the Ray head, Serve's new controller adopts all live replicas as running.
+        For a stopping one, the error makes the controller stop it again and start another.
+        """
+        if self._stopping:
+            raise UnavailableError("this router is stopping")
+
+    def leave(self) -> None:
+        """Prepare to stop: become unready, and keep the engines for requests that still arrive."""
+        self._stopping = True
+        super().leave()
+        if (server := getattr(self, "_http_server", None)) is not None:
+            server.leave()
 
     async def __del__(self) -> None:
         """Close the HTTP server, then the router; Serve's hook for a stopping replica.
 
         Serve calls it after the end of the last request that its proxies have sent to this replica.
         """
+        self._stopping = True
         try:
             if (server := getattr(self, "_http_server", None)) is not None:
                 await server.close()
@@ -212,6 +234,7 @@ def router_deployment(settings: RouterSettings) -> serve.Deployment:
         **settings.spreading_options(),
         max_ongoing_requests=SERVE_CALLS,
         graceful_shutdown_timeout_s=settings.drain_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         # Not None: after the removal of a `user_config` from the config file, Serve then calls
         # `reconfigure` with this default, which restores the values of `args`.
         user_config={},
@@ -238,7 +261,7 @@ def deploy_engine(
         max_ongoing_requests=SERVE_CALLS,
         request_router_config=RequestRouterConfig(request_router_class=DiscoveryRouter),
         graceful_shutdown_timeout_s=own.drain_s,
-        graceful_shutdown_wait_loop_s=ENGINE_DRAIN_POLL_S,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=own.start_attempts,
         **deployment_options(own, {"env_vars": engine_environment(settings, role)}),

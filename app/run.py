@@ -30,7 +30,12 @@ from pydantic import BaseModel, ValidationError
 
 from actors.tls import local_opener
 from app.installation import EXAMPLE, config_file, environment
-from app.launch_environment import prepare_environment
+from app.launch_environment import (
+    OBJECT_STORE_BYTES,
+    prepare_environment,
+    ray_temporary_directory,
+    shared_memory,
+)
 from app.screen import Screen
 from app.start_screen import (
     EngineReport,
@@ -52,6 +57,9 @@ AWAITED = "to be scheduled"
 Serve's message about replicas that are slow to initialize does not contain this part.
 """
 
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for all addresses of a machine, and the address for clients on it."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEATED = (signal.SIGTERM, signal.SIGHUP)
 SAME_STOP_S = 1.0
@@ -65,8 +73,6 @@ SHUTDOWN_S = 30.0
 END_S = 1.0
 POLL_S = 0.25
 ROUTER_DRAIN_POLL_S = 0.2
-RAY_LOGS = "/tmp/ray/session_latest/logs"
-"""Ray's log directory if Ray uses its default temporary directory."""
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -85,24 +91,22 @@ DEMO_PROMPT = r"mira=427\nkelo=093\nkelo?"
 def main(argv: list[str] | None = None) -> int:
     """Run until stopped; return the exit status.
 
-    2: the configuration is invalid or the HTTP port cannot be used; 1: Ray or the service did not
-    start; 0: stopped by a signal.
+    2: the configuration is invalid, the HTTP port cannot be used, or shared memory is too small;
+    1: Ray or the service did not start; 0: stopped by a signal.
     """
-    parser = argparse.ArgumentParser(prog="tandem run", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default=EXAMPLE, help="a Serve config file")
-    parser.add_argument("--port", type=int, help="HTTP port; overrides the port in the config file")
-    parser.add_argument("--address", help="address of a Ray cluster to join (`auto`: this host's); unset: start one")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     screen = Screen()
     screen.stage(f"environment: {environment()}")
     try:
         if changed := prepare_environment():
             screen.say(changed)
-        config, settings = load(config_file(options.config), options.port)
+        config, settings = load(config_file(options.config), options.port, options.host)
     except SettingsError as error:
         screen.error(f"{options.config}: {error}")
         return 2
     screen.stage(f"model: {', '.join(one.model_name for one in settings.each_model().values())} ({options.config})")
+    if options.host in ALL_ADDRESSES and not settings.auth.all_keys():
+        screen.say("clients need no API key: publish the port to trusted clients only, or set TANDEM_API_KEYS")
     if options.address is None and settings.transfer.side_channel_port:
         screen.error(
             f"{options.config}: transfer.side_channel_port must be 0 without --address: all engines are on this node, "
@@ -114,10 +118,24 @@ def main(argv: list[str] | None = None) -> int:
             f"tandem: {taken}; stop the program that uses the port, or choose another port (make run PORT=...) or host"
         )
         return 2
+    if options.address is None:
+        what, remedy = shared_memory(sum(replicas_at_start(settings).values()))
+        if remedy:
+            screen.error(f"tandem: {what}; {remedy}")
+            return 2
     try:
         return serve_until_stopped(config, settings, options.address, screen)
     except Stop:  # before the deployment; a cluster that Ray started here ends with this process
         return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(prog="tandem run", description=__doc__.splitlines()[0])
+    arguments.add_argument("--config", default=EXAMPLE, help="a Serve config file")
+    arguments.add_argument("--host", help="HTTP address; overrides the one in the config file; 0.0.0.0: all interfaces")
+    arguments.add_argument("--port", type=int, help="HTTP port; overrides the port in the config file")
+    arguments.add_argument("--address", help="address of a Ray cluster to join (`auto`: this host's); unset: start one")
+    return arguments
 
 
 def port_taken(host: str, port: int) -> str | None:
@@ -134,11 +152,11 @@ def port_taken(host: str, port: int) -> str | None:
         return f"{host}:{port}: port must be 0-65535"
 
 
-def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]:
+def load(path: Path, port: int | None, host: str | None = None) -> tuple[dict[str, Any], ServiceSettings]:
     """Return the Serve config in `path` and Tandem's settings in it.
 
-    ``port``  replaces the HTTP port of the routers, or of Serve's proxy if the routers have none;
-              None: keep the port
+    ``port``, ``host``  replace the HTTP port and address of the routers, or of Serve's proxy if the
+                        routers have none; None: keep them
 
     Raises SettingsError if the file is invalid or cannot be read, if the path of a model has no
     `config.json`, or if the environment has invalid API keys.
@@ -147,11 +165,13 @@ def load(path: Path, port: int | None) -> tuple[dict[str, Any], ServiceSettings]
     for one in settings.each_model().values():
         check_model(one)
     settings.auth.all_keys()  # refuses invalid keys in the environment
-    if port is not None and settings.router.http_port is not None:
-        ours(config).setdefault("args", {}).setdefault("router", {})["http_port"] = port
+    given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    if given and settings.router.http_port is not None:
+        router = ours(config).setdefault("args", {}).setdefault("router", {})
+        router |= {f"http_{name}": value for name, value in given.items()}
         settings = parse_settings(ours(config)["args"])
-    elif port is not None:
-        config.setdefault("http_options", {})["port"] = port
+    elif given:
+        config.setdefault("http_options", {}).update(given)
     return config, settings
 
 
@@ -187,7 +207,7 @@ def listening_address(config: dict[str, Any], settings: ServiceSettings) -> tupl
 def url_of(config: dict[str, Any], settings: ServiceSettings) -> str:
     """Return the URL of the routers, or of Serve's proxy, for clients on their machine."""
     host, port = listening_address(config, settings)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = ALL_ADDRESSES.get(host, host)
     scheme = "https" if settings.router.ssl_certfile else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -304,6 +324,12 @@ def check_model(settings: ServiceSettings) -> None:
         raise SettingsError(f"model: there is no config.json in {settings.model_path!r}")
 
 
+def ray_logs() -> str:
+    """Return the log directory of the latest Ray session on this machine; empty without one."""
+    logs = Path(ray_temporary_directory(), "ray", "session_latest", "logs").resolve()
+    return str(logs) if logs.is_dir() else ""
+
+
 def start_ray(init: Callable[[], object], screen: Screen) -> None:
     """Call `init`, and once more if the Ray node timed out during its start.
 
@@ -337,11 +363,14 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     stop_on_signals()
     start_in_own_sessions()
     options = {"namespace": "serve", "log_to_driver": verbose} | ({} if verbose else {"logging_level": logging.ERROR})
-    where = {"address": "local", "include_dashboard": False} if cluster is None else {"address": cluster}
+    own = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    where = own if cluster is None else {"address": cluster}
+    earlier = ray_logs()
     try:
         start_ray(lambda: ray.init(**where, **options), screen)
     except Exception as error:  # for example a timeout, a wrong address, or another Ray release there
-        screen.error(str(StartFailure("cannot start or join Ray:", f"{type(error).__name__}: {error}", RAY_LOGS)))
+        found = "" if ray_logs() == earlier else ray_logs()
+        screen.error(str(StartFailure("cannot start or join Ray:", f"{type(error).__name__}: {error}", found)))
         return 1
     screen.stage("Ray: started" if cluster is None else f"Ray: joined the cluster at {cluster}")
     stop_on_signals()  # Ray has installed a handler that prints a stack trace

@@ -38,7 +38,7 @@ class StartFailure:
 
     ``what``   first line: what did not start
     ``error``  text of the cause; empty if unknown
-    ``log``    path of the full log, or of the log directory
+    ``log``    path of the full log, or of the log directory; empty if there is none
     """
 
     what: str
@@ -47,7 +47,8 @@ class StartFailure:
 
     def __str__(self) -> str:
         lines = self.error.strip().splitlines() or ["the cause is unknown"]
-        return "\n".join([f"tandem: {self.what}", *lines[:MAX_ERROR_LINES], f"tandem: full log: {self.log}"])
+        where = [f"tandem: full log: {self.log}"] if self.log else []
+        return "\n".join([f"tandem: {self.what}", *lines[:MAX_ERROR_LINES], *where])
 
 
 def stage_line(text: str, elapsed_s: float) -> str:

@@ -110,7 +110,7 @@ _TEXTS = {
     ),
     "`store`": (
         "Engines of both roles store the KV of prompts and answers, and load it instead of computing it "
-        "([the KV store](kv-store.md)). Not for accelerators yet."
+        "([the KV store](kv-store.md))."
     ),
     "`router`": (
         "Each router replica applies the deadlines and limits to its own requests. `user_config` changes the keys "

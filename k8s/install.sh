@@ -3,6 +3,7 @@
 #   development      the whole lock, and this checkout by reference; for `make install`
 #   cpu              the packages that serve on CPUs, without test and lint tools; for the image
 #   gpu              the lock of the CUDA builds; for the image
+#   checkout         this checkout alone; for the image, after its packages
 #   gpu-development  the same lock, and this checkout by reference; for `make install` with a GPU
 # Installs wheels only, so no compiler is needed. For the CPU builds it first chooses PyTorch's
 # wheel (`choose_torch`). TORCH_CPU_INDEX replaces PyTorch's own index; empty: do not ask it.
@@ -72,8 +73,8 @@ choose_torch() {
 }
 
 case $kind in
-  development | cpu | gpu | gpu-development) ;;
-  *) fail "the second argument must be development, cpu, gpu or gpu-development, not '$kind'" 2 ;;
+  development | cpu | gpu | gpu-development | checkout) ;;
+  *) fail "the second argument must be development, cpu, gpu, gpu-development or checkout, not '$kind'" 2 ;;
 esac
 [[ $(uname -sm) == "Linux x86_64" ]] || fail "the locked packages are for Linux on x86-64, not for $(uname -sm)"
 python=$("$venv/bin/python" -c 'import sys; print("Python %d.%d" % sys.version_info[:2])')
@@ -83,14 +84,15 @@ case $python in
 esac
 
 case $kind in
+  checkout) packages= ;;
   gpu*) packages=$(<"$gpu_lock") ;;
   *) choose_torch ;;
 esac
 if [[ $kind == cpu ]]; then packages=$(without "$here/k8s/development-only.txt" <<<"$packages"); fi
 # The locks are complete. --no-deps leaves out packages that others declare without need
 # (docs/decisions/0001).
-pip install --no-deps --only-binary :all: -r <(echo "$packages")
+if [[ -n $packages ]]; then pip install --no-deps --only-binary :all: -r <(echo "$packages"); fi
 case $kind in
   *development) pip install --no-deps --no-build-isolation -e "$here" ;;
-  *) pip install --no-deps --no-build-isolation "$here" ;;
+  checkout) pip install --no-deps --no-build-isolation "$here" ;;
 esac

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.engine.adapters import EngineAdapters
@@ -23,6 +24,7 @@ from actors.engine.asgi_call import AsgiApp, call_asgi
 from actors.engine.chat_template import REMEDY, renders_time, template_of
 from actors.engine.heartbeat import HUNG_MARGIN_S, HeartbeatMonitor
 from actors.engine.node_failures import new_engine_id
+from actors.engine.startup.gpu_defaults import set_gpu_defaults
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
@@ -131,6 +133,8 @@ class VllmEngine:
         cannot run the model, its cache or its adapters, vLLM's own error if vLLM does not start,
         and TimeoutError if a rank does not answer its first request.
         """
+        if settings.role(role).num_gpus:
+            set_gpu_defaults()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -140,6 +144,7 @@ class VllmEngine:
         from actors.upstream.vllm_processes.kill_process_tree import ignore_ended_processes
         from actors.upstream.vllm_processes.resource_tracker import detach_resource_tracker
         from actors.upstream.vllm_replaying_llm import ReplayingLLM, make_replayable, why_not_replayable
+        from connectors.vllm_hma.model.weights import begin_digests
 
         ignore_ended_processes()
         detach_resource_tracker()
@@ -169,6 +174,8 @@ class VllmEngine:
             make_replayable(config)
         else:
             logger.info("this engine cannot continue streams of other engines: %s", cannot_resume)
+        if config.load_config.load_format != "dummy":
+            begin_digests(Path(config.model_config.model))
         stack = AsyncExitStack()
         load = LoadLogger(config) if settings.role(role).scaled else None
         llm = ReplayingLLM.start(config, engine_args, load)

@@ -87,6 +87,7 @@ def rank(
 
 
 _PUBLISHED: dict[Hashable, Mapping[str, EngineReplica]] = {}
+_LAST: dict[Hashable, Mapping[str, EngineReplica]] = {}
 _LISTENERS: defaultdict[Hashable, list[Callable[[], None]]] = defaultdict(list)
 
 
@@ -104,6 +105,8 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
         for rank, (name, own) in enumerate(zip(engine_names(replica, len(ranks)), ranks, strict=True)):
             engines[name] = EngineReplica(RpcAddress(**own["rpc"]), own["slots"], own["queue"], own, replica, rank)
     _PUBLISHED[deployment] = engines
+    if engines:
+        _LAST[deployment] = engines
     for listener in tuple(_LISTENERS[deployment]):
         listener()
 
@@ -120,3 +123,8 @@ def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[]
 def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:
     """Return a deployment's running engines by id; None before Serve's first report."""
     return _PUBLISHED.get(deployment)
+
+
+def last_replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica]:
+    """Return a deployment's engines in the last report with engines; they may have stopped."""
+    return _LAST.get(deployment, {})

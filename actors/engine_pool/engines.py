@@ -19,7 +19,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from actors.engine_pool.discovery import EngineReplica, replicas_of, subscribe
+from actors.engine_pool.discovery import EngineReplica, last_replicas_of, replicas_of, subscribe
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, EngineError, RefusedError
 from actors.moving_timer import MovingTimer
@@ -27,7 +27,7 @@ from actors.policy.stores import EngineStore
 from actors.request import Accepted, Call, Heartbeat, Item
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channel, Channels, ChannelsSnapshot
-from actors.rpc.messages import RpcFailure, RpcRequest
+from actors.rpc.messages import KEEP, RpcFailure, RpcRequest
 from actors.rpc.protocol import GRANT_BYTES, item_bytes
 from actors.tls import ClientTls
 from connectors.errors import TandemError
@@ -173,13 +173,45 @@ class EnginePool:
         # A handle with options receives Serve's updates of replicas at once, a plain handle only
         # after its first call.
         self._handle = handle.options()
-        self._slots = SlotPool(lambda: replicas_of(handle.deployment_id) or {})
+        self._slots = SlotPool(self._engines)
         self._router = uuid.uuid4().hex
         self._channels = Channels(tls)
         self._stores: dict[str, EngineStore] = {}
         self._identities: dict[str, str] = {}
         self._known: Mapping[str, EngineReplica] = {}
         self._unsubscribe: Callable[[], None] | None = None
+        self._keeping: list[asyncio.Task[None]] = []
+        self.leaving = False
+        """True while this router is stopping."""
+
+    def leave(self) -> None:
+        """Keep the engines for the requests that this stopping router still receives.
+
+        Serve may stop them at the same time and then no longer lists them.
+        """
+        self.leaving = True
+        self._follow_replicas()
+        self._keeping = [
+            asyncio.create_task(self._keep(name, one.address), name="keeps-an-engine")
+            for name, one in self._engines().items()
+        ]
+        self._slots.changed()
+
+    async def _keep(self, name: str, address: RpcAddress) -> None:
+        """Keep one engine until this router closes its connections."""
+        try:
+            await self._ask(address, KEEP, ())
+        except EngineError:
+            return  # an engine of an earlier release
+        except EngineDownError:
+            if name in (replicas_of(self._handle.deployment_id) or {}):
+                return
+        self._slots.record_leaving(name)
+
+    def _engines(self) -> Mapping[str, EngineReplica]:
+        """Return Serve's list of running engines; a stopping router also uses the last of them."""
+        running = replicas_of(self._handle.deployment_id) or {}
+        return running if running or not self.leaving else last_replicas_of(self._handle.deployment_id)
 
     async def take(
         self,
@@ -226,7 +258,7 @@ class EnginePool:
     def _slot(self, name: str, sequences: int) -> Slot | None:
         """Return the taken slots of engine `name`, or give them back if its replica has stopped."""
         try:
-            engine = (replicas_of(self._handle.deployment_id) or {}).get(name)
+            engine = self._engines().get(name)
             if engine is not None:
                 return Slot(name, engine.address, engine.metadata, sequences, self._slots.maybe_full(name))
         except BaseException:
@@ -268,7 +300,7 @@ class EnginePool:
         return self._identities
 
     def _read_metadata(self) -> None:
-        engines = replicas_of(self._handle.deployment_id) or {}
+        engines = self._engines()
         if engines is not self._known:  # each decision asks
             self._known = engines
             stores = {name: one.store for name, one in engines.items()}
@@ -280,7 +312,7 @@ class EnginePool:
 
         Only `name` if the engine has stopped.
         """
-        engines = replicas_of(self._handle.deployment_id) or {}
+        engines = self._engines()
         if name not in engines:
             return frozenset({name})
         return frozenset(other for other, one in engines.items() if one.replica == engines[name].replica)

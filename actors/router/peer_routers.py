@@ -36,6 +36,15 @@ class RouterReplica(Router):
     _peers: DeploymentHandle | None = None
     _status: SingleFlight[dict[str, Any]] | None = None
 
+    def find_peers(self) -> None:
+        """Get and initialize the handle of the peers, at this replica's start.
+
+        Both wait for Serve's controller and the Ray head, and block the event loop meanwhile.
+        """
+        replica = serve.get_replica_context()
+        # `options` initializes the handle; a plain handle would do it in its first call.
+        self._peers = serve.get_deployment_handle(replica.deployment, replica.app_name).options()
+
     async def own_metrics(self) -> RouterMetricsText:
         """Return this replica's id and Prometheus exposition."""
         # Without names, the only model uses the router's metrics.
@@ -95,8 +104,7 @@ class RouterReplica(Router):
 
     async def _ask_peers(self, method: str) -> list[Any]:
         if self._peers is None:
-            replica = serve.get_replica_context()
-            self._peers = serve.get_deployment_handle(replica.deployment, replica.app_name)
+            return []
         return await ask_all("router", self._peers, method, self.limits.metrics_timeout_s)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -25,6 +26,14 @@ SEQUENCES_PER_SLOT = 4
 """Default number of sequences that a router admits for each slot of the decode engines.
 
 It admits at least MIN_ONGOING_SEQUENCES.
+"""
+
+
+FIRST_PREFILL_S = 60.0
+"""Longest wait of a new router for prefill engines, in seconds from its first decode engine.
+
+The engines of a new service start together. Decode alone would compute all of its prompts. The wait
+ends because a router may also start while prefill is away.
 """
 
 
@@ -52,6 +61,8 @@ class Router:
         self.adapters = AdapterNames(self.models)
         """Models by adapter name."""
         self._were_ready: set[ModelRouter] = set()
+        self._ready_at: float | None = None
+        self._was_complete = False
         self._ongoing = self._sequences = 0
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -154,6 +165,11 @@ class Router:
         """Number of slots that this router holds on engines, by role."""
         return _sums([model.slots_taken for model in self.models])
 
+    def leave(self) -> None:
+        """Keep the engines for the requests that this stopping router still receives."""
+        for model in self.models:
+            model.leave()
+
     async def close(self) -> None:
         """Close the connections to the engines."""
         await asyncio.gather(*(model.close() for model in self.models))
@@ -204,6 +220,19 @@ class Router:
         running = {model for model in self.models if model.ready}
         self._were_ready |= running
         return bool(running) and len(self._were_ready) == len(self.models)
+
+    @property
+    def takes_traffic(self) -> bool:
+        """True if load balancers may send requests to this router.
+
+        It is `ready`, and has been `complete` or has waited FIRST_PREFILL_S for that.
+        """
+        if not self.ready:
+            return False
+        now = time.monotonic()
+        self._ready_at = now if self._ready_at is None else self._ready_at
+        self._was_complete |= self.complete
+        return self._was_complete or now - self._ready_at >= FIRST_PREFILL_S
 
     @property
     def complete(self) -> bool:

@@ -16,6 +16,9 @@ from actors.request import Call, Item
 LENGTH = struct.Struct(">I")
 """Header of a frame: number of bytes that follow."""
 
+KEEP = "keep"
+"""Method of an engine with which a stopping router keeps it until the connection closes."""
+
 
 @dataclass(frozen=True)
 class RpcRequest:

@@ -20,7 +20,7 @@ import msgspec
 
 from actors.errors import CannotResumeError, EngineDownError
 from actors.rpc.address import RpcAddress, enable_keepalive
-from actors.rpc.messages import RpcFailure, RpcRequest
+from actors.rpc.messages import KEEP, RpcFailure, RpcRequest
 from actors.rpc.server_connection import ServedStream, ServerConnection
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,12 @@ Routers then have the same time to read the EndStreams.
 
 REMEMBERED_S = 10.0
 """Maximum age in seconds of a queue length reported by a router."""
+
+KEPT_WITHIN_S = 2.0
+"""Minimum time in seconds for which a stopping engine accepts calls.
+
+If Serve stops the routers at the same time, each of them sends KEEP within this time.
+"""
 
 MOST_ROUTERS = 64
 """Maximum number of routers with a stored queue length."""
@@ -74,7 +80,7 @@ class RpcServer:
         ``methods``  methods available to routers, by name; they need no slot
         """
         self._serve = serve
-        self._methods = methods or {}
+        self._methods = {**(methods or {}), KEEP: self._keep}
         self._slots = slots
         self._key = secrets.token_hex()
         self._server: asyncio.Server | None = None
@@ -84,6 +90,9 @@ class RpcServer:
         self._freed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._kept = 0
+        self._unkept = asyncio.Event()
+        self._unkept.set()
         self.ongoing = 0
 
     async def open(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> RpcAddress:
@@ -120,7 +129,13 @@ class RpcServer:
         return RpcServerSnapshot(len(self._connections), frozenset(self._queued))
 
     async def drain(self) -> None:
-        """Refuse new calls and wait for the end of running calls. Methods still run."""
+        """Wait for stopping routers, then refuse new calls and wait for the end of running calls.
+
+        Whatever stops all roles at once must stop routers first: they still receive requests.
+        Methods still run.
+        """
+        await asyncio.sleep(KEPT_WITHIN_S)
+        await self._unkept.wait()
         self._leaving = True
         await self._idle.wait()
 
@@ -130,6 +145,18 @@ class RpcServer:
         if self._server is not None:
             self._server.close()
         await asyncio.gather(*(connection.close(CUT_OFF_S) for connection in list(self._connections)))
+
+    async def _keep(self) -> None:
+        """Keep a stopping engine for the calling router; return at once if it refuses new calls."""
+        self._kept += 1
+        self._unkept.clear()
+        try:
+            if not self._leaving:
+                await asyncio.Event().wait()
+        finally:
+            self._kept -= 1
+            if not self._kept:
+                self._unkept.set()
 
     async def _call_method(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Return the encoded result of one of `methods`.

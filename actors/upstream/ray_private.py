@@ -3,13 +3,15 @@
 Source: https://github.com/ray-project/ray/blob/ray-2.60.0/python/ray/experimental/internal_kv.py
 """
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.experimental import internal_kv
+from ray.serve._private.replica import Replica
 from ray.serve.handle import DeploymentBroadcastResponse
 
 NAMESPACE = b"tandem"
@@ -79,3 +81,17 @@ async def replica_results(broadcast: DeploymentBroadcastResponse) -> Sequence[An
     """
     results: Sequence[Any] = await broadcast._fetch_replica_results_async()  # noqa: SLF001
     return results
+
+
+def on_stop(do: Callable[[], None]) -> None:
+    """Call `do` in the running event loop as soon as Serve tells this process's replica to stop.
+
+    Serve's public hook, `__del__`, waits for the calls through Serve first, perhaps for minutes.
+    """
+    loop, stop = asyncio.get_running_loop(), Replica._perform_graceful_shutdown  # noqa: SLF001
+
+    async def told(self: Replica) -> None:
+        loop.call_soon_threadsafe(do)
+        await stop(self)
+
+    Replica._perform_graceful_shutdown = told  # noqa: SLF001

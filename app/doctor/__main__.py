@@ -67,7 +67,7 @@ def examine(path: Path, skip: Iterable[str] = ()) -> Iterable[Finding]:
         "libraries": lambda: check_libraries(settings),
         "gpus": lambda: check_gpus(settings),
         "engines": lambda: check_engines(settings),
-        "shared-memory": lambda: check_shared_memory(settings),
+        "shared-memory": check_shared_memory,
         "open-files": lambda: check_open_files(settings),
         "home": check_home,
         "temporary": check_temporary_directory,

@@ -5,19 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from actors.engine.startup.gpu_defaults import SAMPLER, why_not_compiled
 from actors.process import open_files_of
 from actors.tls import TlsFiles, router_files, rpc_files
 from app.doctor.finding import Finding
 from app.http.http_server import proxies_refuse
 from app.installation import release_of
-from app.launch_environment import home_problem
+from app.launch_environment import home_problem, ray_temporary_directory, shared_memory
 from app.run import port_taken
+from configs.settings.base import ROLES
 from configs.settings.service import ServiceSettings
 from connectors.errors import ConfigurationError
 from connectors.open_files import REMEDY, too_few
@@ -25,16 +29,6 @@ from connectors.open_files import REMEDY, too_few
 PYTHON = ("3.11", "3.12", "3.13")
 RELEASES = {"vLLM": "0.32.0", "Ray": "2.60.0", "NIXL": "1.5.1"}
 """Required releases of the libraries."""
-
-RAY_STORE_BYTES = 75 * 2**20
-"""Minimum size of Ray's object store, which lies in shared memory."""
-
-ENGINE_QUEUE_BYTES = 160 * 2**20
-"""Size of the shared memory between vLLM's engine core and its workers: ten chunks of 16 MiB.
-
-See `max_chunks` in vllm/distributed/device_communicators/shm_broadcast.py and
-VLLM_MQ_MAX_CHUNK_BYTES_MB.
-"""
 
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Longest path of a socket below Ray's temporary directory; the last number is a process id."""
@@ -44,11 +38,21 @@ UNIX_SOCKET_BYTES = 107
 
 NUMA = "libnuma.so.1"
 
+FOLDERS = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "VLLM_CACHE_ROOT")
+"""Variables that name folders to which vLLM and its libraries write."""
+
 EXPIRES_SOON = timedelta(days=3)
 """Remaining validity of a certificate below which its check fails."""
 
 RDMA = Path("/sys/class/infiniband")
 NETWORK = Path("/sys/class/net")
+PROC = Path("/proc")
+HOST_PIDS = 0xEFFFFFFC
+"""Inode of the host's PID namespace (PROC_PID_INIT_INO in include/linux/proc_ns.h)."""
+
+DMA_BUF_KERNEL = (5, 12)
+"""First release of Linux whose RDMA devices can register dma-bufs."""
+
 RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "rc_x", "rc_v", "ud_x", "ud_v", "dc_x")
 
 
@@ -75,8 +79,9 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
     yield Finding("libraries", f"{NUMA} is installed")
 
 
-def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check that this machine has as many GPUs as each engine needs on one node.
+def check_gpus(settings: ServiceSettings, proc: Path = PROC, rdma: Path = RDMA) -> Iterator[Finding]:
+    """Check that this machine has the GPUs that each engine needs on one node, what CUDA IPC needs
+    between them, and the compiler of FlashInfer's sampler.
 
     The ranks of executor `ray` may be on several nodes, with one GPU each. Yields nothing if no
     engine needs a GPU.
@@ -89,17 +94,36 @@ def check_gpus(settings: ServiceSettings) -> Iterator[Finding]:
     found = torch.cuda.device_count()
     remedy = "" if found >= wanted else "install vLLM's CUDA build and an NVIDIA driver, or lower num_gpus"
     yield Finding("gpus", f"{found} GPUs found, an engine needs {wanted:g} on one node", remedy)
+    reason = why_not_compiled()
+    for name, role in settings.roles():
+        if role.num_gpus and reason:
+            demanded = role.environment.get(SAMPLER, os.environ.get(SAMPLER)) == "1"
+            remedy = f"install them, or remove {SAMPLER}" if demanded else ""
+            yield Finding("gpus", f"{name}: vLLM samples without FlashInfer: {reason}", remedy)
+    if not _names(rdma):
+        yield from _cuda_ipc(settings, found, proc)
 
 
-def check_shared_memory(settings: ServiceSettings, path: str = "/dev/shm") -> Iterator[Finding]:
-    """Check the free shared memory for Ray and vLLM. Docker's containers have 64 MiB by default."""
-    needed = RAY_STORE_BYTES + 2 * ENGINE_QUEUE_BYTES
-    state = os.statvfs(path)
-    free = state.f_bavail * state.f_frsize
-    what = f"{path}: {free / 2**20:,.0f} MiB free; Ray and one engine of each role need {needed / 2**20:,.0f} MiB"
-    yield Finding(
-        "shared-memory", what, "" if free >= needed else f"enlarge {path} (docker run --shm-size, an emptyDir)"
-    )
+def _cuda_ipc(settings: ServiceSettings, gpus: int, proc: Path) -> Iterator[Finding]:
+    """Yield what keeps CUDA IPC from joining the engines of this node. Opens no handle.
+
+    Without it and RDMA, UCX emulates writes to GPU memory over TCP
+    (https://github.com/vllm-project/vllm/pull/55906).
+    """
+    import torch
+
+    apart = [f"{a}-{b}" for a, b in combinations(range(gpus), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        remedy = "give both roles GPUs with peer access (nvidia-smi topo -p2p w), or use RDMA"
+        yield Finding("gpus", f"KV between GPUs {', '.join(apart)} moves over TCP: no peer access", remedy)
+    if any(role.label_selector for _, role in settings.roles()) and (proc / "self/ns/pid").stat().st_ino != HOST_PIDS:
+        remedy = "set hostPID: true for the pods of both roles and show them each other's GPUs, or use RDMA"
+        yield Finding("gpus", "KV between pods moves over TCP: this pod has its own PID namespace", remedy)
+
+
+def check_shared_memory() -> Iterator[Finding]:
+    """Check the free shared memory for Ray and one engine of each role."""
+    yield Finding("shared-memory", *shared_memory(engines=len(ROLES)))
 
 
 def check_open_files(settings: ServiceSettings) -> Iterator[Finding]:
@@ -110,15 +134,20 @@ def check_open_files(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_home() -> Iterator[Finding]:
-    """Check that the home directory can be written, for Ray's token and the libraries' caches."""
+    """Check that the home directory, and the libraries' folders elsewhere, can be written."""
     problem = home_problem()
     remedy = "" if problem is None else "set HOME to a directory that this user can write"
     yield Finding("home", problem or f"{os.path.expanduser('~')} can be written", remedy)
+    for variable in FOLDERS:
+        folder = os.environ.get(variable, "")
+        if folder and not writable(Path(folder)):
+            yield Finding("home", f"{variable}: {folder} cannot be written", "unset it, or mount a writable volume")
 
 
-def ray_temporary_directory() -> str:
-    """Return the directory below which Ray, started in this environment, creates sockets."""
-    return os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+def writable(folder: Path) -> bool:
+    """Return whether this user can write to `folder`, or create it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def longest_temporary_directory() -> int:
@@ -127,8 +156,10 @@ def longest_temporary_directory() -> int:
 
 
 def check_temporary_directory() -> Iterator[Finding]:
-    """Check that the paths of Ray's Unix sockets are short enough."""
+    """Check that Ray can write, and that the paths of its Unix sockets are short enough."""
     folder, limit = ray_temporary_directory(), longest_temporary_directory()
+    if not writable(Path(folder, "ray")):
+        yield Finding("temporary", f"{folder} cannot be written", "mount a writable volume there (docker run --tmpfs)")
     fits = len(os.fsencode(folder)) <= limit
     remedy = "" if fits else "set RAY_TMPDIR to a shorter path, such as /tmp"
     yield Finding(
@@ -200,17 +231,24 @@ def _port_range(text: str) -> Finding:
     return Finding("ports", f"UCX_TCP_PORT_RANGE {text}: {free} are free", few)
 
 
-def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK) -> Iterator[Finding]:
-    """Check the limit of pinned memory for RDMA, and the configured devices and transports of UCX.
+def check_ucx_devices(
+    settings: ServiceSettings, rdma: Path = RDMA, network: Path = NETWORK, proc: Path = PROC
+) -> Iterator[Finding]:
+    """Check RDMA's access to GPUs, its limit of pinned memory, and UCX's devices and transports.
 
     Reads `transfer.devices`, UCX_NET_DEVICES and UCX_TLS.
     """
-    devices = sorted(path.name for path in rdma.iterdir()) if rdma.is_dir() else []
-    interfaces = sorted(path.name for path in network.iterdir()) if network.is_dir() else []
+    devices, interfaces = _names(rdma), _names(network)
     yield Finding("ucx", f"RDMA: {', '.join(devices) or 'none'}; network: {', '.join(interfaces)}")
     if devices and (limit := resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) != resource.RLIM_INFINITY:
         remedy = "remove the limit: ulimit -l unlimited; on Kubernetes, LimitMEMLOCK=infinity for the container runtime"
         yield Finding("ucx", f"only {limit / 2**20:,.0f} MiB of memory may be pinned (RLIMIT_MEMLOCK)", remedy)
+    driver = proc / "driver/nvidia/version"
+    if devices and driver.exists() and any(role.num_gpus for _, role in settings.roles()):
+        how = gpudirect((proc / "modules").read_text(), driver.read_text(), platform.release())
+        remedy = "modprobe nvidia_peermem (GPU operator: driver.rdma.enabled), or the driver's open kernel modules"
+        what = f"RDMA reaches GPU memory: {how}" if how else "RDMA does not reach GPU memory: KV moves through the host"
+        yield Finding("ucx", what, "" if how else remedy)
     for name, role in settings.roles():
         environment = ucx_environment(role.environment)
         named = settings.transfer.devices or environment.get("UCX_NET_DEVICES", "all").split(",")
@@ -231,6 +269,22 @@ def check_ucx_devices(settings: ServiceSettings, rdma: Path = RDMA, network: Pat
                 "give the machine an RDMA device (a pod requests the device plugin's resource), or add tcp to UCX_TLS"
             )
             yield Finding("ucx", f"{name}: UCX_TLS contains {asked[0]}, but there is no RDMA device", remedy)
+
+
+def gpudirect(modules: str, driver: str, kernel: str) -> str | None:
+    """Return how RDMA devices reach GPU memory, or None.
+
+    ``modules``, ``driver``  contents of /proc/modules and /proc/driver/nvidia/version
+    """
+    for module in {line.partition(" ")[0] for line in modules.splitlines()} & {"nvidia_peermem", "nv_peer_mem"}:
+        return f"{module} is loaded"
+    # Only the open modules export GPU memory as dma-bufs.
+    supported = tuple(map(int, re.findall(r"\d+", kernel)[:2])) >= DMA_BUF_KERNEL
+    return f"dma-buf, Linux {kernel}" if supported and "Open Kernel Module" in driver else None
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def ucx_environment(own: Mapping[str, str]) -> dict[str, str]:

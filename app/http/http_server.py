@@ -86,7 +86,7 @@ class HttpServer:
         self._tls = tls
         self._unread_s = unread_s
         self._idle_s = idle_s
-        self._leaving = False
+        self._leaving: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -123,18 +123,27 @@ class HttpServer:
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http-server")
         logger.info("the router listens on %s:%d", *self._where)
 
-    async def close(self) -> None:
-        """Close the server; return after the last answer has been sent.
+    def leave(self) -> None:
+        """Begin to close the server: report 503 at SERVICE_PATH from now on.
 
         For `leave_s` the server still accepts connections, and responses have `connection: close`,
         so that clients open a new connection, perhaps to another router. Then it closes the
         listener and all connections without a request.
         """
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(), name="http-server-leaves")
+
+    async def _leave(self) -> None:
         if self._server is not None and self._serving is not None:
-            self._leaving = True
             await asyncio.sleep(self._leave_s)
             self._server.should_exit = True
             await self._serving
+
+    async def close(self) -> None:
+        """Close the server as `leave` does; return after the last answer has been sent."""
+        self.leave()
+        assert self._leaving is not None
+        await self._leaving
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != SERVICE_PATH:
@@ -143,7 +152,7 @@ class HttpServer:
             await (self._app if allowed else certificate_required())(scope, receive, self._last(send))
             return
         # For load balancers: 503 while the router is stopping or `ready` returns False.
-        status = HTTPStatus.OK if self._ready() and not self._leaving else HTTPStatus.SERVICE_UNAVAILABLE
+        status = HTTPStatus.OK if self._ready() and self._leaving is None else HTTPStatus.SERVICE_UNAVAILABLE
         headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": self._service.encode()})
@@ -157,7 +166,7 @@ class HttpServer:
         """Return a `send` that adds `connection: close` to responses of a stopping server."""
 
         async def tell(message: Message) -> None:
-            if self._leaving and message["type"] == "http.response.start":
+            if self._leaving is not None and message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 

@@ -57,8 +57,8 @@ class TransferSettings(Frozen):
     )
     integrity: Literal["auto", "full", "off"] = Field(
         "auto",
-        description="full: decode compares digests of all moved bytes before it runs the request; off: no digests; "
-        "auto: same as full",
+        description="full: decode compares digests of all moved bytes before it runs the request; off: no digests "
+        "(refused on GPUs before Hopper); auto: same as full",
     )
     streaming: Literal["auto", "chunk", "layer"] = Field(
         "auto",
@@ -92,7 +92,7 @@ class TransferSettings(Frozen):
     fence_s: Seconds = Field(
         2.0,
         description="longest time for which a prefill engine's step waits for a write that reads blocks of a "
-        "preempted request; then the transfer fails. On an accelerator the step does not wait",
+        "preempted request; then the transfer fails. With vLLM's V2 model runner the step does not wait",
     )
     forget_s: float = Field(
         3600.0,

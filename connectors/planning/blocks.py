@@ -90,7 +90,7 @@ class UnitSet:
     def __len__(self) -> int:
         return len(self.units)
 
-    def where(self, mask: npt.NDArray[np.bool_]) -> UnitSet:
+    def where(self, mask: npt.NDArray[np.bool_] | slice) -> UnitSet:
         return UnitSet(self.units[mask], self.dst_ids[mask], self.dst_parts[mask])
 
 

@@ -7,7 +7,7 @@ rank is stored, and the producer's role when KV is loaded (``store/planning/layo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,18 @@ class Runs:
     @property
     def total_bytes(self) -> int:
         return int(self.length.sum())
+
+    def slices(self, max_runs: int, max_bytes: int) -> Iterator[Runs]:
+        """Yield the runs in order, in parts of at most ``max_runs``.
+
+        A part of two or more runs has at most ``max_bytes``.
+        """
+        ends, first = np.cumsum(self.length), 0
+        while first < len(self):
+            within = np.searchsorted(ends, ends[first] - self.length[first] + max_bytes, "right")
+            part = slice(first, min(first + max_runs, max(first + 1, int(within))))
+            yield Runs(self.src[part], self.dst[part], self.length[part])
+            first = part.stop
 
 
 @dataclass(frozen=True, slots=True)

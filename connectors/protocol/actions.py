@@ -32,8 +32,14 @@ class Digest(Protocol):
         Raises PlanError for a block that does not exist at this end.
         """
 
+    def ready(self) -> bool:
+        """Start to hash all bytes added so far; return whether ``hexdigest`` waits for nothing."""
+        ...
+
     def hexdigest(self) -> str:
-        """Return the digest of all bytes added so far: 32 hexadecimal digits."""
+        """Return the digest of all bytes added so far, once the device has read them: 32
+        hexadecimal digits.
+        """
         ...
 
 
@@ -57,8 +63,8 @@ class Write:
                 if the offer requests none
 
     The owner calls ``write_posted`` after the post, and ``write_done`` or ``write_failed`` at the
-    end. If the write cannot be posted, it calls only ``write_failed`` if parts of the write may
-    arrive, and only ``write_refused`` if none can.
+    end. If the write cannot be posted whole, or is no longer wanted (``Producer.wants``), it calls
+    only ``write_failed`` if parts may still arrive, and only ``write_refused`` if none can.
     """
 
     write_id: int
@@ -119,13 +125,14 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compute the digest of received units, compare it with ``expected``, then report ``verified``.
+    """Add received units to a digest, compare it with ``expected``, then report ``verified``.
 
-    ``units``     received units, one set per group
-    ``digest``    empty digest of the bytes that ``peer`` writes in this transfer
-    ``expected``  digest that ``peer`` sent in Fin
+    ``units``     received units, one set per group; those of earlier actions are not repeated
+    ``digest``    digest of the bytes that ``peer`` writes in this transfer
+    ``expected``  digest that ``peer`` sent in Fin; empty before Fin: there is nothing to compare
 
-    The request's blocks stay allocated at least until ``verified``.
+    The owner carries out these actions in order. The request's blocks stay allocated at least until
+    ``verified``.
     """
 
     transfer_id: str
@@ -143,7 +150,7 @@ class Verify:
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)
         found = self.digest.hexdigest()
-        if found == self.expected:
+        if self.expected in ("", found):
             return None
         return f"the received bytes differ from the bytes sent: digest {found}, expected {self.expected}"
 

@@ -19,7 +19,7 @@ from connectors.planning.grid import Shard
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.planning.plan import check_compatible
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 _MOST = 4096
 MAX_METADATA_BYTES = 16 * 2**20
 _MOST_ROWS = 2**20

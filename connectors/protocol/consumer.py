@@ -17,7 +17,8 @@ the requests and their queue; ``engines.py`` has the producer engines.
     CONNECTING  connected                  OFFERED     an Offer to every partner rank
     CONNECTING  connect_failed, silence,   gone        Received(failed): no peer has the block ids
                 abort, engine_lost
-    OFFERED     Fin, expected byte count   OFFERED     Verify, if a digest was requested
+    OFFERED     Alive, units have arrived  OFFERED     Verify of them, if a digest was requested
+    OFFERED     Fin, expected byte count   OFFERED     Verify of the rest
     OFFERED     last Fin, all verified     gone        Received(ok)
     OFFERED     verification hangs         gone        Received(failed)
     OFFERED     an Offer cannot be sent    ENDING      Cancel to the other partners
@@ -60,7 +61,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Due, Forget, Freed, Received, Send, Verify
+from connectors.protocol.actions import Connect, ConsumerAction, Due, Forget, Freed, Received, Send
 from connectors.protocol.engines import Partner, ProducerEngines, Suspect
 from connectors.protocol.limits import TransferLimits, due
 from connectors.protocol.params import EngineAddress
@@ -73,7 +74,6 @@ from connectors.protocol.reception import (
     ReceptionStage,
     RequestQueue,
     expected_bytes,
-    units_from,
 )
 from connectors.protocol.wire import (
     Aborted,
@@ -224,6 +224,8 @@ class Consumer:
             return []
         if isinstance(message, Alive | Starting):
             reception.heard_at[peer] = now  # a prefill rank repeats Starting until the Offer arrives
+            if isinstance(message, Alive) and reception.stage is ReceptionStage.OFFERED:
+                return [*reception.verify(partner, self._groups, now, message.left)]
             return []
         if isinstance(message, Failed):
             return self._write_failed(reception, f"prefill rank {peer.rank}: {message.reason}", now)
@@ -387,11 +389,7 @@ class Consumer:
                     return self._fail(
                         reception, f"prefill rank {partner.peer.rank} sent no digest of the bytes that it wrote", now
                     )
-                units = units_from(partner, self._groups, reception.order)
-                verify = Verify(message.transfer_id, partner.peer, units, partner.new_digest(), message.digest)
-                reception.verifying.add(partner.peer)
-                reception.verifying_since = now
-                return [verify]
+                return [*reception.verify(partner, self._groups, now, [0] * len(self._groups), message.digest)]
         elif reception.stage not in GIVEN_UP:
             reason = message.reason if isinstance(message, Aborted) else "the producer cancelled the transfer"
             return self._fail(reception, f"prefill rank {partner.peer.rank}: {reason}", now)

@@ -83,6 +83,9 @@ class Delivery:
     ``digest``          digest of the written bytes; None if the offer requests none, before the
                         check of the offer, and after the delivery was closed
     ``in_flight``       bytes of each unfinished write, by write id; 0 until it has been posted
+    ``left``            number of units of each group not in a write with all their layers when a
+                        write began, by its id, until ``arrived`` has seen its end
+    ``unarrived``       number of units of each group that have not arrived, as last reported
     ``written_bytes``   bytes of the finished writes
     ``ending``          final message, sent when no write is in flight, unless a write has failed or
                         the consumer has ended
@@ -102,6 +105,8 @@ class Delivery:
     early: dict[int, tuple[Moves, int]] = field(default_factory=dict)
     digest: Digest | None = None
     in_flight: dict[int, int] = field(default_factory=dict)
+    left: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    unarrived: tuple[int, ...] = ()
     written_bytes: int = 0
     ending: Message | None = None
     closed: bool = False
@@ -120,6 +125,21 @@ class Delivery:
         if left and not any(transfer.tables):
             return False  # preempted: the engine recomputes what is left
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
+
+    def begin_write(self, write_id: int, now: float) -> None:
+        """Record a write whose units have been removed from ``pending``."""
+        left = [len(units) for units in self.pending or ()]
+        for group, (moves, _) in self.early.items():
+            left[group] += len(moves)
+        self.left[write_id] = tuple(left)
+        self.in_flight[write_id] = 0
+        self.moved_at = now
+
+    def arrived(self) -> tuple[int, ...]:
+        """Return the new ``unarrived``; empty if it has not changed since the last call."""
+        ended = [self.left.pop(each) for each in sorted(self.left) if each < min(self.in_flight, default=each + 1)]
+        before, self.unarrived = self.unarrived, (ended or [self.unarrived])[-1]
+        return self.unarrived if self.unarrived != before else ()
 
     def missing(self) -> str | None:
         """Return a description of the units left unwritten at the end of the prompt, or None.
@@ -298,6 +318,7 @@ def take(
         if problem is not None:
             return problem, []
         delivery.pending = wanted(offer, groups, consumer)
+        delivery.unarrived = tuple(map(len, delivery.pending))
         if offer.digest and consumer.new_digest is not None:
             delivery.digest = consumer.new_digest()
     moves = take_ready(transfer, delivery, groups, consumer)

@@ -32,7 +32,7 @@ The producer can write layers during a step: ``begin``, ``layers_computed``, the
     AWAITED   Offer                     OPEN     Write what is computed, then each chunk
     AWAITED   Cancel                    CLOSED   Cancelled
     OPEN      all written               CLOSED   Fin, with a digest if the offer requests one.
-                                                 On accelerators (``late_orders``), after
+                                                 With ``late_orders``, after
                                                  the next ``orders_applied`` or in HELD
     OPEN      Cancel                    CLOSED   Cancelled, after its writes have ended
     (any)     a failure                 CLOSED   Aborted, after its writes have ended
@@ -314,10 +314,19 @@ class Producer(Production):
         transfer, delivery = self._writes.pop(write_id)
         delivery.written_bytes += delivery.in_flight.pop(write_id)
         delivery.moved_at = now
-        return self._advance(transfer, now)
+        left = delivery.arrived()
+        actions = self._advance(transfer, now)
+        if left and delivery.digest is not None and delivery.ending is None:
+            # The consumer hashes what has arrived while the rest arrives.
+            actions.insert(0, Send(delivery.peer, Alive(transfer.transfer_id, left)))
+        return actions
+
+    def wants(self, write_id: int) -> bool:
+        """Return whether to post more of an unfinished write: its delivery has not ended."""
+        return self._writes[write_id][1].ending is None
 
     def write_refused(self, write_id: int, reason: str, now: float) -> list[ProducerAction]:
-        """Handle a write of which nothing was posted."""
+        """Handle a write that was not posted, or in part: all that was posted has arrived."""
         transfer, delivery = self._writes.pop(write_id)
         delivery.in_flight.pop(write_id)
         return self._end(transfer, delivery, f"a write could not be posted: {reason}", now)

@@ -21,7 +21,7 @@ class Production:
 
     ``late_orders``  whether a step may overwrite blocks before the owner reports which requests
                      have lost theirs (``preempted``, ``finished``; then ``orders_applied``). True
-                     on accelerators
+                     with vLLM's V2 model runner
     """
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits, late_orders: bool = False) -> None:
@@ -252,8 +252,7 @@ class Production:
     def _write(self, transfer: Transfer, delivery: Delivery, moves: Sequence[Moves], now: float) -> Write:
         write_id = self._new_write_id(delivery.peer)
         write = Write(write_id, transfer.transfer_id, delivery.peer, tuple(moves), delivery.digest)
-        delivery.in_flight[write_id] = 0
-        delivery.moved_at = now
+        delivery.begin_write(write_id, now)
         self._writes[write_id] = (transfer, delivery)
         return write
 

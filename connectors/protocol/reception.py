@@ -11,7 +11,7 @@ from enum import Enum
 
 from connectors.planning.blocks import BlockSet, UnitSet, wanted_units
 from connectors.planning.layout import Group
-from connectors.protocol.actions import Connect, ConsumerAction, Due, Send
+from connectors.protocol.actions import Connect, ConsumerAction, Digest, Due, Send, Verify
 from connectors.protocol.engines import Partner, ProducerEngines
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
@@ -188,7 +188,9 @@ class Reception:
     ``writing``          partners that may still write
     ``heard_at``         time of each partner's last Alive or Starting, else of the Offer, in
                          seconds
-    ``verifying``        partners whose bytes are being compared with a digest
+    ``digests``          digest of each partner's bytes from its first Verify on, its units, and how
+                         many of each group are in a Verify
+    ``verifying``        partners whose bytes are being hashed, once for each Verify
     ``verifying_since``  time of the last ``Verify``, in seconds
     ``failure``          first failure, or None
     ``ending_since``     time at which it entered ENDING, in seconds
@@ -202,12 +204,36 @@ class Reception:
     number: int = 0
     writing: dict[Peer, Partner] = field(default_factory=dict)
     heard_at: dict[Peer, float] = field(default_factory=dict)
-    verifying: set[Peer] = field(default_factory=set)
+    digests: dict[Peer, tuple[Digest, tuple[UnitSet, ...], list[int]]] = field(default_factory=dict)
+    verifying: list[Peer] = field(default_factory=list)
     verifying_since: float = 0.0
     failure: str | None = None
     ending_since: float = 0.0
     cancelled_at: float = 0.0
     check_at: float = float("-inf")
+
+    def verify(
+        self, partner: Partner, groups: Sequence[Group], now: float, left: Sequence[int], expected: str = ""
+    ) -> list[Verify]:
+        """Return a Verify of the units that have arrived since the last one.
+
+        ``left``      units of each group that have not arrived
+        ``expected``  digest in Fin; without it, nothing follows if no unit has arrived
+        """
+        if partner.new_digest is None or len(left) != len(groups):
+            return []
+        if partner.peer not in self.digests:
+            units = units_from(partner, groups, self.order)
+            self.digests[partner.peer] = (partner.new_digest(), units, [0] * len(units))
+        digest, units, done = self.digests[partner.peer]
+        stops = [max(first, len(each) - n) for first, each, n in zip(done, units, left, strict=True)]
+        if stops == done and not expected:
+            return []
+        new = tuple(each.where(slice(*ends)) for each, *ends in zip(units, done, stops, strict=True))
+        done[:] = stops
+        self.verifying.append(partner.peer)
+        self.verifying_since = now
+        return [Verify(self.order.transfer_id, partner.peer, new, digest, expected)]
 
     def silent_since(self, now: float) -> float:
         """Return ``heard_at`` of the partner that has been silent the longest, in seconds.

@@ -123,9 +123,14 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The transfer is alive: the prefill request is queued, computing or held, or KV is written."""
+    """The transfer is alive: the prefill request is queued, computing or held, or KV is written.
+
+    ``left``  number of units of each group that have not arrived with all their layers; empty if
+              none has arrived since the last Alive
+    """
 
     transfer_id: str
+    left: tuple[int, ...] = ()
     kind: ClassVar[str] = "alive"
 
 
@@ -232,7 +237,9 @@ def encode(envelope: Envelope, key: bytes = b"") -> bytes:
             header |= {"reason": message.reason[:_MAX_REASON_CHARACTERS]}
         case AwaitStart() | Cancel():
             header |= {"id": message.transfer_id, "number": message.number}
-        case Starting() | Alive() | Cancelled():
+        case Alive():
+            header |= {"id": message.transfer_id, "left": message.left}
+        case Starting() | Cancelled():
             header |= {"id": message.transfer_id}
         case Welcome():
             pass
@@ -305,7 +312,7 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
         case "starting":
             return Starting(_id(header))
         case "alive":
-            return Alive(_id(header))
+            return Alive(_id(header), _counts(header.get("left")))
         case "fin":
             return Fin(_id(header), _count(header, "bytes"), _digest(header, "digest"))
         case "aborted":
@@ -320,14 +327,13 @@ def _message(header: dict[str, Any], body: bytes) -> Message:
 
 
 def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
-    if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
-        raise WireError("header field 'blocks' must be a list with the number of blocks of each group")
-    if len(body) != 16 * sum(counts):
-        raise WireError(f"an offer of {sum(counts)} blocks has {len(body)} bytes, not 16 per block")
+    lengths = _counts(counts)
+    if len(body) != 16 * sum(lengths):
+        raise WireError(f"an offer of {sum(lengths)} blocks has {len(body)} bytes, not 16 per block")
     numbers = np.frombuffer(body, "<i8").astype(np.int64)
     sets: list[BlockSet] = []
     at = 0
-    for count in counts:
+    for count in lengths:
         positions, ids = numbers[at : at + count], numbers[at + count : at + 2 * count]
         if count and (positions.min() < 0 or ids.min() <= 0 or (np.diff(positions) <= 0).any()):
             raise WireError("an offer's positions must ascend and be at least 0, and its block ids must be positive")
@@ -337,6 +343,12 @@ def _block_sets(counts: object, body: bytes) -> tuple[BlockSet, ...]:
     if len(np.unique(ids)) != len(ids):
         raise WireError("an offer has a block twice: block ids must be unique over all groups")
     return tuple(sets)
+
+
+def _counts(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(count) is int and 0 <= count < 2**63 for count in value):
+        raise WireError("header fields 'blocks' and 'left' must be lists: the number of blocks of each group, or units")
+    return tuple(value)
 
 
 def _text(fields: Mapping[str, object], key: str) -> str:

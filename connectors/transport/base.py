@@ -3,7 +3,8 @@
 Call order: ``register`` once, then ``metadata``, whose result is for the peers; then the other
 methods in any order, and ``close`` last. ``write``, ``reconnect`` and ``notify`` need ``add_peer``
 with the peer's metadata first, on this side only; the peer need not have added this agent.
-``add_peer``, ``reconnect`` and ``notify`` are thread-safe; the owner serialises all other calls.
+``add_peer``, ``reconnect`` and ``notify`` are thread-safe, and so is ``write`` for one thread at a
+time; the owner serialises all other calls.
 """
 
 from __future__ import annotations

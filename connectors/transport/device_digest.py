@@ -19,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -28,7 +30,10 @@ import xxhash
 from connectors.errors import ConfigurationError, PlanError
 from connectors.planning.blocks import Ints
 from connectors.planning.layout import EngineLayout, MemoryKind, Region
-from connectors.transport.digest import HostMemory, Memory
+from connectors.transport.batched_digest import BatchedDigest, Launches, Table
+from connectors.transport.digest import End, GroupStreams, HostMemory, Memory, TransferDigest
+
+logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
@@ -73,10 +78,15 @@ class DeviceMemory:
     returns before the device has read the bytes, and ``digest`` waits for the device. The caller of
     ``feed`` ensures that the bytes have been computed, for example with an event.
 
+    ``use_kernel``  whether one Triton kernel computes the sums of a write (``batched_digest.py``);
+                    None: on an accelerator with Triton
+
     Raises ConfigurationError for a region of device memory that no tensor holds.
     """
 
-    def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = (), use_kernel: bool | None = None
+    ) -> None:
         self.num_blocks = layout.num_blocks
         self._regions = [(region, _bytes_of(region, tensors)) for region in layout.regions]
         self.device = self._regions[0][1].device
@@ -84,11 +94,32 @@ class DeviceMemory:
         self._batch_bytes = _HOST_BATCH_BYTES if on_cpu else _DEVICE_BATCH_BYTES
         self._module = torch.get_device_module(self.device)
         # A separate torch stream: digests do not wait for the kernels of the forward pass.
-        self._stream = None if on_cpu else self._module.Stream(device=self.device, priority=-1)
+        self._stream = None if on_cpu else self._module.Stream(device=self.device)
         self._keys = torch.from_numpy(KEYS).to(self.device)
+        self._use_kernel = (not on_cpu if use_kernel is None else use_kernel) and find_spec("triton") is not None
+        self._launches: dict[End, Launches] = {}
 
     def new_stream(self) -> DeviceStream:
         return DeviceStream(self)
+
+    def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]:
+        tables: list[Table] = []
+
+        def new() -> TransferDigest:
+            # Not before the first use: uploads break a capture of CUDA graphs at an engine's start.
+            try:
+                if self._use_kernel and not tables:
+                    launches = self._launches.get(end) or Launches(self._keys, SEGMENT_BYTES, self.queue)
+                    self._launches[end] = launches
+                    tables.append(Table(groups, self.num_blocks, [region for region, _ in self._regions], launches))
+            except Exception:
+                self._use_kernel = False
+                logger.exception("Tandem: Triton cannot compute digests of KV, so torch does, several times slower")
+            if self._use_kernel:
+                return BatchedDigest(groups, self.num_blocks, tables[0])
+            return TransferDigest(groups, self.num_blocks, self.new_stream)
+
+        return new
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which this thread's kernels run on the torch stream of the digests.
@@ -139,7 +170,7 @@ class DeviceMemory:
         row = words if aligned else length
         # Row i begins at byte (aligned: word) i. Only the indexed rows are read.
         rows = content.as_strided((len(content) - row + 1, row), (1, 1), content.storage_offset())
-        index = self._upload(offset)
+        index = torch.from_numpy(np.ascontiguousarray(offset)).to(self.device)
         step = max(1, self._batch_bytes // length)
         sums = []
         for first in range(0, len(offset), step):
@@ -148,15 +179,6 @@ class DeviceMemory:
                 gathered = torch.nn.functional.pad(gathered, (0, words * _WORD_BYTES - length)).view(torch.int32)
             sums.append((gathered * self._keys[:words]).sum(1))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
-
-    def _upload(self, offset: Ints) -> torch.Tensor:
-        """Return offsets as a tensor on the device.
-
-        An accelerator copies from pinned memory: a copy from pageable memory would wait for the
-        torch stream.
-        """
-        index = torch.from_numpy(np.ascontiguousarray(offset))
-        return index if self._stream is None else index.pin_memory().to(self.device, non_blocking=True)
 
 
 class DeviceStream:

@@ -1,7 +1,7 @@
 """Digest of the bytes that one pair of ranks moves, computed at each end from its own memory.
 
 Both ends feed the units of a transfer in ascending order, in any number of calls: the producer
-after it has posted their write, the consumer when all units have arrived. A *stream* is the bytes
+after it has posted their write, the consumer after they have arrived. A *stream* is the bytes
 of consecutive pieces of equal length in one layer of one group (``planning/plan.py``), unit after
 unit. Each stream has a hash of its own, so the ends may feed layers in any order. The digest
 combines all streams:
@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,10 @@ class Memory(Protocol):
         """Return the hash of an empty stream."""
         ...
 
+    def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]:
+        """Return a function that creates empty digests of transfers between one pair of ranks."""
+        ...
+
 
 class HostMemory:
     """A cache in host memory; streams are hashed with xxh3_128.
@@ -89,6 +93,9 @@ class HostMemory:
 
     def new_stream(self) -> HostStream:
         return HostStream(self)
+
+    def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]:
+        return lambda: TransferDigest(groups, self.num_blocks, self.new_stream)
 
     def hash(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
         """Update ``hasher`` with ``length`` bytes at each address, in order."""
@@ -130,7 +137,7 @@ class HostStream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class Stream:
     """Pieces ``[first, stop)`` of a group, all of one layer and of ``piece_bytes`` bytes each."""
 
     first: int
@@ -138,22 +145,27 @@ class _Stream:
     piece_bytes: int
 
 
+GroupStreams = tuple[GroupPlan, Side, tuple[Stream, ...]]
+"""Plan of a group, its pieces at one end, and their streams."""
+
+
 def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDigest]:
     """Return a function that creates empty digests of transfers, for one end of a pair of ranks.
 
     ``memory``  cache of the rank at ``end``
     """
-    groups = tuple((group, group.src if end is End.SOURCE else group.dst, _streams(group)) for group in plan.groups)
-    return lambda: TransferDigest(groups, memory)
+    sides = (group.src if end is End.SOURCE else group.dst for group in plan.groups)
+    groups = tuple((group, side, _streams(group)) for group, side in zip(plan.groups, sides, strict=True))
+    return memory.new_digests(groups, end)
 
 
 class TransferDigest:
     """Digest of one transfer between a pair of ranks. Created by ``digests``."""
 
-    def __init__(self, groups: tuple[tuple[GroupPlan, Side, tuple[_Stream, ...]], ...], memory: Memory) -> None:
+    def __init__(self, groups: tuple[GroupStreams, ...], num_blocks: int, new_stream: Callable[[], Any]) -> None:
         self._groups = groups
-        self._memory = memory
-        self._hashes = [[memory.new_stream() for _ in streams] for *_, streams in groups]
+        self._num_blocks = num_blocks
+        self._hashes = [[new_stream() for _ in streams] for *_, streams in groups]
         self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
@@ -167,19 +179,30 @@ class TransferDigest:
         """
         if not len(ids):
             return
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self._memory.num_blocks:
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self._num_blocks:
             raise PlanError(
-                f"group {group}: blocks {ids.min()} to {ids.max()} are not all in a pool of "
-                f"{self._memory.num_blocks} blocks"
+                f"group {group}: blocks {ids.min()} to {ids.max()} are not all in a pool of {self._num_blocks} blocks"
             )
-        plan, side, streams = self._groups[group]
+        plan, _, streams = self._groups[group]
         pieces = plan.pieces_of(layers)
+        whole = [n for n, each in enumerate(streams) if pieces.start <= each.first and each.stop <= pieces.stop]
+        self._feed(group, whole, pieces, ids, parts)
+        for number in whole:
+            stream = streams[number]
+            self._fed_bytes[group][number] += len(ids) * (stream.stop - stream.first) * stream.piece_bytes
+
+    def _feed(self, group: int, numbers: list[int], pieces: slice, ids: Ints, parts: Ints) -> None:
+        """Hash these units' bytes of these streams, which have all of ``pieces``."""
+        _, side, streams = self._groups[group]
         address = side.of(pieces).at(ids, parts)
-        for number, stream in enumerate(streams):
-            if pieces.start <= stream.first and stream.stop <= pieces.stop:
-                of_stream = address[stream.first - pieces.start : stream.stop - pieces.start].T.ravel()
-                self._hashes[group][number].feed(of_stream, stream.piece_bytes)
-                self._fed_bytes[group][number] += len(of_stream) * stream.piece_bytes
+        for number in numbers:
+            stream = streams[number]
+            of_stream = address[stream.first - pieces.start : stream.stop - pieces.start].T.ravel()
+            self._hashes[group][number].feed(of_stream, stream.piece_bytes)
+
+    def ready(self) -> bool:
+        """Start to hash all bytes added so far; return whether ``hexdigest`` waits for nothing."""
+        return True
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes added so far: 32 hexadecimal digits."""
@@ -191,9 +214,9 @@ class TransferDigest:
         return whole.hexdigest()
 
 
-def _streams(plan: GroupPlan) -> tuple[_Stream, ...]:
+def _streams(plan: GroupPlan) -> tuple[Stream, ...]:
     if not len(plan.piece_bytes):
         return ()
     changes = (np.diff(plan.layer_of) != 0) | (np.diff(plan.piece_bytes) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(plan.piece_bytes)]
-    return tuple(_Stream(first, stop, int(plan.piece_bytes[first])) for first, stop in itertools.pairwise(bounds))
+    return tuple(Stream(first, stop, int(plan.piece_bytes[first])) for first, stop in itertools.pairwise(bounds))

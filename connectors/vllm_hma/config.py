@@ -12,7 +12,7 @@ from connectors.errors import ConfigurationError
 from connectors.protocol.limits import MIN_FORGET_S, TransferLimits
 from connectors.store.settings import StoreSettings
 from connectors.store.settings import parse_settings as parse_store
-from connectors.vllm_hma.devices import has_rdma, interface_of
+from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
 from connectors.vllm_hma.handshake.keys import MIN_SECRET_CHARACTERS, Keys, derive_keys
 from connectors.vllm_hma.streaming import Streaming
 
@@ -30,8 +30,9 @@ class ConnectorConfig:
     ``backends``           NIXL backends
     ``devices``            network devices for UCX; if empty, ``net_devices`` chooses
     ``integrity``          of a decode engine. full: compare digests of all received bytes before a
-                           request runs; off: compare none; auto: same as full. A prefill engine
-                           computes the digests that decode requests, whatever its own value
+                           request runs; off: compare none (``accelerator.check_integrity``); auto:
+                           same as full. A prefill engine computes the digests that decode requests,
+                           whatever its own value
     ``streaming``          of a prefill engine. chunk: write blocks when their chunk is computed;
                            layer: also write a prompt's last chunk layer by layer; auto: the mode
                            with the lower measured cost, and chunk on an accelerator. With ubatching
@@ -74,15 +75,15 @@ class ConnectorConfig:
         """Network devices for UCX. Empty: UCX's environment variables or UCX itself choose.
 
         ``devices`` takes precedence, then the environment variable UCX_NET_DEVICES. An engine with
-        its side channel on a loopback address has peers on this host only and uses ``lo``. On a
-        host with RDMA devices, UCX chooses. On other hosts, the result is the interface with the
-        address ``reachable_host``, if there is one. UCX itself could choose a transient interface,
-        and hang when that interface disappears (docs/decisions/0006).
+        its side channel on a loopback address has peers on this host only and uses ``lo`` and RDMA.
+        On a host with RDMA devices, UCX chooses. On other hosts, the result is the interface with
+        the address ``reachable_host``, if there is one. UCX itself could choose a transient
+        interface, and hang when that interface disappears (docs/decisions/0006).
         """
         if self.devices or "UCX_NET_DEVICES" in os.environ:
             return self.devices
         if self.side_channel_host.startswith("127.") or self.side_channel_host in ("localhost", "::1"):
-            return ("lo",)
+            return ("lo", *rdma_ports())
         interface = None if has_rdma() else interface_of(self.reachable_host)
         return (interface,) if interface is not None else ()
 

@@ -190,11 +190,13 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self.scheduler.blocks.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether blocks are in quarantine, so that vLLM keeps stepping an idle engine.
+        """Return whether blocks are in quarantine or the store's copies run, so that vLLM keeps
+        stepping an idle engine.
 
-        Workers report the end of a quarantine with a step's output.
+        Workers report their ends with a step's output.
         """
-        return bool(self.scheduler.quarantine)
+        store = self._store_scheduler
+        return bool(self.scheduler.quarantine) or (store is not None and store.copying)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -325,7 +327,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
         if self._store_worker is not None:
-            self._store_worker.register(self.worker.runtime.agent_metadata.layout)
+            self._store_worker.register(self.worker.runtime.agent_metadata.layout, list(kv_caches.values()))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return EncodedAgentMetadata(self.worker.agent_metadata)
@@ -423,6 +425,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self._store_scheduler.close()
         if self._worker is not None:
             self._worker.close()
+        if self._store_worker is not None:
+            self._store_worker.close()
 
     def _spoil(self, orders: Orders) -> None:
         """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""

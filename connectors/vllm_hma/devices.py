@@ -18,6 +18,14 @@ def has_rdma(where: Path = _RDMA) -> bool:
         return False
 
 
+def rdma_ports(where: Path = _RDMA, verbs: Path = Path("/dev/infiniband")) -> tuple[str, ...]:
+    """Return the active RDMA ports that this container can use, as UCX names them."""
+    if not verbs.is_dir():
+        return ()
+    states = sorted(where.glob("*/ports/*/state"))
+    return tuple(f"{one.parts[-4]}:{one.parts[-2]}" for one in states if "ACTIVE" in one.read_text().split())
+
+
 def interface_of(address: str) -> str | None:
     """Return the name of this host's interface with ``address``.
 

@@ -59,7 +59,8 @@ COUNTERS = {
     "writes": (
         "vllm:tandem_kv_writes",
         "outcome",
-        "Writes to decode engines by outcome, all ranks: done, or failed (also a write that could not be started).",
+        "Writes to decode engines by outcome, all ranks: done, slow (done, with device memory at an end, 64 MiB or "
+        "more, below 2 GB/s), or failed (also a write that could not be started).",
     ),
     "store_requests": (
         "vllm:tandem_store_requests",
@@ -255,9 +256,9 @@ class RankTally:
     def write_ended(self, outcome: str) -> None:
         self._stats.count("writes", outcome)
 
-    def written(self, peer: str, size_bytes: int, seconds: float) -> None:
+    def written(self, peer: str, size_bytes: int, seconds: float, slow: bool) -> None:
         """Count a finished write to engine ``peer``, which was in flight for ``seconds``."""
-        self.write_ended("done")
+        self.write_ended("slow" if slow else "done")
         self._stats.count("pair_bytes", peer, size_bytes)
         self._stats.count("pair_seconds", peer, seconds)
 

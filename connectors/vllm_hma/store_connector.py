@@ -37,6 +37,7 @@ from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_store
 from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
+from connectors.vllm_hma.model.kv_cache_layout import requested_layout
 from connectors.vllm_hma.model.media import check_media
 from connectors.vllm_hma.model.translate import check_stored_states, engine_layout, group_shapes
 from connectors.vllm_hma.plugin import prepare_process
@@ -62,8 +63,8 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     ``StoreScheduler.new_request`` excludes requests whose KV has no stable name. The constructor
     raises ConfigurationError for invalid settings, and ConfigurationError or UnsupportedCacheError
-    for an engine that the store does not support. ``register_kv_caches`` raises ConfigurationError
-    for a cache on an accelerator, and as ``engine_layout`` and ``StoreWorker.register``.
+    for an engine that the store does not support. ``register_kv_caches`` raises as
+    ``engine_layout`` and ``StoreWorker.register``.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -113,12 +114,21 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         """
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the layout with the fewest runs: one per token of each head is slow to plan."""
+        return requested_layout(vllm_config)
+
     # Scheduler side.
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self.scheduler.publish([each for _, each in sorted(metadata.items()) if isinstance(each, RankCache)])
+
+    def has_pending_push_work(self) -> bool:
+        """Keep vLLM stepping an idle engine while a device copies: ranks report with a step."""
+        return self.scheduler.copying
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.new_request(request)
@@ -170,7 +180,8 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = get_tensor_model_parallel_rank()
-        self.worker.register(engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank))
+        layout = engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank)
+        self.worker.register(layout, list(kv_caches.values()))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         identity = model_identity(self._vllm_config, stored=True, unchanged_since_s=process_start_s())
@@ -219,6 +230,8 @@ class TandemStoreConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
 
     def _orders(self) -> StoreOrders:
         orders = self._get_connector_metadata()

@@ -166,6 +166,8 @@ class Handle:
         """Event of each transfer, set when its KV has arrived."""
         self.in_order = False
         """Whether the last of the free replicas is chosen, instead of the next in turn."""
+        self.leaving = False
+        """Whether the router is stopping."""
         self.grants_at_once = False
         """Whether a request gets a free slot without a wait."""
         self.silent = False

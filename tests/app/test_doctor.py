@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import resource
 import shutil
 import socket
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import yaml
 from vllm.config import CacheConfig
 
 from actors.upstream.vllm_cpu_kernels import CpuFeatures
+from app import launch_environment
 from app.doctor import configuration, engines, machine, store
 from app.doctor.__main__ import CHECKS, examine, main
 from app.doctor.configuration import check_readable
@@ -231,7 +234,8 @@ def test_a_library_that_only_the_second_of_two_models_needs(
 def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch, decode: dict[str, Any], enough: bool) -> None:
     """Each rank of executor `ray` needs one; an engine of executor `mp` needs all on one node."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    (finding,) = machine.check_gpus(parse_settings({"prefill": {"num_gpus": 1}, "decode": decode}))
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda *_: True)
+    finding, *_ = machine.check_gpus(parse_settings({"prefill": {"num_gpus": 1}, "decode": decode}))
     assert finding.ok == enough
 
 
@@ -366,9 +370,9 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
 
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A /dev/shm smaller than the engines need is reported."""
-    state = machine.os.statvfs("/dev/shm")
-    monkeypatch.setattr(machine, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
-    (finding,) = machine.check_shared_memory(ServiceSettings())
+    state = os.statvfs("/dev/shm")
+    monkeypatch.setattr(launch_environment, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
+    (finding,) = machine.check_shared_memory()
     assert not finding.ok
     assert "enlarge /dev/shm" in finding.remedy
 
@@ -392,6 +396,104 @@ def test_a_temporary_directory_that_is_too_long_for_ray(monkeypatch: pytest.Monk
     assert "set RAY_TMPDIR" in finding.remedy
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
     assert [one.ok for one in machine.check_temporary_directory()] == [True]
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a read-only root. /proc stands for it: root can write elsewhere."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "new" / "cache"))
+    assert [one.ok for one in machine.check_home()] == [True]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self/cache")
+    assert [one.what for one in machine.check_home() if not one.ok] == [
+        "XDG_CACHE_HOME: /proc/self/cache cannot be written"
+    ]
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/self")
+    assert [one.what for one in machine.check_temporary_directory() if not one.ok] == ["/proc/self cannot be written"]
+
+
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder)\n"
+CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.06  Wed Jun 26 06:46:07 UTC 2024\n"
+MODULES = "nvidia_uvm 1732608 4 - Live 0x0000000000000000 (POE)\nib_core 495616 9 rdma_cm,mlx5_ib, Live 0x0\n"
+PEER_MODULE = "nvidia_peermem 20480 0 - Live 0x0000000000000000 (POE)\n"
+GPUS = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
+
+
+@pytest.mark.parametrize(
+    ("modules", "driver", "kernel", "found"),
+    [
+        (MODULES + PEER_MODULE, CLOSED_DRIVER, "5.4.0-204-generic", "nvidia_peermem is loaded"),
+        (MODULES, OPEN_DRIVER, "6.8.0-60-generic", "dma-buf, Linux 6.8.0-60-generic"),
+        (MODULES, OPEN_DRIVER, "5.4.0-204-generic", None),
+        (MODULES, CLOSED_DRIVER, "6.8.0-60-generic", None),
+    ],
+)
+def test_gpudirect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: str, driver: str, kernel: str, found: str | None
+) -> None:
+    """Either way by which an RDMA device reaches GPU memory; nothing to check without a device."""
+    (tmp_path / "driver" / "nvidia").mkdir(parents=True)
+    (tmp_path / "driver" / "nvidia" / "version").write_text(driver)
+    (tmp_path / "modules").write_text(modules)
+    monkeypatch.setattr(machine.platform, "release", lambda: kernel)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+
+    def about_memory(settings: ServiceSettings) -> list[tuple[str, bool]]:
+        checked = machine.check_ucx_devices(settings, tmp_path / "infiniband", proc=tmp_path)
+        return [(one.what, one.ok) for one in checked if "GPU memory" in one.what]
+
+    assert about_memory(parse_settings(GPUS)) == []
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    expected = (
+        f"RDMA reaches GPU memory: {found}" if found else "RDMA does not reach GPU memory: KV moves through the host"
+    )
+    assert about_memory(parse_settings(GPUS)) == [(expected, found is not None)]
+    assert about_memory(ServiceSettings()) == []
+
+
+@pytest.mark.parametrize(
+    ("peers", "pods", "own_pids", "rdma", "failed"),
+    [
+        (True, False, True, False, []),
+        (False, False, False, False, ["KV between GPUs 0-1 moves over TCP"]),
+        (False, True, True, True, []),
+        (True, True, True, False, ["KV between pods moves over TCP"]),
+        (True, True, False, False, []),
+    ],
+    ids=["one container", "no peers", "RDMA", "pods", "pods with hostPID"],
+)
+def test_cuda_ipc(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    peers: bool,
+    pods: bool,
+    own_pids: bool,
+    rdma: bool,
+    failed: list[str],
+) -> None:
+    """Without peer access or a common PID namespace, UCX would emulate writes over TCP."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda *_: peers)
+    (tmp_path / "self" / "ns").mkdir(parents=True)
+    (tmp_path / "self" / "ns" / "pid").touch()
+    if not own_pids:
+        monkeypatch.setattr(machine, "HOST_PIDS", (tmp_path / "self" / "ns" / "pid").stat().st_ino)
+    if rdma:
+        (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    selector = {"label_selector": {"tandem/role": "x"}} if pods else {}
+    settings = parse_settings({role: own | selector for role, own in GPUS.items()})
+    found = list(machine.check_gpus(settings, tmp_path, tmp_path / "infiniband"))
+    assert [one.what.partition(":")[0] for one in found if not one.ok] == failed
+
+
+def test_a_sampler_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine chooses another one, unless the configuration demands FlashInfer's."""
+    monkeypatch.setattr(machine, "why_not_compiled", lambda: "no nvcc")
+    monkeypatch.delenv(machine.SAMPLER, raising=False)
+    demanded = GPUS | {"decode": {"num_gpus": 1, "environment": {machine.SAMPLER: "1"}}}
+    found = [one for one in machine.check_gpus(parse_settings(demanded)) if "FlashInfer" in one.what]
+    assert [(one.what, one.ok) for one in found] == [
+        ("prefill: vLLM samples without FlashInfer: no nvcc", True),
+        ("decode: vLLM samples without FlashInfer: no nvcc", False),
+    ]
 
 
 def test_rdma_is_asked_for_where_there_is_none(tmp_path: Path) -> None:

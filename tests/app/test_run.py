@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ from app.run import (
     Screen,
     Stop,
     Watcher,
+    listening_address,
     load,
     main,
     port_taken,
+    serve_until_stopped,
     shut_down,
     start_ray,
     stop_on_signals,
@@ -90,6 +93,9 @@ def test_where_clients_go(tmp_path: Path, http_options: dict, router: dict, port
     application = {"name": "t", "import_path": "app.main:build", "args": {"router": router}}
     config = {"http_options": http_options, "applications": [application]}
     assert url_of(*load(write(tmp_path, config), port)) == f"http://{address}"
+    everywhere = load(write(tmp_path, config), port, "0.0.0.0")
+    assert listening_address(*everywhere)[0] == "0.0.0.0"
+    assert url_of(*everywhere) == f"http://127.0.0.1:{address.rpartition(':')[2]}"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +184,39 @@ def test_a_port_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     config["applications"][0]["args"]["router"] = {"http_port": None}
     assert main(["--config", str(write(tmp_path, config)), "--port", "70000"]) == 2
     assert "127.0.0.1:70000: port must be 0-65535" in capsys.readouterr().err
+
+
+def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Docker's default. Ray would use the disk, and the engines would fail after minutes."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64 * 2**8, f_frsize=2**12))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setattr(run, "serve_until_stopped", lambda *_: pytest.fail("Ray would start"))
+    assert main(["--config", str(LOCAL), "--port", str(port)]) == 2
+    message = "/dev/shm: 64 MiB free; Ray and 2 engines need 448 MiB; enlarge /dev/shm (docker run --shm-size=1g"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sessions", [[], ["session_1"]], ids=["no session", "an earlier session"])
+def test_a_ray_that_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sessions: list[str]
+) -> None:
+    """The error names no log directory, because this start has none."""
+    for session in sessions:
+        (tmp_path / "ray" / session / "logs").mkdir(parents=True)
+        (tmp_path / "ray" / "session_latest").symlink_to(session)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "unset by the launcher")
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        config, settings = load(LOCAL, None)
+        assert serve_until_stopped(config, settings, "no such scheme://here", Screen()) == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    error = capsys.readouterr().err
+    assert error.startswith("tandem: cannot start or join Ray:")
+    assert "full log" not in error
 
 
 def test_engines_of_one_node_cannot_have_one_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from app.http.http_server import SERVICE_PATH
+from app.launch_environment import ENGINE_QUEUE_BYTES
 from app.run import load
 from configs.settings.base import SettingsError
 from configs.settings.deployment import PlacementSettings, RoleSettings
@@ -26,7 +27,8 @@ UCX_PORTS = "UCX_TCP_PORT_RANGE"
 FEWEST_UCX_PORTS = 100
 # Ray's keepalive timeout and KubeRay's reconnect timeout of workers with head fault tolerance
 # (`cut_off_node_s` in actors/upstream/ray_private.py).
-CUT_OFF_NODE_S = 120 + 600
+KEEPALIVE_S = 120
+CUT_OFF_NODE_S = KEEPALIVE_S + 600
 # Ports that network-policies.yaml admits for the data-parallel ranks of a replica.
 RANK_PORTS = 16
 
@@ -48,6 +50,7 @@ def problems(service: dict[str, Any]) -> list[str]:
         *_cluster_timeouts(service["spec"], settings),
         *(line for group in groups for line in _ports(group, settings)),
         *(line for group in groups for line in _store(group, settings)),
+        *(line for group in [cluster["headGroupSpec"], *groups] for line in _shared_memory(group, settings)),
     ]
 
 
@@ -91,6 +94,7 @@ def _http(config: dict[str, Any], cluster: dict[str, Any], settings: ServiceSett
         if declared.get("serve") != port:
             yield f"{name}: port `serve` is {declared.get('serve')}, but http_options.port {port}"
         listens = settings.router.http_port is not None and group in groups_for(settings.router, [group])
+        listens = listens or bool(_engines(group, settings))
         if name != "head" and not listens and _probed(group) != ("/-/healthz", port):
             yield f"{name}: the readiness probe must ask Serve's proxy: /-/healthz on port {port}"
 
@@ -169,7 +173,8 @@ def replicas(wanted: int | dict[str, Any]) -> tuple[int, int]:
 
 def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     """Each timeout ends before the next: lease < Serve's drain < Ray's drain < pod's grace."""
-    name, pod = group["groupName"], group["template"]["spec"]
+    name, pod, router = group["groupName"], group["template"]["spec"], settings.router
+    served = []  # engines that stop with their routers serve what these still receive
     drain = float(environment(group).get(RAY_DRAIN, {}).get("value", RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S))
     chain = [
         ("transfer.lease_s", settings.transfer.lease_s),
@@ -179,10 +184,11 @@ def _timeouts(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]
     for role, own in settings.roles():
         if group in groups_for(own, [group]):
             chain.insert(1, (f"{role}.drain_s", own.drain_s))
-    pairs = list(pairwise(chain))
-    router = settings.router
+            served.append((("router.leave_s", router.leave_s), (f"{role}.drain_s", own.drain_s)))
+    pairs = [*pairwise(chain), *served]
     if group in groups_for(router, [group]):
         pairs.append((("router.drain_s", router.drain_s), (RAY_DRAIN, drain)))
+        pairs.append((("router.leave_s", router.leave_s), ("router.drain_s", router.drain_s)))
     for (inner, shorter), (outer, longer) in pairs:
         if shorter >= longer:
             yield f"{name}: {outer} ({longer:g} s) must be longer than {inner} ({shorter:g} s)"
@@ -222,6 +228,10 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
             f"{name}: port `side-channel` is {declared.get('side-channel')}, but transfer.side_channel_port "
             f"{settings.transfer.side_channel_port}"
         )
+    probe = group["template"]["spec"]["containers"][0].get("readinessProbe", {})
+    handlers = {key: value for key, value in probe.items() if isinstance(value, dict)}
+    if handlers not in ({"tcpSocket": {"port": port}} for port in ("rpc", declared.get("rpc"))):
+        yield f"{name}: the readiness probe must be tcpSocket on port `rpc`, on which only a ready engine listens"
     for role, own in _engines(group, settings):
         if declared.get("rpc") != own.rpc_port:
             yield (
@@ -245,13 +255,6 @@ def _store(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     store, name = settings.store, group["groupName"]
     if not store.enabled or not _engines(group, settings):
         return
-    shared = _volume(group, "/dev/shm")
-    needed_mib = store.staging_mib + (
-        store.memory_gib * 1024 if Path(store.memory_path).is_relative_to("/dev/shm") else 0
-    )
-    limit = (shared or {}).get("emptyDir", {}).get("sizeLimit")
-    if limit is not None and amount(limit) < needed_mib * 2**20:
-        yield f"{name}: the volume of /dev/shm has {limit}, but the store needs {needed_mib:g} MiB of it"
     if not store.path:
         return
     volume = _volume(group, store.path)
@@ -263,6 +266,24 @@ def _store(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
         yield f"{name}: the volume of store.path has {limit}, but store.disk_gib {store.disk_gib:g} needs more"
     if "emptyDir" in volume and _mounted_at(group, volume["name"]) == Path(store.path):
         yield f"{name}: store.path must be below its mount: all users may write to the root of an emptyDir"
+
+
+def _shared_memory(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
+    """Ray's object store, an engine's queue and the KV store fit into the volume of /dev/shm."""
+    name, store = group.get("groupName", "head"), settings.store
+    size = (group.get("rayStartParams") or {}).get("object-store-memory")
+    if size is None:
+        yield f"{name}: rayStartParams object-store-memory must be set, or Ray takes 30% of the pod's memory"
+        return
+    needed = int(size)
+    if _engines(group, settings):
+        needed += ENGINE_QUEUE_BYTES
+        if store.enabled:
+            needed += store.staging_mib * 2**20
+            needed += int(store.memory_gib * 2**30) if Path(store.memory_path).is_relative_to("/dev/shm") else 0
+    limit = (_volume(group, "/dev/shm") or {}).get("emptyDir", {}).get("sizeLimit", 0)
+    if amount(limit) < needed:
+        yield f"{name}: the volume of /dev/shm has {limit}, but Ray, vLLM and the store need {needed / 2**20:g} MiB"
 
 
 def _volume(group: dict[str, Any], path: str) -> dict[str, Any] | None:

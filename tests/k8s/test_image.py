@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app.run import listening_address, load, parser
 from tests.k8s.check import DIRECTORIES, ROOT, only
 from tests.k8s.kustomize import render
 
@@ -48,7 +50,9 @@ def test_the_dockerfile_lints() -> None:
 
 
 def test_images_and_packages_have_versions() -> None:
-    """The image pins base images by release, Debian's packages by version, Python's by the lock."""
+    """The image pins base images by release, Python's packages by the lock. Debian's have no
+    version: a point release removes the packages of the one before.
+    """
     text = DOCKERFILE.read_text()
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.M)
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
@@ -57,7 +61,7 @@ def test_images_and_packages_have_versions() -> None:
         assert origin == "${PYTHON_IMAGE}" or origin in names
     installed = re.findall(r"--no-install-recommends ([^&]+)&&", re.sub(r"\\\n", " ", text))
     assert installed
-    assert all("=" in package for packages in installed for package in packages.split())
+    assert not [package for packages in installed for package in packages.split() if "=" in package]
 
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
@@ -69,6 +73,37 @@ def test_a_final_stage_runs_as_nobody_in_particular(stage: str) -> None:
     assert [line for line in last if line.startswith("COPY ")] == [
         f"COPY --from=build-{stage} /opt/tandem/venv /opt/tandem/venv"
     ]
+
+
+@pytest.mark.parametrize("stage", ["cpu", "gpu"])
+def test_a_published_port_reaches_the_service(stage: str) -> None:
+    """`docker run` starts a shipped configuration on an exposed port of all interfaces."""
+    lines = [line for lines in stages().values() for line in lines]
+    exposed = {int(port) for line in lines if line.startswith("EXPOSE ") for port in line.split()[1:]}
+    (command,) = (line.removeprefix("CMD ") for line in stages()[stage] if line.startswith("CMD "))
+    program, run, *arguments = json.loads(command)
+    assert (program, run) == ("tandem", "run")
+    options = parser().parse_args(arguments)
+    assert Path(options.config).name == {"cpu": "local.yaml", "gpu": "gpu.yaml"}[stage]
+    host, port = listening_address(*load(PROJECT / options.config, options.port, options.host))
+    assert host == "0.0.0.0"
+    assert port in exposed
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_change_of_source_installs_no_package_again(kind: str) -> None:
+    """The layer of the packages has the files that choose them, and no others."""
+    lines = stages()[f"build-{kind}"]
+    packages = lines.index(f"RUN k8s/install.sh /opt/tandem/venv {kind}")
+    copied = {name for line in lines[:packages] if line.startswith("COPY ") for name in line.split()[1:-1]}
+    assert copied == {*(lock.name for lock in LOCKS), "k8s/install.sh", *(f"k8s/{names}" for names in NAMES)}
+    assert lines[packages + 1] == "COPY . ."
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_the_environment_has_no_pip(kind: str) -> None:
+    """pip installs into the environment of the build stage, which the image copies."""
+    assert stages()[f"build-{kind}"][-1].endswith("/opt/tandem/venv/bin/python -m pip uninstall --yes pip")
 
 
 def test_build_tools_stay_out() -> None:
@@ -83,7 +118,12 @@ def test_the_same_script_installs_everywhere() -> None:
     """
     built = {name: [line for line in lines if "install.sh" in line] for name, lines in stages().items()}
     assert {name: lines for name, lines in built.items() if lines} == {
-        f"build-{kind}": [f"RUN k8s/install.sh /opt/tandem/venv {kind}"] for kind in ("cpu", "gpu")
+        f"build-{kind}": [
+            "COPY k8s/install.sh k8s/development-only.txt k8s/torch-from-pypi.txt k8s/",
+            f"RUN k8s/install.sh /opt/tandem/venv {kind}",
+            "RUN k8s/install.sh /opt/tandem/venv checkout && /opt/tandem/venv/bin/python -m pip uninstall --yes pip",
+        ]
+        for kind in ("cpu", "gpu")
     }
     assert "k8s/install.sh $(VENV) $(KIND)" in (PROJECT / "Makefile").read_text()
     context = (PROJECT / ".dockerignore").read_text().split()
@@ -100,7 +140,7 @@ def test_the_script_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         [str(ROOT / "install.sh"), str(tmp_path), "tpu"], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 2
-    assert "must be development, cpu, gpu or gpu-development, not 'tpu'" in ended.stderr
+    assert "must be development, cpu, gpu, gpu-development or checkout, not 'tpu'" in ended.stderr
 
 
 @pytest.mark.parametrize(

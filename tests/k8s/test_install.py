@@ -36,18 +36,23 @@ def publish(index: Path, packages: dict[str, str]) -> None:
 
 
 def install(folder: Path, torch_index: str) -> subprocess.CompletedProcess[str]:
-    """Run the script with `folder/index` as the package index, in a checkout with small locks."""
+    """Run the script as the image does, with `folder/index` as the package index, in a checkout
+    with small locks.
+    """
     checkout = folder / "checkout"
     (checkout / "k8s").mkdir(parents=True)
     for name in ("install.sh", "development-only.txt", "torch-from-pypi.txt"):
         shutil.copy(ROOT / name, checkout / "k8s")
-    (checkout / "pyproject.toml").write_text(PROJECT)
     (checkout / "requirements-cpu.lock").write_text("nixl==1.5.1\npytest==9.2.0\ntorch==2.13.0+cpu\n")
     (checkout / "requirements-gpu.lock").write_text("".join(f"{name}==13.0\n" for name in (*EXTRA, "triton")))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
     ours = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": (folder / "index").as_uri(), "TORCH_CPU_INDEX": torch_index}
-    command = [str(checkout / "k8s/install.sh"), str(folder / "venv"), "cpu"]
-    return subprocess.run(command, env=kept | ours, capture_output=True, text=True, check=False)
+    command = [str(checkout / "k8s/install.sh"), str(folder / "venv")]
+    ended = subprocess.run([*command, "cpu"], env=kept | ours, capture_output=True, text=True, check=False)
+    if ended.returncode == 0:
+        (checkout / "pyproject.toml").write_text(PROJECT)
+        subprocess.run([*command, "checkout"], env=kept | ours, capture_output=True, text=True, check=True)
+    return ended
 
 
 @pytest.mark.parametrize(

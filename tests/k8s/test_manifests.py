@@ -4,6 +4,9 @@ settings.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,11 @@ import yaml
 
 from tests.k8s.check import DIRECTORIES, ROOT, only, pods, problems
 from tests.k8s.kuberay import environment
-from tests.k8s.kustomize import render
-from tests.k8s.service import ROLES, embedded
+from tests.k8s.kustomize import Manifest, render
+from tests.k8s.service import ROLES, _volume, embedded
+
+READ_ONLY_ROOT, MODEL_CACHE = (ROOT / "components" / name for name in ("read-only-root", "model-cache"))
+"""Components that no overlay uses."""
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
@@ -21,9 +27,59 @@ def test_what_is_shipped_is_right(directory: Path) -> None:
     assert problems(render(directory)) == []
 
 
+def with_components(folder: Path, directory: Path, *components: Path) -> list[Manifest]:
+    """Return the manifests of a kustomization that a user would write, without a mistake."""
+    kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    used = {"resources": [str(directory)], "components": list(map(str, components))}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kind | used))
+    manifests = render(folder)
+    assert problems(manifests) == []
+    return manifests
+
+
+def test_a_cache_that_survives_pods(tmp_path: Path) -> None:
+    """Engines keep models, and digests of weights, on one volume, with a read-only root as well."""
+    manifests = with_components(tmp_path, ROOT / "overlays" / "gpu", READ_ONLY_ROOT, MODEL_CACHE)
+    (claim,) = only(manifests, "PersistentVolumeClaim")
+    groups = only(manifests, "RayService")[0]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    for group in (one for one in groups if one["groupName"] != "router"):
+        variables = {one["name"]: one.get("value") for one in group["template"]["spec"]["containers"][0]["env"]}
+        for variable in ("VLLM_CACHE_ROOT", "HF_HOME"):
+            volume = _volume(group, variables[variable])
+            assert volume is not None
+            assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_engines_with_gpus_move_large_blocks() -> None:
+    """A transfer costs per run of blocks, and vLLM's default is 16 tokens a block."""
+    for directory in (one for one in DIRECTORIES if one.name in ("gpu", "gpu-incremental", "rdma")):
+        (service,) = only(render(directory), "RayService")
+        assert embedded(service)[1].engine["block_size"] == 128
+        for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"][1:]:
+            assert environment(group)["UCX_RCACHE_MAX_UNRELEASED"]["value"] == "1024"
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
+def test_a_root_that_cannot_be_written(tmp_path: Path, directory: Path) -> None:
+    """On each variant, no container can write its root; /tmp, /dev/shm and HOME are on volumes."""
+    manifests = with_components(tmp_path, directory, READ_ONLY_ROOT)
+    cluster = only(manifests, "RayService")[0]["spec"]["rayClusterConfig"]
+    templates = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    found = [(pod, container) for pod in templates for container in pod["containers"]]
+    for pod, container in [*found, (templates[0], cluster["autoscalerOptions"])]:
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        volumes = {one["name"] for one in pod["volumes"] if "emptyDir" in one}
+        mounts = {one["mountPath"] for one in container["volumeMounts"] if one["name"] in volumes}
+        (home,) = (one["value"] for one in container["env"] if one["name"] == "HOME")
+        assert {"/tmp", home} <= mounts
+        assert "/dev/shm" in mounts or container not in pod["containers"]
+    for redis in only(manifests, "StatefulSet"):
+        assert redis["spec"]["template"]["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+
+
 def test_nothing_is_left_out() -> None:
     """A check covers each YAML file under k8s/."""
-    used = {path for directory in DIRECTORIES for path in _files(directory)}
+    used = {path for directory in (*DIRECTORIES, READ_ONLY_ROOT, MODEL_CACHE) for path in _files(directory)}
     assert set(ROOT.rglob("*.yaml")) - used == set()
 
 
@@ -110,3 +166,32 @@ def test_secrets_go_to_who_needs_them() -> None:
 def test_every_role_has_pods_of_its_own() -> None:
     """Each role has a group of pods, beside the head and Redis."""
     assert set(pods(render(ROOT / "base"))) == {"head", *ROLES, "tandem-redis"}
+
+
+UNREACHED = """
+import time
+from types import SimpleNamespace
+from ray.serve._private.deployment_state import DeploymentState, ReplicaStartupStatus, ReplicaState
+from ray.serve._private.deployment_state import ReplicaStateContainer
+
+replica = SimpleNamespace(
+    replica_id="r", version="v", update_state=lambda _: None, _start_time=time.time() - 60,
+    check_started=lambda: (ReplicaStartupStatus.PENDING_ALLOCATION, None),
+)
+killed = []
+state = SimpleNamespace(_replicas=ReplicaStateContainer(), _stop_replica=lambda one, graceful_stop: killed.append(one))
+state._replicas.add(ReplicaState.RECOVERING, replica)
+DeploymentState._check_startup_replicas(state, ReplicaState.RECOVERING, stop_on_slow=True)
+print(len(killed), "killed")
+"""
+"""What Serve's controller does with a replica that it has not reached for a minute after its
+start."""
+
+
+def test_a_new_controller_does_not_kill_a_router_that_it_reaches_late() -> None:
+    """After a restart of Redis it took Serve 30 s and more, while the router served requests."""
+    (service,) = only(render(ROOT / "base"), "RayService")
+    head = environment(service["spec"]["rayClusterConfig"]["headGroupSpec"])
+    own = os.environ | {name: one["value"] for name, one in head.items() if "value" in one}
+    ran = subprocess.run([sys.executable, "-c", UNREACHED], env=own, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "0 killed"

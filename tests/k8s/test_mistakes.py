@@ -71,21 +71,13 @@ def test_a_typo_in_a_field(
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
-        (put("/metadata/name", "t" * 48), "at most 47 characters"),
         (put(f"{CLUSTER}/rayVersion", "2.51.0"), "token needs a rayVersion from 2.52.0"),
         (put(f"{CLUSTER}/headGroupSpec/resources", {"CPU": "0"}), "in rayStartParams and in resources"),
         (put(f"{PREFILL}/rayStartParams/labels", "a=b"), "not in rayStartParams"),
-        (put(f"{PREFILL}/labels/tandem~1role", "pre fill"), "no Kubernetes label"),
         (put(f"{DECODE}/minReplicas", 5), "minReplicas 5 is greater than maxReplicas 4"),
-        (put(f"{DECODE}/suspend", True), "cannot be suspended"),
         (put(f"{CLUSTER}/headGroupSpec{RAY}/env", [{"name": "REDIS_PASSWORD", "value": "x"}]), "REDIS_PASSWORD beside"),
         (put(f"{CLUSTER}/headGroupSpec/rayStartParams/redis-password", "x"), "redis-password beside"),
         (put("/metadata/annotations", {"ray.io/ft-enabled": "true"}), "annotation ray.io/ft-enabled beside"),
-        (put(f"{CLUSTER}/gcsFaultToleranceOptions/storage", {"size": "1Gi"}), "is for the rocksdb backend"),
-        (
-            put(f"{CLUSTER}/headGroupSpec{RAY}/env", [{"name": "RAY_enable_autoscaler_v2", "value": "1"}]),
-            "beside autoscalerOptions.version",
-        ),
         (put(f"{ROUTER}{POD}/restartPolicy", "Always"), "restartPolicy must be Never"),
         (put(f"{CLUSTER}/enableInTreeAutoscaling", False), "an incremental upgrade needs enableInTreeAutoscaling"),
         (put("/spec/upgradeStrategy/type", "Rolling"), "'Rolling' is none of"),
@@ -140,6 +132,7 @@ def test_a_rule_of_kuberay(manifests: list[Manifest], operation: dict[str, Any],
             "request_timeout_s: 600\n        drain_s: 240",
             "DRAIN_TIMEOUT_S (240 s) must be longer than router.drain_s (240 s)",
         ),
+        ("leave_s: 15", "leave_s: 120", "prefill: prefill.drain_s (120 s) must be longer than router.leave_s (120 s)"),
         ("lease_s: 60", "lease_s: 60\n        node_lost_s: 300", "transfer.node_lost_s must be at least 720"),
         ("request_timeout_s: 600", "request_timeout_s: 700", "rayClusterDeletionDelaySeconds (660 s) must be longer"),
     ],
@@ -200,7 +193,13 @@ def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_
         (drop("/spec/rayClusterDeletionDelaySeconds"), "rayClusterDeletionDelaySeconds (60 s) must be longer"),
         (put(f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", "1"), 'num-cpus must be "0"'),
         (put(f"{DECODE}/labels/tandem~1role", "prefill"), "must match one worker group, not prefill, decode"),
-        (put(f"{DECODE}{RAY}/readinessProbe/httpGet/path", "/health"), "the readiness probe must ask Serve's proxy"),
+        (
+            drop(f"{CLUSTER}/headGroupSpec/rayStartParams/object-store-memory"),
+            "head: rayStartParams object-store-memory",
+        ),
+        (put(f"{ROUTER}/rayStartParams/object-store-memory", "1207959552"), "/dev/shm has 1Gi, but Ray, vLLM and"),
+        (put(f"{DECODE}{RAY}/readinessProbe/tcpSocket/port", 8000), "decode: the readiness probe must be tcpSocket"),
+        (drop(f"{PREFILL}{RAY}/readinessProbe"), "prefill: the readiness probe must be tcpSocket on port `rpc`"),
         (put(f"{DECODE}{RAY}/env/2/value", "20000-20010"), "UCX_TCP_PORT_RANGE must be a range"),
     ],
 )
@@ -235,7 +234,10 @@ def test_a_label_that_matches_nothing(
     [
         (drop(f"{DECODE}{RAY}/volumeMounts/2"), "decode: no volume is mounted at or above store.path"),
         (put(f"{PREFILL}{POD}/volumes/2/emptyDir/sizeLimit", "16Gi"), "prefill: the volume of store.path has 16Gi"),
-        (put(f"{PREFILL}{POD}/volumes/1/emptyDir/sizeLimit", "511Mi"), "/dev/shm has 511Mi, but the store needs 512"),
+        (
+            put(f"{PREFILL}{POD}/volumes/1/emptyDir/sizeLimit", "799Mi"),
+            "/dev/shm has 799Mi, but Ray, vLLM and the store need 800",
+        ),
         (
             put(f"{DECODE}{RAY}/volumeMounts/2/mountPath", "/var/lib/tandem/kv-store"),
             "decode: store.path must be below its mount",

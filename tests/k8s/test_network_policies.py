@@ -7,6 +7,7 @@ import pytest
 from tests.k8s.check import DIRECTORIES, ROOT, only, pods
 from tests.k8s.kustomize import Manifest, render
 from tests.k8s.network import Pod, allowed
+from tests.k8s.recorded import labels
 from tests.k8s.service import RANK_PORTS
 
 RAY = (6379, 6380, 6381, 6382, 6383, 8265, 10010, 10999, 52365)
@@ -24,7 +25,10 @@ OUTSIDE = Pod(address="203.0.113.9")
 IN_CLUSTER = Pod({"app": "other"}, "elsewhere", address="10.4.4.4")
 CLIENT = Pod({"tandem/client": "true"})
 INGRESS = Pod({"app": "nginx"}, "ingress", {"tandem/client": "true"})
-OPERATOR = Pod({"app.kubernetes.io/name": "kuberay-operator"}, "kuberay")
+OPERATORS = tuple(
+    Pod({"app.kubernetes.io/name": name, "app.kubernetes.io/component": "kuberay-operator"}, "kuberay")
+    for name in ("kuberay", "kuberay-operator")  # of KubeRay's kustomization, and of its chart
+)
 PROMETHEUS = Pod({"app": "prometheus"}, "monitoring")
 
 
@@ -40,10 +44,9 @@ def policies(manifests: list[Manifest]) -> list[Manifest]:
 
 @pytest.fixture
 def tandem(manifests: list[Manifest]) -> dict[str, Pod]:
-    """Return the service's own pods, with the labels of their manifests."""
-    named = {name.removeprefix("tandem-"): Pod(one["labels"]) for name, one in pods(manifests).items()}
-    assert set(named) == {*NODES, "redis"}
-    return named
+    """Return the service's own pods, with the labels that KubeRay gave them."""
+    assert set(pods(manifests)) == {*NODES, "tandem-redis"}
+    return {name: Pod(labels(name)) for name in NODES} | {"redis": Pod(pods(manifests)["tandem-redis"]["labels"])}
 
 
 def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
@@ -82,8 +85,9 @@ def test_who_may_come_in(policies: list[Manifest], tandem: dict[str, Pod]) -> No
     for client in (CLIENT, INGRESS):
         open_to = {(name, p) for name, pod in tandem.items() for p in ports if allowed(policies, client, pod, p)}
         assert open_to == {("router", HTTP), ("router", ROUTER), ("prefill", HTTP), ("decode", HTTP)}
-    open_to = {(name, p) for name, pod in tandem.items() for p in ports if allowed(policies, OPERATOR, pod, p)}
-    assert open_to == {("head", HTTP), ("head", 8265)}
+    for operator in OPERATORS:
+        open_to = {(name, p) for name, pod in tandem.items() for p in ports if allowed(policies, operator, pod, p)}
+        assert open_to == {("head", HTTP), ("head", 8265)}
 
 
 def test_who_may_go_out(manifests: list[Manifest], policies: list[Manifest], tandem: dict[str, Pod]) -> None:

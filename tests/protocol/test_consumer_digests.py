@@ -6,7 +6,7 @@ import numpy as np
 
 from connectors.protocol.actions import Forget, Freed, Received, Verify
 from connectors.protocol.consumer import Consumer
-from connectors.protocol.wire import Cancelled, Fin, Peer
+from connectors.protocol.wire import Alive, Cancelled, Fin, Peer
 from tests.campaigns.schedules.tally import Tally
 from tests.protocol.consumption import (
     FIN0,
@@ -198,3 +198,59 @@ def test_an_exception_ends_the_wait() -> None:
     assert isinstance(received, Received)
     assert "prefill rank 1: MemoryError('no memory')" in str(received.failure)
     assert empty(consumer)
+
+
+def test_what_has_arrived_is_hashed_while_the_rest_arrives() -> None:
+    """OFFERED + Alive with units -> Verify of the new ones, whatever is lost, repeated or late; Fin
+    -> Verify of the rest, and only all results together release the request.
+    """
+    consumer = checked()
+    found: list[Verify] = []
+    for left in ((2, 1), (3, 1), (1, 1), (2, 1), (1, 1)):
+        for action in consumer.message(P0, Alive("t", left), 1.0):
+            assert isinstance(action, Verify)
+            found.append(action)
+    found.append(verify(consumer, P0, with_digest(FIN0)))
+    assert [[units.dst_ids.tolist() for units in each.units] for each in found] == [
+        [[4], []],
+        [[5], []],
+        [[6], [7]],
+    ]
+    assert [each.problem() for each in found] == [None, None, None]
+    other = verify(consumer, P1, with_digest(FIN1))
+    assert other.problem() is None
+    for each in (*found[:2], other):
+        assert consumer.verified("t", each.peer, None, 2.0) == []
+    assert consumer.verified("t", P0, None, 2.0) == [Received("r", None)]
+    assert empty(consumer)
+
+
+def test_damage_of_what_arrived_early_is_found_at_the_end() -> None:
+    """The digest goes on over all Verify actions of a partner."""
+    consumer = checked()
+    (first,) = consumer.message(P0, Alive("t", (1, 1)), 1.0)
+    assert isinstance(first, Verify)
+    assert first.problem() is None
+    last = verify(consumer, P0, with_digest(FIN0, tallied([5, 4, 6], [7])))
+    assert "the received bytes differ from the bytes sent" in (last.problem() or "")
+
+
+def test_blocks_are_kept_while_what_arrived_early_is_hashed() -> None:
+    """ENDING waits for each running Verify."""
+    consumer = checked()
+    assert len(consumer.message(P0, Alive("t", (1, 1)), 1.0)) == 1
+    assert consumer.abort("r", 1.5) == cancels(P0, P1)
+    for peer in (P0, P1):
+        assert consumer.message(peer, Cancelled("t"), 2.0) == []
+    assert consumer.verified("t", P0, None, 3.0) == [Received("r", "the request was aborted")]
+
+
+def test_counts_of_another_number_of_groups_are_ignored() -> None:
+    """As an Alive without counts, and one without a requested digest."""
+    consumer = checked()
+    for left in ((), (0,), (0, 0, 0)):
+        assert consumer.message(P0, Alive("t", left), 1.0) == []
+    unchecked = Consumer(GROUPS, LIMITS)
+    unchecked.start(order(), 0.0)
+    unchecked.connected("engine-a", PARTNERS, 0.0)
+    assert unchecked.message(P0, Alive("t", (0, 0)), 1.0) == []

@@ -500,3 +500,37 @@ def test_what_is_not_for_a_producer_is_ignored() -> None:
     producer = live()
     for message in (Welcome(), Fin("t", 0), Alive("t"), Aborted("t", ""), Cancelled("t")):
         assert producer.message(C0, message, 1.0) == []
+
+
+def digesting() -> Producer:
+    """Return a machine whose consumer requests a digest of request "r"."""
+    producer = live()
+    producer.welcome(C0, ConsumerPeer(frozenset({0}), 100, SHAPES, Tally), 0.0)
+    producer.message(C0, replace(offer(), digest=True), 0.5)
+    return producer
+
+
+@pytest.mark.parametrize(
+    ("order", "alive"), [((0, 1, 2), [(2, 1), (1, 1)]), ((1, 0, 2), [(1, 1)]), ((1, 2, 0), [])], ids=str
+)
+def test_the_consumer_learns_which_units_have_arrived(order: tuple[int, ...], alive: list[tuple[int, ...]]) -> None:
+    """OPEN + a write ends -> Alive with the units left, once all older writes have ended; Fin says
+    the rest.
+    """
+    producer = digesting()
+    chunks = (([[1], [4]], 4), ([[2], [5]], 8), ([[3], [6]], 12))
+    writes = [only_write(producer.progress("r", ids, tokens, 1.0)) for ids, tokens in chunks]
+    found = [finish_write(producer, writes[number], 1, 2.0) for number in order]
+    told = [action.message for actions in found for action in actions if isinstance(action, Send)]
+    assert [message.left for message in told if isinstance(message, Alive)] == alive
+    assert isinstance(told[-1], Fin)
+
+
+def test_layers_count_when_the_last_has_arrived() -> None:
+    """A unit has arrived with all its layers."""
+    producer = digesting()
+    producer.begin("r", [[1, 2], [4, 5]], 8)
+    first = only_write(producer.layers_computed(["r"], 0, 1, 1.0))
+    assert finish_write(producer, first, 1, 1.5) == []
+    rest = only_write(producer.progress("r", [[], []], 8, 2.0))
+    assert finish_write(producer, rest, 1, 2.5) == [Send(C0, Alive("t", (1, 1)))]

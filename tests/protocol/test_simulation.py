@@ -47,6 +47,7 @@ def test_schedules_have_seen_everything(totals: Counter[str], capsys: pytest.Cap
         "damaged blocks",
         "bad digests",
         "good digests",
+        "partial digests",
         "prefill engines started again",
         "decode engines started again",
         "forgotten consumers",

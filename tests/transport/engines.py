@@ -160,7 +160,7 @@ class Engines:
                 case Sent(request_id):
                     self.sent.append(request_id)
                 case Verify(transfer_id, peer):
-                    self.verified += 1
+                    self.verified += bool(action.expected)
                     self.perform(worker, worker.machine.verified(transfer_id, peer, action.problem(), self.now))
                 case Received(request_id, failure):
                     self.received.append((request_id, failure))

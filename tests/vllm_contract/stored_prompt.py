@@ -25,7 +25,8 @@ CHUNK = 16
 PROMPT = list(range(70))
 END = len(PROMPT) - 1
 GROUPS = ((GroupKind.FULL, None, 1), (GroupKind.SLIDING, 16, 1))
-RANK = make_engine(Shape(2, "head_major", 8, 8, 40, 0, True, GROUPS, 8), 1)[0]
+SHAPE = Shape(2, "head_major", 8, 8, 40, 0, True, GROUPS, 8)
+RANK = make_engine(SHAPE, 1)[0]
 CACHE = RankCache(RANK.layout, ModelFingerprint("weights", "float32", "float32", "test"))
 FULL = [ObjectRef(end, 0) for end in (16, 32, 48, 64)]
 

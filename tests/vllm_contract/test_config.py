@@ -10,7 +10,7 @@ import pytest
 
 from connectors.errors import ConfigurationError
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
-from connectors.vllm_hma.devices import has_rdma, interface_of
+from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
 
 
 def test_defaults_serve_one_machine() -> None:
@@ -35,6 +35,7 @@ def test_devices(
     only.
     """
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.setattr("connectors.vllm_hma.config.rdma_ports", tuple)
     if environment:
         monkeypatch.setenv("UCX_NET_DEVICES", environment)
     assert parse_config(extra).net_devices == devices
@@ -93,6 +94,24 @@ def test_without_rdma_ucx_uses_where_the_metadata_is_shown(advertised: bool, mon
     assert config.net_devices == (name,)
     monkeypatch.setattr("connectors.vllm_hma.config.has_rdma", lambda: True)
     assert not config.net_devices
+
+
+def test_engines_of_one_host_also_use_its_rdma_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA IPC may not reach from one GPU to the other. Ports that are down are left out."""
+    for name, port, state in (
+        ("mlx5_0", "1", "4: ACTIVE\n"),
+        ("mlx5_0", "2", "1: DOWN\n"),
+        ("mlx5_1", "1", "2: INIT\n"),
+    ):
+        folder = tmp_path / "infiniband" / name / "ports" / port
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(state)
+    assert rdma_ports(tmp_path / "infiniband", tmp_path / "not in this container") == ()
+    found = rdma_ports(tmp_path / "infiniband", tmp_path)
+    assert found == ("mlx5_0:1",)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.setattr("connectors.vllm_hma.config.rdma_ports", lambda: found)
+    assert parse_config({}).net_devices == ("lo", "mlx5_0:1")
 
 
 def test_rdma_devices_are_those_that_the_kernel_lists(tmp_path: Path) -> None:

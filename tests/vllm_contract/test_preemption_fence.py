@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 
 from connectors.planning.layout import MemoryKind
+from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.worker_side import runtime
+from connectors.vllm_hma.worker_side import worker as worker_side
+from tests.vllm_contract.caches import cache_config, full, views, vllm_config
 from tests.vllm_contract.test_ends import both_ends, let_go
 from tests.vllm_contract.test_streaming import SlowFence
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
@@ -44,15 +47,34 @@ class Clock:
         self.during()
 
 
-def test_preemption_on_an_accelerator_waits_for_nothing(
-    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("memory", ["DRAM", "VRAM"])
+@pytest.mark.parametrize("late_orders", [True, False], ids=["V2", "V1"])
+def test_preemption_with_late_orders_waits_for_nothing(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, memory: str, late_orders: bool
 ) -> None:
-    """The deliveries are aborted, so a wait for their writes has no use."""
-    producer, _ = both_ends(worker, memory_kind=MemoryKind("VRAM", 0))
+    """The deliveries are aborted, so a wait for their writes has no use; on any memory."""
+    producer, consumer = both_ends(worker, memory_kind=MemoryKind(memory, 0), late_orders=late_orders)
     clock = Clock(monkeypatch)
+    clock.during = lambda: let_go(producer)
     producer.step(preempted=["q"])
-    assert clock.rests == []
     let_go(producer)
+    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
+    assert (clock.rests == []) == late_orders
+    assert results(consumer) == (set(), {"r"}, {"r"} if late_orders else set())
+
+
+@pytest.mark.parametrize("v2", [True, False])
+def test_the_model_runner_decides_whether_orders_are_late(monkeypatch: pytest.MonkeyPatch, v2: bool) -> None:
+    """vLLM's V2 runner also exists for CPUs, and its V1 runner for GPUs."""
+    monkeypatch.setattr(worker_side, "get_tensor_model_parallel_rank", lambda: 0)
+    cache = cache_config((["model.layers.0.self_attn.attn"], full()))
+    connector = worker_side.WorkerConnector(parse_config({}), "p", vllm_config(), cache)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))  # vLLM refuses True here without Triton
+    connector.register(views(cache))
+    try:
+        assert connector.runtime._late_orders == v2  # noqa: SLF001
+    finally:
+        connector.close()
 
 
 def test_the_fence_does_not_hold_the_lock(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:

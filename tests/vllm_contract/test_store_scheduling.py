@@ -4,15 +4,22 @@ tokens.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from connectors.planning.descriptors import Runs
+from connectors.planning.layout import EngineLayout, MemoryKind
 from connectors.store.keys.names import Feature
 from connectors.vllm_hma.kv_store.orders import StoreOrders
+from connectors.vllm_hma.kv_store.worker import StoreWorker
 from tests.campaigns.store import scheduling
 from tests.store.test_service import until
 
@@ -26,6 +33,38 @@ def test_two_engines_share_what_they_compute(tmp_path: Path, kinds: list[schedul
     counts = scheduling.run(tmp_path / "store", 3, 60, kinds)
     assert counts["loads"] > 0
     assert counts["images"] > 0
+
+
+class LateEvent(torch.cpu.Event):
+    """An event of a device that passes some steps after the host has recorded it."""
+
+    queries = 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.queries > 3
+
+
+@pytest.mark.parametrize("kinds", [TWO_ENGINES, WITH_STATES], ids=["windows", "states"])
+def test_the_cache_is_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: list[scheduling.Kind]
+) -> None:
+    """Copies end after their step, also of an engine that has become idle."""
+    register = StoreWorker.register
+
+    def on_device(worker: StoreWorker, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
+        memory = [(ctypes.c_uint8 * each.length_bytes).from_address(each.address) for each in layout.regions]
+        regions = tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in layout.regions)
+        tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in memory]
+        register(worker, replace(layout, regions=regions), tensors)
+
+    monkeypatch.setattr(StoreWorker, "_touched", ())
+    monkeypatch.setattr(StoreWorker, "register", on_device)
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda *_: SimpleNamespace(**vars(torch.cpu) | {"Event": LateEvent})
+    )
+    counts = scheduling.run(tmp_path / "store", 3, 60, kinds)
+    assert counts["loads"] > 0
 
 
 def compute(engine: scheduling.Engine, name: str) -> int:
@@ -63,7 +102,7 @@ def test_a_copy_that_is_left_out_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     def copy_nothing(runs: Runs) -> None:
         pass
 
-    monkeypatch.setattr("connectors.vllm_hma.kv_store.worker.copy_runs", copy_nothing)
+    monkeypatch.setattr("connectors.store.copying.copy_runs", copy_nothing)
     with pytest.raises(AssertionError, match="is not its own"):
         scheduling.run(tmp_path / "store", 3, 60, TWO_ENGINES)
 

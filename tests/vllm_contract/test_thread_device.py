@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import connectors.vllm_hma.worker_side.runtime as runtime_module
+from connectors.errors import ConfigurationError
 from connectors.protocol.engines import Suspect
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import own_process
@@ -78,14 +81,49 @@ def test_a_progress_thread_without_a_device_ends_the_start() -> None:
 
 
 def test_the_platform_sets_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's platform also creates the thread's CUDA context, which UCX needs; a CPU has none."""
+    """vLLM's platform also creates the thread's CUDA context, which UCX needs; a CPU has none.
+
+    Once per thread: it allocates a tensor and launches a kernel.
+    """
     calls: list[Any] = []
+    full = [True]
 
     class Platform:
         def set_device(self, device: torch.device) -> None:
             calls.append(device)
+            if full and full.pop():
+                raise RuntimeError("no memory on the device")
+
+    def in_a_thread() -> None:
+        for _ in range(2):
+            accelerator.set_thread_device(torch.device("cpu"))
+            accelerator.set_thread_device(torch.device("cuda", 3))
 
     monkeypatch.setattr(accelerator, "current_platform", Platform())
-    accelerator.set_thread_device(torch.device("cpu"))
-    accelerator.set_thread_device(torch.device("cuda", 3))
-    assert calls == [torch.device("cuda", 3)]
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(RuntimeError, match="no memory"):
+            thread.submit(in_a_thread).result()
+        thread.submit(in_a_thread).result()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(in_a_thread).result()
+    assert calls == [torch.device("cuda", 3)] * 3
+
+
+@pytest.mark.parametrize(
+    ("integrity", "capability", "refused"),
+    [
+        ("off", (8, 0), True),
+        ("off", (8, 9), True),
+        ("off", None, True),
+        ("off", (9, 0), False),
+        ("off", (10, 0), False),
+        ("auto", (8, 0), False),
+        ("full", None, False),
+    ],
+)
+def test_kv_is_used_without_a_digest_only_where_kernels_see_it(
+    integrity: str, capability: tuple[int, int] | None, refused: bool
+) -> None:
+    """Before Hopper, kernels may not see what an RDMA write has changed."""
+    with pytest.raises(ConfigurationError, match="set it to auto") if refused else nullcontext():
+        accelerator.check_integrity(integrity, capability)

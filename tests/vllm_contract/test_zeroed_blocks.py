@@ -19,10 +19,13 @@ from vllm.v1.request import Request
 
 from connectors.planning.blocks import wanted_blocks, wanted_units
 from connectors.planning.layout import MemoryKind
-from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from connectors.vllm_hma.config import parse_config
+from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from tests.campaigns.schedules import scheduling
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
-from tests.vllm_contract.caches import cache_config, full, sliding
+from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.memory_engines import memory_rank, plans_for, transfer, units
 from tests.vllm_contract.test_packed_pages import LAYER, config
 from tests.vllm_contract.test_streaming import SlowFence
@@ -109,6 +112,30 @@ def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]
     fence.done.update(fence.marked)
     producer.step(expects=[Expect("q", "t", 6, DIGEST)], chunks=[Chunk("q", ((1, 2),), 6, True)])
     assert results(consumer) == (set(), {"r"}, set())
+
+
+class CopiesEnd(torch.cpu.Event):
+    """An event that has not passed when the connector asks."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_the_order_waits_for_the_copies_of_a_store(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may read or write blocks that vLLM has freed and gives to the request."""
+    fence, end = SlowFence(), CopiesEnd()
+    producer = worker("p", integrity="off")
+    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence)
+    connector = WorkerConnector(parse_config({}), "c", vllm_config(), cache_config((["f"], full())))
+    connector._runtime = consumer.runtime  # noqa: SLF001
+    monkeypatch.setattr(StoreWorker, "_touched", (end,))
+    connector.after_forward(Orders(receives=[receive(producer.address)]))
+    assert consumer.runtime.snapshot().consumer.receptions == {}
+    fence.done.add(end)
+    until(lambda: consumer.runtime.snapshot().consumer.receptions == {"r": "offered"})
+    assert fence.marked == []
 
 
 def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:

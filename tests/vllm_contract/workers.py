@@ -58,6 +58,7 @@ class Worker:
         limits: TransferLimits = LIMITS,
         fence: StepFence | None = None,
         zeroes_blocks: bool = False,
+        late_orders: bool | None = None,
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
@@ -74,6 +75,7 @@ class Worker:
             fence or StepFence(torch.device("cpu")),
             [torch.from_numpy(self.cache)],
             zeroes_blocks,
+            memory_kind.memory != "DRAM" if late_orders is None else late_orders,
         )
         self.server = MetadataServer(
             "127.0.0.1", 0, [encode_agent_metadata(self.agent_metadata)], derive_keys(secret).identity

@@ -188,11 +188,14 @@ async def choose(
     replica runs that is not excluded, and the caller sets the deadline. A later prompt of a list
     (`part`) does not count in the queue.
 
-    Raises DeadlineError if no slot is free in time, UnavailableError if no engine of the role runs,
-    OverloadedError if the queue is full.
+    Raises DeadlineError if no slot is free in time, UnavailableError if no engine of the role runs
+    (at once in a stopping router, which outlives no start of an engine), OverloadedError if the
+    queue is full.
     """
     slot = engines.take_now(avoid, prefer, sequences, identity)
     if slot is None:
+        if engines.leaving and not engines.has_engines():
+            raise UnavailableError(f"this router is stopping and has no {role} engine; send the request again")
         try:
             async with _while_running(engines, avoid, identity, timeout_s) if queues else asyncio.timeout(timeout_s):
                 slot = await engines.take(avoid, prefer, sequences, part, identity)

@@ -201,6 +201,11 @@ class ModelRouter:
         pairs = zip(self.pools, answers, strict=True)
         return {(role, replica): reply for role, replies in pairs for replica, reply in replies.items()}
 
+    def leave(self) -> None:
+        """Keep the engines for the requests that this stopping router still receives."""
+        for engines in self.pools.values():
+            engines.leave()
+
     async def close(self) -> None:
         """Close the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self.pools.values()))

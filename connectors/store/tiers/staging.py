@@ -156,6 +156,7 @@ class AttachedStaging:
         except OSError as error:
             raise StoreError(f"staging memory cannot be mapped ({error}); {_REMEDY}") from error
         self._view = memoryview(self._memory)
+        self.size_bytes = len(self._view)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
 
     def view(self, offset: int, size_bytes: int) -> memoryview:

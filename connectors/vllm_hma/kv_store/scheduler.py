@@ -101,6 +101,11 @@ class StoreScheduler:
         return self._filling
 
     @property
+    def copying(self) -> bool:
+        """Whether a rank has not reported an ordered load or the filling of a slot yet."""
+        return bool(self._loading or self._filling)
+
+    @property
     def remembered(self) -> int:
         """Number of known requests, unfinished loads, and slots that ranks are filling."""
         return len(self._requests) + len(self._loading) + len(self._filling or ())

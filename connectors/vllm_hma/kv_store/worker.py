@@ -2,19 +2,24 @@
 
 Loads are copied before the step's forward pass reads the blocks. Stores are copied after the
 forward pass and before the next one, which may overwrite a state or reuse a block that has left the
-window.
+window. An accelerator runs these copies later, in this order; a step is reported after them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from connectors.errors import ConfigurationError, PlanError, StoreError
+from connectors.errors import PlanError, StoreError
 from connectors.planning.blocks import NULL_BLOCK
 from connectors.planning.descriptors import build_runs
 from connectors.planning.layout import EngineLayout
-from connectors.store.copying import copy_runs
+from connectors.store.copying import HostCopies
+from connectors.store.device_copies import DeviceCopies
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.planning.layout import RankPlans, plan_rank
 from connectors.store.planning.moves import load_moves, store_moves
@@ -25,7 +30,27 @@ from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreRep
 from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.model.adapters import AdapterChanges, adapter_loads
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(__name__)
+
+# Time after which a device that has not ended a step's copies is taken for hung, in seconds.
+_HANGS_S = 120.0
+
+
+@dataclass(slots=True)
+class _Step:
+    """Report of a step, due once ``mark`` has passed.
+
+    ``forward``, ``loads``  start and end, as ``now`` of the copies; None: not measured
+    """
+
+    report: StoreReport
+    mark: Any = None
+    marked_at: float = 0.0
+    forward: tuple[Any, Any] | None = None
+    loads: tuple[Any, Any] | None = None
 
 
 class StoreWorker:
@@ -33,6 +58,9 @@ class StoreWorker:
 
     ``spoiled``  steps whose KV is not stored; the connector ends each step
     """
+
+    # Mark after the last copy from or to blocks of all stores of this process; they share a stream.
+    _touched: ClassVar[tuple[Any, ...]] = ()
 
     def __init__(self, settings: StoreSettings, max_model_len: int, spoiled: SpoiledSteps) -> None:
         self._settings = settings
@@ -44,23 +72,23 @@ class StoreWorker:
         self._staging: AttachedStaging | None = None
         self._tried = False
         self._report = StoreReport()
-        # Start of this step, on `time.monotonic`, and the duration of its loads in seconds.
-        self._began_at = 0.0
-        self._loads_s = 0.0
+        self._copies: HostCopies | DeviceCopies = HostCopies()
+        self._began: Any = None
+        self._step = _Step(StoreReport())
+        self._steps: deque[_Step] = deque()
         self._not_loaded: set[int] = set()
         self._adapters = AdapterChanges(adapter_loads())
 
-    def register(self, layout: EngineLayout) -> None:
+    def register(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Plan the copies between staging memory and this rank's KV blocks.
 
-        Raises ConfigurationError if the cache is not in host memory or does not fit the settings,
-        and PlanError or CoverError if it cannot be mapped to objects (``plan_rank``).
+        Raises ConfigurationError if the cache does not fit the settings or its device is not
+        supported, and PlanError or CoverError if it cannot be mapped to objects (``plan_rank``).
+
+        ``tensors``  views of the cache; one in host memory needs none
         """
         if layout.memory_kind.memory != "DRAM":
-            raise ConfigurationError(
-                f"store: the KV cache is in {layout.memory_kind.memory}, but the store supports only host memory; "
-                "remove store"
-            )
+            self._copies = DeviceCopies(tensors)
         self._layout = layout
         self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
         self._plans = plan_rank(self._plan, layout)
@@ -81,7 +109,7 @@ class StoreWorker:
         vLLM calls ``load`` before the forward pass only in steps with loads that are not
         asynchronous (``has_sync_kv_loads`` in vllm/v1/worker/kv_connector_model_runner_mixin.py).
         """
-        self._began_at, self._loads_s = time.monotonic(), 0.0
+        self._began = self._copies.now()
 
     def load(self, orders: StoreOrders) -> set[str]:
         """Copy objects into blocks; return the ids of requests whose load beside a transfer failed.
@@ -92,7 +120,7 @@ class StoreWorker:
         and others already scheduled, are spoiled (``SpoiledSteps``).
         """
         broken: set[str] = set()
-        loads_began_at, all_copied = time.monotonic(), bool(orders.loads)
+        step, loads_began, all_copied = self._step, self._copies.now(), bool(orders.loads)
         self._attach_once(orders)
         assert self._plan is not None
         assert self._plans is not None
@@ -103,7 +131,7 @@ class StoreWorker:
                 tables, plan = load.tables, self._plans.load
                 start, end, full_only = load.start_token, load.end_token, load.beside_transfer
                 moves = load_moves(self._plan, plan, tables, start, end, addresses, full_only)
-                copy_runs(build_runs(plan, moves))
+                self._copies.load(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
                 all_copied = False
                 remedy = (
@@ -120,10 +148,11 @@ class StoreWorker:
                     # vLLM finds the request by these blocks (``not_loaded``).
                     self._not_loaded.update(block for table in load.tables for block in table if block != NULL_BLOCK)
                     self.spoil()
-            self._report.loaded[load.load_id] = 1
-        self._loads_s = time.monotonic() - loads_began_at
+            step.report.loaded[load.load_id] = 1
         if all_copied:
-            self._report.copied_s = self._loads_s
+            step.loads = loads_began, self._copies.now()
+        if orders.loads:
+            StoreWorker._touched = self._copies.mark()[:1]
         return broken
 
     def store(self, orders: StoreOrders) -> None:
@@ -134,11 +163,11 @@ class StoreWorker:
         """
         assert self._plan is not None
         assert self._plans is not None
-        if orders.timed_tokens:
-            # The cache is in host memory (``register``), so the forward pass has ended.
-            self._report.timed_tokens = orders.timed_tokens
-            self._report.timed_context_tokens = orders.timed_context_tokens
-            self._report.timed_s = time.monotonic() - self._began_at - self._loads_s
+        step = self._step
+        if orders.timed_tokens and self._began is not None:
+            step.report.timed_tokens = orders.timed_tokens
+            step.report.timed_context_tokens = orders.timed_context_tokens
+            step.forward = self._began, self._copies.now()
         for store in orders.stores:
             try:
                 if self._spoiled:
@@ -146,12 +175,22 @@ class StoreWorker:
                 base = self._attach(orders).address
                 addresses = {ref: base + offset for ref, offset in store.offsets.items()}
                 moves = store_moves(self._plan, self._plans.store, store.tables, addresses)
-                copy_runs(build_runs(self._plans.store, moves))
+                self._copies.store(build_runs(self._plans.store, moves))
             except (PlanError, StoreError) as error:
                 logger.warning("Tandem: some KV of request %s is not stored: %s", store.request_id, error)
-                self._report.failed |= dict.fromkeys(store.offsets.values(), 1)
+                step.report.failed |= dict.fromkeys(store.offsets.values(), 1)
             else:
-                self._report.filled |= dict.fromkeys(store.offsets.values(), 1)
+                step.report.filled |= dict.fromkeys(store.offsets.values(), 1)
+        if orders.stores:
+            StoreWorker._touched = self._copies.mark()[:1]
+
+    @classmethod
+    def touching(cls) -> torch.Event | None:
+        """Event before which no peer may write to blocks, freed or not; None if it has passed."""
+        return next((event for event in cls._touched if not event.query()), None)
+
+    def close(self) -> None:
+        self._copies.close()
 
     def not_loaded(self) -> set[int]:
         """Return the block ids of requests whose load has failed since the last call.
@@ -164,11 +203,28 @@ class StoreWorker:
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of copies, and changed identities of adapters, since the last call.
+        """Return the results of ended copies, and changed identities of adapters, since the last
+        call.
 
-        None if there are neither.
+        None if there are neither. Raises StoreError, which ends the engine, if the device hangs.
         """
         report, self._report = self._report, StoreReport()
+        if self._step.report:
+            # Until the mark, copies may also use the slots of loads and stores that have failed.
+            self._step.mark, self._step.marked_at = self._copies.mark(), time.monotonic()
+            self._steps.append(self._step)
+            self._step = _Step(StoreReport())
+        while self._steps and self._copies.passed(self._steps[0].mark):
+            step = self._steps.popleft()
+            step.report.copied_s = self._copies.seconds(*step.loads) if step.loads else 0.0
+            if step.forward:
+                step.report.timed_s = self._copies.seconds(*step.forward) - step.report.copied_s
+            report.aggregate(step.report)
+            if step.forward or step.loads:
+                break  # durations of two steps cannot be added
+        if self._steps and time.monotonic() > self._steps[0].marked_at + _HANGS_S:
+            # It may still write to slots of staging, so they cannot be given back.
+            raise StoreError(f"the device has not ended copies of the KV store within {_HANGS_S:g} s")
         report.adapters = self._adapters.take()
         return report or None
 
@@ -190,5 +246,7 @@ class StoreWorker:
 
     def _attach(self, orders: StoreOrders) -> AttachedStaging:
         if self._staging is None:
-            self._staging = AttachedStaging(orders.staging)
+            staging = AttachedStaging(orders.staging)
+            self._copies.attach(staging)
+            self._staging = staging
         return self._staging

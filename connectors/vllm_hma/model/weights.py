@@ -1,9 +1,10 @@
 """Digests of all bytes of weight files, cached on this host until a file changes.
 
-The cache key is path, device, inode, size, modification time and status change time. Copying tools
-cannot restore the status change time. xxh3 reads about 5 GB/s from the page cache, which often
-still has the files that the engine has loaded. Engines with the same VLLM_CACHE_ROOT share the
-digests. They hash each file once, unless the folder cannot be used or another user can change it.
+The cache key is path, file system, inode, size, modification time and status change time. Copying
+tools cannot restore the status change time. xxh3 reads about 5 GB/s from the page cache, which
+often still has the files that the engine has loaded. Engines with the same VLLM_CACHE_ROOT share
+the digests. They hash each file once, unless the folder cannot be used or another user can change
+it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 _KINDS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.bin.index.json"), ("*.pt",), ("*.gguf",))
 """File patterns of weights in vLLM's order: vLLM loads the first kind that the folder has."""
 _THREADS = 4
+_REMOTE = ("nfs", "nfs4", "ceph", "lustre")
+"""File systems whose servers assign the inode and the status change time of a file."""
 _ATTEMPTS = 3
 _TOLERANCE_S = 0.5
 """Tolerance of the comparison of a file's time with the process's start, both of which are coarse.
@@ -66,6 +70,25 @@ def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
     return whole.hexdigest()
 
 
+def begin_digests(path: Path) -> list[threading.Thread]:
+    """Begin to cache the digests of a folder's weight files, while vLLM loads them; return threads.
+
+    ``digest_weights`` waits for the thread that reads a file. Does nothing if ``path`` is no
+    folder, or if nothing can be cached.
+    """
+    files = iter(_weight_files(path))
+
+    def cache() -> None:
+        for file in files:
+            with contextlib.suppress(ConfigurationError, OSError):  # `digest_weights` raises it
+                _cached_digest(file, needed=False)
+
+    threads = [threading.Thread(target=cache, daemon=True) for _ in range(_THREADS)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
 def _check_unchanged(file: Path, since_s: float) -> None:
     """Raise ConfigurationError if ``file`` has changed after ``since_s``.
 
@@ -88,8 +111,10 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _cached_digest(file: Path) -> str:
+def _cached_digest(file: Path, needed: bool = True) -> str:
     """Return the digest of a file, from the cache if the file's state is unchanged.
+
+    If the digest is not ``needed`` and cannot be cached, return an empty string.
 
     Raises ConfigurationError if the file changes during each of _ATTEMPTS reads, and OSError if it
     cannot be read.
@@ -99,7 +124,7 @@ def _cached_digest(file: Path) -> str:
         name = hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
         with _cache_locked(name) as cache:
             known = _read_cached(cache, name)
-            if known:
+            if known or not (needed or cache):
                 return known
             digest = digest_file(file)
             if _state(file) != state:
@@ -138,7 +163,18 @@ def _write_cached(cache: OpenFolder, name: str, digest: str) -> None:
 
 def _state(file: Path) -> str:
     stat = file.stat()
-    return f"{file.resolve()}:{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    where = f"{file.resolve()}:{_file_system(stat.st_dev)}:{stat.st_ino}"
+    return f"{where}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+
+
+def _file_system(device: int, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the source of a remote file system, whose number differs by host; else its number."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines() if mounts.exists() else ():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[2] == number and source.split()[0] in _REMOTE:
+            return source.split()[1]
+    return str(device)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class LastChunks:
         self._writes = writes
         self.by_layers = False
         self.engine_s = 0.0
-        self._posted_before = 0
+        self._begun_before = 0
         self._exposed: Exposure | None = None
 
     def begin_step(self, ends_prompt: bool) -> bool:
@@ -51,15 +51,15 @@ class LastChunks:
         ``ends_prompt``  whether the step computes the last chunk of a prompt
         """
         self.by_layers = ends_prompt and self._governor.by_layers()
-        self.engine_s, self._posted_before = 0.0, self._writes.posted
+        self.engine_s, self._begun_before = 0.0, self._writes.begun
         return self.by_layers
 
     def end_step(self, by_layers: bool, now: float) -> None:
         """Begin to measure the cost of a step with last chunks, unless another one is measured.
 
-        A step that posted no writes is not measured.
+        A step that began no writes is not measured.
         """
-        if self._writes.posted > self._posted_before and self._exposed is None:
+        if self._writes.begun > self._begun_before and self._exposed is None:
             self._exposed = Exposure(now, by_layers, self.engine_s, self._writes.in_flight())
 
     def measure(self, now: float) -> None:

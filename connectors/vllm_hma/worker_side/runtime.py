@@ -73,7 +73,9 @@ from connectors.vllm_hma.worker_side.writes import Writes
 logger = logging.getLogger(__name__)
 
 # Pauses of the progress thread, in seconds. NIXL moves bytes and messages only when it is called,
-# on both sides.
+# on both sides. RDMA writes from a device end within microseconds: for _SPIN_S after a post from
+# device memory, pauses only let other threads take the lock and the GIL.
+_SPIN_S, _SPIN_PAUSE_S = 0.002, 0.00002
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
@@ -107,6 +109,9 @@ class WorkerRuntime:
 
     ``views``          tensors of the KV cache, which digests of KV on an accelerator read
     ``zeroes_blocks``  whether vLLM zeroes new blocks of this cache (``Blocks.zero_edges``)
+    ``late_orders``    whether vLLM's runner may overwrite freed blocks before it calls the
+                       connector. Its V2 runner queues kernels that zero and copy blocks first
+                       (vllm/v1/worker/gpu/model_runner.py: ``update_requests``, ``pre_forward``)
 
     Raises OSError if the trace file cannot be opened, and RuntimeError if no thread can start.
     """
@@ -119,6 +124,7 @@ class WorkerRuntime:
         fence: StepFence,
         views: Sequence[torch.Tensor] = (),
         zeroes_blocks: bool = False,
+        late_orders: bool = False,
     ) -> None:
         self.agent_metadata = agent_metadata
         self._limits = config.limits
@@ -130,16 +136,15 @@ class WorkerRuntime:
         self._steps = Steps(agent_metadata.layout.groups, fence)
         # AUTO has not been validated on accelerators: there it means CHUNK, and LAYER must be
         # configured.
-        unmeasured = config.streaming is Streaming.AUTO and agent_metadata.layout.memory_kind.memory != "DRAM"
+        self._on_device = agent_metadata.layout.memory_kind.memory != "DRAM"
+        unmeasured = config.streaming is Streaming.AUTO and self._on_device
         governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
         self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
         self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()
-        # vLLM's V2 model runner queues the kernels that overwrite freed blocks before it calls the
-        # connector (vllm/v1/worker/gpu/model_runner.py: ``update_requests``, ``pre_forward``).
-        late_orders = agent_metadata.layout.memory_kind.memory != "DRAM"
-        # There, the kernels that zero blocks may run after the step's hooks.
-        self._zeroes_late = zeroes_blocks and late_orders
+        self._late_orders = late_orders
+        # On a device, the kernels that zero blocks may run after the step's hooks.
+        self._zeroes_late = zeroes_blocks and self._on_device
         self._producer = Producer(agent_metadata.layout.groups, config.limits, late_orders)
         self._consumer = Consumer(agent_metadata.layout.groups, config.limits)
         self._peers = Peers(self._producer, self._consumer, transport, self._message_sender, self._lock)
@@ -151,6 +156,7 @@ class WorkerRuntime:
             self._producer,
             self._tally,
             self._trace,
+            self._lock,
         )
         self._last_chunks = LastChunks(governor, self._writes)
         self._sent: set[str] = set()
@@ -181,10 +187,10 @@ class WorkerRuntime:
     def before_forward(self, orders: Orders) -> None:
         """Apply the orders that must precede this step, which may overwrite reallocated blocks.
 
-        This rank sends no more KV of requests that ended without holding their blocks. If the cache
-        is in host memory, this call waits for writes that read blocks of preempted requests, at
-        most until fence_s after each was posted. It then aborts the deliveries of these requests
-        whose writes may have read overwritten blocks.
+        This rank sends no more KV of requests that ended without holding their blocks. Without late
+        orders, this call waits for writes that read blocks of preempted requests, at most until
+        fence_s after each was begun. It then aborts the deliveries of these requests whose writes
+        may have read overwritten blocks.
         """
         with self._lock:
             for expect in orders.expects:
@@ -223,16 +229,16 @@ class WorkerRuntime:
         """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries.
 
         A delivery is unsafe if it has only some of a step's layers, or if its writes may have read
-        overwritten blocks. Waits only if the cache is in host memory. The lock is released between
-        polls; no new write reads these blocks.
+        overwritten blocks. Waits only without late orders. The lock is released between polls; no
+        new write reads these blocks.
         """
         with self._lock:
             for request_id in request_ids:
                 self._steps.drop(request_id)
                 self._perform(self._producer.preempted(request_id, time.monotonic()))
-        # On an accelerator, vLLM's runner has queued the overwriting kernels before this call, so
-        # the delivery of a write in flight fails in any case.
-        if self.agent_metadata.layout.memory_kind.memory == "DRAM":
+        # With late orders, the blocks may be overwritten already, so the delivery of a write in
+        # flight fails in any case.
+        if not self._late_orders:
             while self._poll_fresh_writes(request_ids):
                 time.sleep(_BUSY_S)
         with self._lock:
@@ -275,17 +281,19 @@ class WorkerRuntime:
                 self._progress_thread.wake()
             self._last_chunks.engine_s += time.monotonic() - started_at
 
-    def after_forward(self, orders: Orders) -> None:
+    def after_forward(self, orders: Orders, copying: torch.Event | None = None) -> None:
         """Queue the step's chunks for sending, and apply the orders that ``before_forward`` left.
 
         Also do the transfer work that is due: messages, computed chunks, writes and deadlines.
+
+        ``copying``  event before which peers must not write to blocks: the store copies them
         """
         now = time.monotonic()
         with self._lock:
             self._producer.stepped(now)
             self._steps.end(orders.chunks)
-            if self._zeroes_late:
-                self._steps.zero(orders.receives)
+            if self._zeroes_late or copying is not None:
+                self._steps.zero(orders.receives, None if self._zeroes_late else copying)
             else:
                 for receive in orders.receives:
                     self._receive(receive, now)
@@ -377,16 +385,23 @@ class WorkerRuntime:
     # Progress thread.
 
     def _progress(self) -> float:
-        """Run one round, unless this worker is closing. Return the seconds until the next one."""
+        """Run one round and post one slice, unless this worker is closing.
+
+        Return the seconds until the next call.
+        """
         with self._lock:
             if not self._progress_thread.closed:
                 self._try_round(time.monotonic())
+        if not self._progress_thread.closed and self._writes.post_slice():
+            return 0.0
+        with self._lock:
             return self._pause_s()
 
     def _pause_s(self) -> float:
         """Return the pause of the progress thread in seconds. Engine steps also run rounds."""
         if self._writes.in_flight() or self._steps:
-            return _BUSY_S
+            spins = self._on_device and time.monotonic() - self._writes.posted_at < _SPIN_S
+            return _SPIN_PAUSE_S if spins else _BUSY_S
         busy = self._handshaker.busy or self._producer.busy or self._consumer.busy
         return _OPEN_S if busy else _IDLE_S
 
@@ -519,6 +534,7 @@ class WorkerRuntime:
             case Send(peer, message):
                 return self._send(peer, message)
             case Write() as write:
+                self._progress_thread.wake()
                 return self._writes.begin(write)
             case Sent(request_id):
                 self._sent.add(request_id)
@@ -601,7 +617,9 @@ class WorkerRuntime:
     def _verified(self, verify: Verify, problem: str | None, started_at: float) -> None:
         with self._lock:
             now = time.monotonic()
-            self._trace.event("verified", transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
+            # Without an expected digest, units that have arrived before Fin were hashed.
+            name = "verified" if verify.expected else "hashed"
+            self._trace.event(name, transfer=verify.transfer_id, seconds=now - started_at, problem=problem)
             self._perform(self._consumer.verified(verify.transfer_id, verify.peer, problem, now))
 
     def _worker_lost(self, peer: Peer, reason: str) -> None:

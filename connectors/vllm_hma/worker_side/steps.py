@@ -118,10 +118,13 @@ class Steps:
             self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
         self._begun = ()
 
-    def zero(self, receives: Sequence[Receive]) -> None:
-        """Append decode requests some of whose blocks this step zeroes, if there are any."""
+    def zero(self, receives: Sequence[Receive], event: torch.Event | None = None) -> None:
+        """Append decode requests some of whose blocks this step zeroes, if there are any.
+
+        ``event``  event after which their blocks may be written, if it is not the step's end
+        """
         if receives:
-            self._entries.append((self._fence.mark(), Zeroed(tuple(receives))))
+            self._entries.append((event or self._fence.mark(), Zeroed(tuple(receives))))
 
     def take(self, ended: Callable[[Receive], bool]) -> list[Receive]:
         """Remove the decode requests for which ``ended`` returns True; return their orders."""

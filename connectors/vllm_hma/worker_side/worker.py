@@ -16,6 +16,7 @@ from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.message_sender import agent_name
 from connectors.vllm_hma.handshake.processes import own_process, process_start_s
+from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.model.adapters import AdapterChanges, adapter_loads
 from connectors.vllm_hma.model.drafts import draft_identity, drafting
@@ -23,6 +24,7 @@ from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.accelerator import check_integrity, compute_capability
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
@@ -66,6 +68,10 @@ class WorkerConnector:
         used, OSError if a weight file or the trace file cannot be opened, NotImplementedError as
         ``engine_layout``, and RuntimeError if no thread can start.
         """
+        tensors = list(views.values())
+        fence = StepFence(tensors[0].device)
+        if fence.device.type != "cpu":
+            check_integrity(self._config.integrity, compute_capability(fence.device))
         rank = get_tensor_model_parallel_rank()
         layout = engine_layout(self._vllm_config, self._cache, views, rank)
         name = agent_name(Peer(self._incarnation, rank))
@@ -82,10 +88,15 @@ class WorkerConnector:
             transport.metadata(),
             own_process(),
         )
-        tensors = list(views.values())
-        fence = StepFence(tensors[0].device)
-        zeroes_blocks = self._cache.needs_kv_cache_zeroing
-        self._runtime = WorkerRuntime(self._config, agent_metadata, transport, fence, tensors, zeroes_blocks)
+        self._runtime = WorkerRuntime(
+            self._config,
+            agent_metadata,
+            transport,
+            fence,
+            tensors,
+            zeroes_blocks=self._cache.needs_kv_cache_zeroing,
+            late_orders=self._vllm_config.use_v2_model_runner,
+        )
         logger.info(
             "Tandem: rank %d registered %d regions, %d bytes, for %d groups",
             rank,
@@ -136,7 +147,7 @@ class WorkerConnector:
     def after_forward(self, orders: Orders) -> None:
         self._check_adapters()
         orders.receives = [self._adapters.receive(each) for each in orders.receives]
-        self.runtime.after_forward(orders)
+        self.runtime.after_forward(orders, StoreWorker.touching())
 
     def stats(self) -> TandemStats | None:
         """Return the runtime's statistics, and changed identities of adapters; None without any."""

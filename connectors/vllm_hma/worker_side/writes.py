@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import traceback
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from connectors.errors import FailedWriteError, TandemError, TransportError
 from connectors.planning.descriptors import Runs, build_runs, move_bytes
@@ -25,30 +26,67 @@ from connectors.vllm_hma.worker_side.trace import Trace
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """A write in progress.
+# Limits of one post, a *slice* of a write. A post holds the lock of the NIXL agent, for which
+# messages, polls and steps wait: 2 ms at 7.8 us a run (CUDA IPC on an H100, whatever the bytes).
+# UCX copies from host memory within the post.
+SLICE_RUNS = 256
+HOST_SLICE_BYTES = 16 * 2**20
 
-    ``handle``      the transport's handle
-    ``engine``      incarnation of the consumer engine
-    ``size_bytes``  bytes of the write
-    ``since``       time at which the write was posted, in seconds (``time.monotonic()``)
+# A write with device memory at an end is slow below this bandwidth, beyond the posts of its runs.
+# Writes of fewer bytes are not judged: a busy engine delays polls.
+SLOW_BYTES_PER_S = 2e9
+RUN_S = 10e-6
+JUDGED_BYTES = 64 * 2**20
+
+_SLOW = (
+    "Tandem: %d MB of KV from or to device memory took %.0f ms (%.2f GB/s), so UCX probably copies it through host "
+    "memory over TCP. On one host, CUDA IPC needs engines that see each other's processes and GPUs (one pod, or "
+    "hostPID and hostIPC); between hosts, GPUDirect RDMA needs nvidia_peermem or dma-buf. UCX_TLS must allow cuda_ipc "
+    "and rc. The metric vllm:tandem_kv_writes counts such writes as slow; they are not logged again"
+)
+
+
+@dataclass(slots=True)
+class OpenWrite:
+    """A write that has not ended.
+
+    ``since``       time of ``begin``, in seconds (``time.monotonic()``)
+    ``posted_at``   time of the first post, in seconds
+    ``arrived_at``  time at which all slices had ended, in seconds; the digest may still read the
+                    source
+    ``slices``      slices that have not been posted; None until its runs have been built
+    ``handles``     the transport's handles of the slices in flight, in order
+    ``posting``     False once no further slice is posted
+    ``dropped``     whether slices were dropped because the delivery has ended
+    ``failed``      whether parts of the write may still arrive after ``error``
     """
 
-    handle: WriteHandle
-    engine: str
-    size_bytes: int
+    write: Write
+    target: MemoryKind
+    plan: PairPlan
     since: float
+    posted_at: float = 0.0
+    arrived_at: float = 0.0
+    runs: int = 0
+    size_bytes: int = 0
+    slices: deque[Runs] | None = None
+    handles: deque[WriteHandle] = field(default_factory=deque)
+    posting: bool = True
+    dropped: bool = False
+    error: Exception | None = None
+    failed: bool = False
 
 
 class Writes:
     """Writes of one rank: posts and polls them, and reports their ends to the producer state
     machine.
 
-    ``begin`` and ``poll`` return the actions with which the producer answers these reports. Not
-    thread-safe: the owner serialises calls.
+    A write is open from ``begin`` until all its posted slices have ended. One thread calls
+    ``post_slice``, without ``lock``; the caller of the other methods holds it. ``begin`` and
+    ``poll`` return the actions with which the producer answers the reports.
 
-    ``posted``  number of writes posted so far
+    ``begun``      number of writes begun so far
+    ``posted_at``  time of the last post, in seconds
     """
 
     def __init__(
@@ -60,6 +98,7 @@ class Writes:
         producer: Producer,
         tally: RankTally,
         trace: Trace,
+        lock: threading.RLock,
     ) -> None:
         self._source = source
         self._transport = transport
@@ -68,78 +107,134 @@ class Writes:
         self._producer = producer
         self._tally = tally
         self._trace = trace
+        self._lock = lock
         self._warn = RateLimitedLog(logger)
-        self._handles: dict[int, Posted] = {}
-        self.posted = 0
+        self._open: dict[int, OpenWrite] = {}
+        self._unposted: deque[OpenWrite] = deque()
+        self._slow_logged = False
+        self.begun = 0
+        self.posted_at = float("-inf")
 
     def in_flight(self) -> frozenset[int]:
-        """Return the ids of the unfinished writes."""
-        return frozenset(self._handles)
+        """Return the ids of the open writes."""
+        return frozenset(self._open)
 
     def is_newer(self, write_id: int, than: float) -> bool:
-        """Return whether this write is in progress and was posted after the time ``than``.
+        """Return whether this write is open and was begun after the time ``than``.
 
         ``than``  in ``time.monotonic()`` seconds
         """
-        posted = self._handles.get(write_id)
-        return posted is not None and posted.since > than
+        opened = self._open.get(write_id)
+        return opened is not None and opened.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        """Post a write; a write without bytes is done at once.
-
-        Of the errors of ``Transport.write``, only a TransportError that is no FailedWriteError
-        proves that nothing was posted. After any other one, parts of the write may arrive.
-        """
+        """Open a write, for ``post_slice``."""
         try:
-            memory_kind, plan = self._target(write)
-            runs = build_runs(plan, write.moves)
-            if not len(runs):
-                self._producer.write_posted(write.write_id, 0)
-                return self._producer.write_done(write.write_id, time.monotonic())
-            # Detect a broken connection with a message first: a failed write may have sent parts.
-            self._message_sender.check(write.peer, Alive(write.transfer_id))
+            target, plan = self._target(write)
         except Exception as error:
-            return self._refused(write.write_id, error)
-        try:
-            handle = self._posted(agent_name(write.peer), runs, memory_kind)
-        except FailedWriteError as error:
-            return self._failed(write.write_id, error)
-        except TransportError as error:
-            return self._refused(write.write_id, error)
-        except Exception as error:
-            return self._failed(write.write_id, error)
-        self._handles[write.write_id] = Posted(handle, write.peer.incarnation, runs.total_bytes, time.monotonic())
-        self.posted += 1
-        self._producer.write_posted(write.write_id, runs.total_bytes)
-        self._add_to_digest(write)
-        self._count(write, plan, len(runs))
+            return self._producer.write_refused(write.write_id, self._reason(error), time.monotonic())
+        opened = OpenWrite(write, target, plan, time.monotonic())
+        self._open[write.write_id] = opened
+        self._unposted.append(opened)
+        self.begun += 1
         return []
+
+    def post_slice(self) -> bool:
+        """Post the next slice of the oldest write that has one; return whether there was a write.
+
+        Drops the slices of a write whose delivery has ended. Never raises: ``poll`` reports errors.
+        """
+        with self._lock:
+            if not self._unposted:
+                return False
+            opened = self._unposted[0]
+            opened.dropped = not self._producer.wants(opened.write.write_id)
+        try:
+            if not opened.dropped and opened.error is None:
+                self._post(opened)
+        except Exception as error:
+            opened.error = opened.error or error
+        if opened.dropped or opened.error is not None or not opened.slices:
+            with self._lock:
+                self._unposted.popleft()
+                opened.posting = False
+        return True
 
     def poll(self, now: float) -> list[ProducerAction]:
         """Remove the writes that have ended; return the producer's actions for them.
 
-        An exception of the transport ends the write as failed: the transport has dropped its
-        handle.
+        An exception of the transport ends a slice as failed: the transport has dropped its handle.
         """
         actions: list[ProducerAction] = []
-        for write_id, posted in list(self._handles.items()):
+        for write_id, opened in list(self._open.items()):
             try:
-                if not self._transport.poll(posted.handle):
-                    continue
+                while opened.handles and self._transport.poll(opened.handles[0]):
+                    opened.handles.popleft()
             except Exception as error:
-                del self._handles[write_id]
-                actions += self._failed(write_id, error)
-            else:
-                del self._handles[write_id]
-                self._tally.written(posted.engine, posted.size_bytes, time.monotonic() - posted.since)
-                self._trace.event("written", write=write_id)
-                try:
-                    actions += self._producer.write_done(write_id, now)
-                except Exception as error:
-                    # An error of the state machine. The consumer's deadline ends the transfer. The
-                    # other writes' actions must not be lost.
-                    self._warn("write done", "".join(traceback.format_exception(error)[-3:]))
+                opened.handles.popleft()
+                opened.error, opened.failed = opened.error or error, True
+            if opened.posting or opened.handles:
+                continue
+            opened.arrived_at = opened.arrived_at or time.monotonic()
+            if not self._digested(opened):
+                continue
+            del self._open[write_id]
+            try:
+                actions += self._ended(opened, now)
+            except Exception as error:
+                # An error of the state machine. The consumer's deadline ends the transfer. The
+                # other writes' actions must not be lost.
+                self._warn("write done", "".join(traceback.format_exception(error)[-3:]))
         return actions
+
+    def _post(self, opened: OpenWrite) -> None:
+        """Post one slice. After the last one, add the write to the digest.
+
+        Of the errors of ``Transport.write``, only a TransportError that is no FailedWriteError
+        proves that nothing of the slice was posted.
+        """
+        write = opened.write
+        if opened.slices is None:
+            runs = build_runs(opened.plan, write.moves)
+            host = self._source.memory == "DRAM"
+            opened.runs, opened.size_bytes = len(runs), runs.total_bytes
+            opened.slices = deque(runs.slices(SLICE_RUNS, HOST_SLICE_BYTES if host else runs.total_bytes))
+            if not opened.slices:
+                return
+            # Detect a broken connection with a message first: a failed write may have sent parts.
+            self._message_sender.check(write.peer, Alive(write.transfer_id))
+            opened.posted_at = time.monotonic()
+        try:
+            opened.handles.append(self._posted(agent_name(write.peer), opened.slices.popleft(), opened.target))
+        except Exception as error:
+            opened.failed |= isinstance(error, FailedWriteError) or not isinstance(error, TransportError)
+            raise
+        self.posted_at = time.monotonic()
+        if not opened.slices:
+            self._count(opened)
+            self._add_to_digest(write)
+
+    def _ended(self, opened: OpenWrite, now: float) -> list[ProducerAction]:
+        """Report the end of a write to the producer; return its actions."""
+        write_id = opened.write.write_id
+        if opened.error is not None:
+            report = self._producer.write_failed if opened.failed else self._producer.write_refused
+            return report(write_id, self._reason(opened.error), now)
+        if opened.dropped:
+            return self._producer.write_refused(write_id, "its delivery has ended", now)
+        if opened.runs:
+            seconds = opened.arrived_at - opened.posted_at
+            slow = "VRAM" in (self._source.memory, opened.target.memory) and is_slow(
+                opened.size_bytes, opened.runs, seconds
+            )
+            self._tally.written(opened.write.peer.incarnation, opened.size_bytes, seconds, slow)
+            self._trace.event("written", write=write_id)
+            if slow and not self._slow_logged:
+                self._slow_logged = True
+                size = opened.size_bytes
+                logger.warning(_SLOW, size / 1e6, 1e3 * seconds, size / seconds / 1e9)
+        self._producer.write_posted(write_id, opened.size_bytes)
+        return self._producer.write_done(write_id, now)
 
     def _target(self, write: Write) -> tuple[MemoryKind, PairPlan]:
         known = self._peers.plan(write.peer)
@@ -157,14 +252,6 @@ class Writes:
             self._message_sender.reconnect(peer, error)
             return self._transport.write(peer, runs, self._source, target)
 
-    def _refused(self, write_id: int, error: Exception) -> list[ProducerAction]:
-        """Report to the producer a write of which nothing was posted."""
-        return self._producer.write_refused(write_id, self._reason(error), time.monotonic())
-
-    def _failed(self, write_id: int, error: Exception) -> list[ProducerAction]:
-        """Report to the producer a failed write of which parts may still arrive."""
-        return self._producer.write_failed(write_id, self._reason(error), time.monotonic())
-
     def _reason(self, error: Exception) -> str:
         self._tally.write_ended("failed")
         if isinstance(error, TandemError):
@@ -176,14 +263,14 @@ class Writes:
     def _add_to_digest(self, write: Write) -> None:
         """Hash the source bytes of a write, if the offer requests a digest.
 
-        They are hashed now: if the engine overwrites them before the write reads them, the digests
-        differ.
+        The blocks are intact until the write ends, or the delivery is aborted.
         """
         if write.digest is None:
             return
         try:
             for move in write.moves:
                 write.digest.add(move.group, move.src_ids, move.src_parts, move.layers)
+            write.digest.ready()
         except Exception:
             # The write continues. The digests will differ, so the consumer computes the prompt.
             self._warn(
@@ -191,13 +278,32 @@ class Writes:
                 f"cannot hash the bytes of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
             )
 
-    def _count(self, write: Write, plan: PairPlan, runs: int) -> None:
-        sizes: Counter[int] = Counter()
+    def _digested(self, opened: OpenWrite) -> bool:
+        """Return whether the digest has read the source bytes: Fin waits for no device then."""
+        if opened.write.digest is None or opened.error is not None or opened.dropped:
+            return True
+        try:
+            return opened.write.digest.ready()
+        except Exception:
+            return True  # ``hexdigest`` fails, too, and the producer aborts the delivery
+
+    def _count(self, opened: OpenWrite) -> None:
+        write, sizes = opened.write, Counter[int]()
         for move in write.moves:
-            sizes[move.group] += move_bytes(plan, move)
-        for group, size in sizes.items():
-            self._tally.sent_bytes(group, size)
-        consumer = write.peer.rank
+            sizes[move.group] += move_bytes(opened.plan, move)
+        with self._lock:
+            for group, size in sizes.items():
+                self._tally.sent_bytes(group, size)
         self._trace.event(
-            "write", write=write.write_id, transfer=write.transfer_id, consumer=consumer, runs=runs, bytes=sizes
+            "write",
+            write=write.write_id,
+            transfer=write.transfer_id,
+            consumer=write.peer.rank,
+            runs=opened.runs,
+            bytes=sizes,
         )
+
+
+def is_slow(size_bytes: int, runs: int, seconds: float) -> bool:
+    """Return whether a write took longer than SLOW_BYTES_PER_S and its runs explain."""
+    return size_bytes >= JUDGED_BYTES and seconds > size_bytes / SLOW_BYTES_PER_S + runs * RUN_S

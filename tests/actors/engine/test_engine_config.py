@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from actors.engine.vllm_engine import engine_config
+from actors.engine.vllm_engine import VllmEngine, engine_config
+from configs.settings.parsing import parse_settings
 from configs.settings.service import DEMO_MODEL_DIR
 
 
@@ -17,3 +20,22 @@ def test_batch_defaults_are_those_of_vllm_serve(tp_size: int) -> None:
     tokens, sequences = (each[UsageContext.OPENAI_API_SERVER] for each in AsyncEngineArgs.get_batch_defaults(tp_size))
     found = engine_config(arguments).scheduler_config
     assert (found.max_num_batched_tokens, found.max_num_seqs) == (tokens, sequences)
+
+
+async def test_weights_are_hashed_while_vllm_loads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers need the digests after loading; reading the files again could take minutes."""
+    begun: list[Path] = []
+
+    def load(*_: object) -> None:
+        begun.append(Path("vLLM loads"))
+        raise RuntimeError("far enough")
+
+    for patched in ("kill_process_tree.ignore_ended_processes", "resource_tracker.detach_resource_tracker"):
+        monkeypatch.setattr(f"actors.upstream.vllm_processes.{patched}", lambda: None)
+    monkeypatch.setattr("actors.engine.vllm_engine.may_fork", lambda *_: False)
+    monkeypatch.setattr("connectors.vllm_hma.model.weights.begin_digests", begun.append)
+    monkeypatch.setattr("actors.upstream.vllm_replaying_llm.ReplayingLLM.start", load)
+    settings = parse_settings({"engine": {"max_model_len": 2048}})
+    with pytest.raises(RuntimeError, match="far enough"):
+        await VllmEngine.start(settings, "prefill", "127.0.0.1")
+    assert begun == [Path(settings.model_path), Path("vLLM loads")]

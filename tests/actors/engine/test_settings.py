@@ -1,9 +1,11 @@
 """A wrong configuration is refused by the name of its key, before anything starts."""
 
+import pickle
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from actors.engine.arguments import (
     WITHOUT_EFFECT,
@@ -14,6 +16,7 @@ from actors.engine.arguments import (
     why_no_first_token,
 )
 from app.main import build
+from configs.reference import SECTIONS
 from configs.settings.base import SettingsError
 from configs.settings.kv import KVStoreSettings, TransferSettings
 from configs.settings.parsing import parse_settings
@@ -292,3 +295,12 @@ def test_replicas_go_where_the_settings_say():
         for one in (router, prefill, decode)
     ]
     assert placed == [({"tandem/role": "router"}, None), ({}, None), (selector, 1)]
+
+
+@pytest.mark.parametrize("model", [model for _, model, _ in SECTIONS], ids=lambda model: model.__name__)
+def test_settings_pickled_by_an_older_release_get_new_defaults(model: type[BaseModel]) -> None:
+    """Serve keeps the arguments of its last build; pods of a new image unpickle them."""
+    for name in model.model_fields:
+        older = model()
+        del older.__dict__[name]
+        assert pickle.loads(pickle.dumps(older)) == model()

@@ -175,6 +175,15 @@ async def test_no_engine_is_not_a_queue():
     await at_rest(p, d)
 
 
+async def test_a_stopping_router_without_engines_refuses_at_once():
+    """No engine that starts later is for this router."""
+    router, p, d = fleet([well], [])
+    d.leaving = True
+    with pytest.raises(UnavailableError, match="this router is stopping and has no decode engine"):
+        await ask(router, request())
+    await at_rest(p, d)
+
+
 async def test_a_deadline_is_not_tried_again():
     """The request's timeout also limits the wait for engines."""
     router, p, d = fleet([well], [hangs, hangs])

@@ -7,6 +7,7 @@ with `kv_transfer_params` waits for KV that does not arrive until its prefill le
 import asyncio
 import json
 import os
+import signal
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
@@ -34,6 +35,7 @@ from actors.rpc.server import RpcServer, replica_metadata
 from app.http.routes import OPEN_AGE_S
 from app.main import ROUTER_ENVIRONMENT, DeployedModel, HttpRouter
 from configs.settings.router import RouterSettings, RoutingSettings
+from testing.ports import free_port
 from testing.sse import said
 from testing.timing import server_timing
 from tests.actors.behaviours import TOKENS, engine
@@ -179,8 +181,8 @@ class Engine:
         return StreamingResponse(events(), media_type="text/event-stream")
 
 
-def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
-    """Start the service, or replace the engines of a running one. A replica to stop gets no
+def deploy(num_cpus: float = 0.1, routers: int = 1, name: str = "tandem", **settings: object) -> None:
+    """Start the service `name`, or replace the engines of a running one. A replica to stop gets no
     time.
     """
     actor = serve.deployment(Engine).options(
@@ -191,7 +193,9 @@ def deploy(num_cpus: float = 0.1, routers: int = 1) -> None:
     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": ROUTER_ENVIRONMENT}}
     router = serve.deployment(HttpRouter).options(ray_actor_options=options, num_replicas=routers)
     prefill, decode = actor.options(name="Prefill"), actor.options(name="Decode", num_replicas=2)
-    serve.run(router.bind(SETTINGS, [DeployedModel(prefill.bind("prefill"), decode.bind("decode"))]), name="tandem")
+    models = [DeployedModel(prefill.bind("prefill"), decode.bind("decode"))]
+    built = SETTINGS.model_copy(update=settings)
+    serve.run(router.bind(built, models), name=name, route_prefix="/" if name == "tandem" else f"/{name}")
 
 
 @pytest.fixture(scope="module")
@@ -413,3 +417,35 @@ async def test_a_client_that_asks_is_told_where_its_time_went(client):
     assert sum(parts.values()) == pytest.approx(total, abs=0.1)
     assert parts["unexplained"] >= 50, "how long decode takes"
     assert "server-timing" not in (await ask(client, "all is well")).headers
+
+
+@pytest.fixture
+async def unasked(url) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """Yield a client of a second service, whose router nobody has asked for its peers."""
+    port = free_port()
+    await asyncio.to_thread(deploy, name="unasked", http_port=port, leave_s=0, metrics_timeout_s=1)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        yield client
+    await asyncio.to_thread(serve.delete, "unasked")
+
+
+async def test_a_router_answers_without_the_head_and_is_not_adopted_while_it_stops(unasked):
+    """The first question for peers does not wait for Serve's controller.
+
+    A new controller takes each live replica for a running one, also one that its predecessor has
+    told to stop: the replica's health check fails.
+    """
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    pid = ray.get(controller.get_pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert (await unasked.get("/metrics")).status_code == 200
+        assert (await unasked.get("/tandem/status")).status_code == 200
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    (name,) = (one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if "unasked#HttpR" in one["name"])
+    router = ray.get_actor(name, namespace="serve")
+    await router.initialize_and_get_metadata.remote()
+    await router.perform_graceful_shutdown.remote()
+    with pytest.raises(RuntimeError, match="this router is stopping"):
+        await router.initialize_and_get_metadata.remote()

@@ -31,6 +31,7 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_connection, "HELLO_S", WAIT_S)
     monkeypatch.setattr(server, "HANDSHAKE_S", WAIT_S)
     monkeypatch.setattr(server, "CUT_OFF_S", WAIT_S)
+    monkeypatch.setattr(server, "KEPT_WITHIN_S", 0)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from actors.engine_pool import engines as engine_pool
 from actors.engine_pool.engines import EngineCall
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
@@ -20,7 +21,7 @@ from actors.rpc import server
 from actors.rpc.address import enable_keepalive
 from actors.rpc.messages import Open, RpcHello, RpcRequest
 from actors.rpc.server import RpcServer
-from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read
+from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read, until
 
 
 @pytest.mark.parametrize("side", ["router", "engine"])
@@ -136,6 +137,36 @@ async def test_an_engine_that_leaves(world: World) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await world.engines.take()
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_stopping_router_keeps_engines(world: World, monkeypatch: pytest.MonkeyPatch, listed: bool) -> None:
+    """Serve stops both at once and no longer lists the engine: it serves until the router ends."""
+    engines = engine_pool.replicas_of("any")
+    world.engines.leave()
+    async with AsyncExitStack() as stack:
+        assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)  # the engine has received KEEP
+        if not listed:
+            monkeypatch.setattr(engine_pool, "replicas_of", lambda _: {})
+            monkeypatch.setattr(engine_pool, "last_replicas_of", lambda _: engines)
+        stopping = asyncio.create_task(world.server.drain())
+        assert joined(await items(await world.call("ends", stack))) == joined(ITEMS)
+        assert not stopping.done()
+        assert world.engines.has_engines()
+        assert world.engines.replica_count == listed
+    await world.engines.close()
+    await asyncio.wait_for(stopping, WAIT_S)
+
+
+async def test_an_engine_that_has_left_cannot_be_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopping router does not call an engine that refuses calls before it receives KEEP."""
+    engines = engine_pool.replicas_of("any")
+    await world.server.drain()
+    monkeypatch.setattr(engine_pool, "replicas_of", lambda _: {})
+    monkeypatch.setattr(engine_pool, "last_replicas_of", lambda _: engines)
+    assert not world.engines.has_engines()
+    world.engines.leave()
+    await until(lambda: not world.engines.has_engines())
 
 
 async def test_the_last_answer_of_an_engine_that_stops(world: World) -> None:

@@ -18,6 +18,8 @@ GUARDS: dict[str, dict[str, str]] = {
         "ray/experimental/internal_kv.py:_internal_kv_list": "9060d128888c",
         "ray/experimental/internal_kv.py:_internal_kv_del": "c802230e9dd9",
         "ray/serve/handle.py:DeploymentBroadcastResponse": "6d25542e30cb",
+        "ray/serve/_private/replica.py:Replica.perform_graceful_shutdown": "46f9c0307273",
+        "ray/serve/_private/replica.py:Replica._perform_graceful_shutdown": "c11975d20869",
     },
     "ray_processes": {
         "ray/_private/services.py:start_ray_process": "37bd0cd9b2a2",

@@ -260,7 +260,9 @@ async def test_it_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (reply.status_code, reply.text) == (200, "ours")
         may_close = asyncio.Event()
         with monkeypatch.context() as leaving:  # for as long as `leave_s` lasts
-            leaving.setattr(http_server, "asyncio", SimpleNamespace(sleep=lambda _: may_close.wait()))
+            instead = {"sleep": lambda _: may_close.wait()}
+            leaving.setattr(http_server, "asyncio", SimpleNamespace(**vars(asyncio) | instead))
+            server.leave()
             closing = asyncio.create_task(server.close())
             await asyncio.sleep(0)
         reply = await client.get(SERVICE_PATH)

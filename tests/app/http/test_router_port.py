@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,8 @@ import pytest
 
 from actors.engine_pool import discovery
 from actors.request import Accepted, ResponseStart
+from actors.router import router
+from actors.rpc.address import RpcAddress
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from app import main
@@ -101,14 +103,48 @@ async def decode() -> AsyncGenerator[list[RpcRequest], None]:
         await server.close()
 
 
-async def test_it_is_ready_while_a_decode_engine_runs() -> None:
-    """A load balancer sends no request to a new cluster before its engines run."""
+@pytest.mark.parametrize("waited", [False, True])
+async def test_it_is_ready_while_decode_runs_once_prefill_has_run(
+    monkeypatch: pytest.MonkeyPatch, waited: bool
+) -> None:
+    """A load balancer sends no request to a new cluster before its engines run.
+
+    A router that starts while prefill is away does not wait for ever.
+    """
+
+    async def status() -> int:
+        return (await client.get(SERVICE_PATH)).status_code
+
     async with listening() as client:
         before = await client.get(SERVICE_PATH)
         assert (before.status_code, before.text) == (503, "ours")
         async with decode():
-            assert (await client.get(SERVICE_PATH)).status_code == 200
+            assert await status() == 503
+            assert (await client.get("/health")).status_code == 200
+            if waited:
+                monkeypatch.setattr(router, "FIRST_PREFILL_S", 0.0)
+            else:
+                discovery.publish(PREFILL, {"p0": {**replica_metadata(RpcAddress(HOST, 1, ""), 10), "slots": 2}})
+            assert await status() == 200
+            discovery.publish(PREFILL, {})
+            assert await status() == 200
+        assert await status() == 503
+
+
+async def test_a_router_that_is_told_to_stop_serves_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is unready at once; it keeps the engine that Serve stops at the same time."""
+    monkeypatch.setattr(router, "FIRST_PREFILL_S", 0.0)
+    stop: list[Callable[[], None]] = []
+    monkeypatch.setattr(main, "store_connected", lambda: True)
+    monkeypatch.setattr(main, "link_logs", lambda *_: None)
+    monkeypatch.setattr(main, "on_stop", stop.append)
+    async with decode() as calls, listening(leave_s=4.0) as client:
+        assert (await client.get(SERVICE_PATH)).status_code == 200
+        stop[0]()
         assert (await client.get(SERVICE_PATH)).status_code == 503
+        discovery.publish(DECODE, {})
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert len(calls) == 1
 
 
 async def test_an_idle_connection_ends_after_the_configured_time() -> None:

@@ -86,7 +86,7 @@ class Hostile:
             case 2:
                 return Refused("no " * rng.randrange(500))
             case 3:
-                return Alive(transfer_id)
+                return Alive(transfer_id, rng.choice(((), (0,), (0, 1), (2**62, 0), (0, 0, 0))))
             case 4:
                 return Fin(transfer_id, rng.choice((0, 1, 2**62)), rng.choice(("", "0" * 32)))
             case 5:

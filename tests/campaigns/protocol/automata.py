@@ -57,6 +57,9 @@ class CellDigest:
             tags = tuple(Ambient.cells.get((block, layer), STRANGER) for block in ids.tolist())
             self.seen[group, layer] = self.seen.get((group, layer), ()) + tags
 
+    def ready(self) -> bool:
+        return True
+
     def hexdigest(self) -> str:
         return repr(sorted((key, tags) for key, tags in self.seen.items() if tags))
 
@@ -386,7 +389,7 @@ class ExplorableConsumer(Consumer):
             reception.writing = {
                 swapped(peer): replace(partner, peer=swapped(peer)) for peer, partner in reception.writing.items()
             }
-            reception.verifying = {swapped(peer) for peer in reception.verifying}
+            reception.verifying = [swapped(peer) for peer in reception.verifying]
             reception.heard_at = {swapped(peer): at for peer, at in reception.heard_at.items()}
 
     def ending(self) -> bool:

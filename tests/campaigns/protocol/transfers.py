@@ -104,7 +104,7 @@ class Budget(NamedTuple):
 
     ``early``     jumps of clocks, NEVER for any number of them
     ``fail``      a write is reported as failed, and may arrive later
-    ``unposted``  a write is reported as failed, and nothing of it was posted
+    ``unposted``  a write is reported as failed after a part of it, or nothing, has arrived
     ``unsent``    the transport refuses a message of a decode rank, and reports it
     ``cut``       the prefill request was aborted after this number of orders
     """

@@ -305,7 +305,8 @@ class World(States):
         self.producer(d, write.rank, "write_failed", (self.posted.values[write.posted].wid, ""))
 
     def write_is_not_posted(self, d: Draft, write: InFlight) -> None:
-        d.writes.remove(write)
+        """A slice of the write cannot be posted; those posted before it have arrived."""
+        self.land(d, write, torn=True)
         self.producer(d, write.rank, "write_refused", (self.posted.values[write.posted].wid, ""))
 
     def write_vanishes(self, d: Draft, write: InFlight) -> None:

@@ -94,6 +94,7 @@ class ConsumerRank:
     peer: Peer
     machine: Consumer
     alive: bool = True
+    verifying_until: float = 0.0
     memory: dict[tuple[int, int, int], Tag] = field(default_factory=dict)
     owner: dict[int, str] = field(default_factory=dict)
     connecting: set[str] = field(default_factory=set)

@@ -387,8 +387,10 @@ class World:
                     self.counts["forgotten producers"] += 1
                     consumer.plans.discard(peer)
                 case Verify() as verify:
-                    lasts = self.rng.uniform(0, VERIFY_S)
-                    self.after(lasts, partial(self.verified, consumer, verify))
+                    # A worker verifies in order.
+                    start = max(self.now, consumer.verifying_until)
+                    consumer.verifying_until = start + self.rng.uniform(0, VERIFY_S)
+                    self.after(consumer.verifying_until - self.now, partial(self.verified, consumer, verify))
                 case Due(request_id, _, failure):
                     self.due(request_id, failure)
                 case Received(request_id, failure, quarantine):
@@ -399,7 +401,8 @@ class World:
     def verified(self, consumer: ConsumerRank, verify: Verify) -> None:
         if consumer.alive:
             problem = verify.problem()
-            self.counts["bad digests" if problem else "good digests"] += 1
+            kind = "bad" if problem else "good" if verify.expected else "partial"
+            self.counts[f"{kind} digests"] += 1
             self.on(consumer, lambda m: m.verified(verify.transfer_id, verify.peer, problem, self.now))
 
     def connect(self, consumer: ConsumerRank, engine: EngineAddress) -> None:

@@ -1,0 +1,1 @@
+"""Upgrade in place on Kubernetes, with kubectl alone: no Ray, no vLLM."""

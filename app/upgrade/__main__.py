@@ -1,0 +1,119 @@
+"""Bring the pods and limits of a RayService to its running cluster: `tandem upgrade [--plan]`.
+
+First `kubectl apply -k` the changed overlay. Each run continues where the last one stopped; to
+undo, apply the previous overlay and run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from app.upgrade.plan import HEAD, NOT_UPDATED, State, Step, differs, next_step, push, read, refusals
+
+OPERATOR_S = 60
+"""Limit for the operator, which took 1 s where this was tried."""
+
+# Through kubectl exec, because policies keep the API server's proxy from the dashboard.
+SERVE = """import os, urllib.request as u
+r = u.Request("http://127.0.0.1:8265/api/serve/applications/")
+r.add_header("Authorization", "Bearer " + os.environ.get("RAY_AUTH_TOKEN", ""))
+print(u.urlopen(r, timeout=20).read().decode())"""
+
+
+class UpgradeError(Exception):
+    """The upgrade stopped; the message says why."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0 when nothing is left to do, else 1."""
+    parser = argparse.ArgumentParser(prog="tandem upgrade", description=" ".join(__doc__.split()))
+    parser.add_argument("-n", "--namespace", default="tandem")
+    parser.add_argument("--service", default="tandem", help="name of the RayService")
+    parser.add_argument("--plan", action="store_true", help="print the commands and change nothing")
+    parser.add_argument("--allow-gap", action="store_true", help="also replace pods of groups without room")
+    parser.add_argument("--timeout-s", type=float, default=1800, help="limit for one pod to end and be replaced")
+    parser.add_argument("--poll-s", type=float, default=3, help="time between two looks at the cluster")
+    options = parser.parse_args(argv)
+    try:
+        state = look(options)
+        refused = [f"refused: {one}" for one in refusals(state, allow_gap=options.allow_gap)]
+        print(*(refused or describe(state, options.namespace)), sep="\n", flush=True)
+        if not refused and not options.plan:
+            follow(options)
+        return 1 if refused else 0
+    except (UpgradeError, KeyboardInterrupt) as error:
+        print(f"tandem upgrade: {error or 'interrupted'}", file=sys.stderr)
+        print("Run it again to continue. To undo, apply the previous overlay first.", file=sys.stderr)
+        return 1
+
+
+def describe(state: State, namespace: str) -> Iterator[str]:
+    """Yield the plan: each command, and what happens beside them."""
+    old = state.old()
+    commands = [*(push(state) if differs(state) else ()), *(one.deletion for one in old)]
+    yield from (shlex.join(("kubectl", "-n", namespace, *one)) for one in commands)
+    if not commands:
+        yield "Nothing to do: the cluster has the RayService's limits and pods."
+    if {one.group for one in old} - {HEAD}:
+        yield "Pods end one at a time, while all replicas run on Ready pods. One waits for its successor for at most"
+        yield "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. Old and new engines may not pair: decode computes such prompts."
+        yield "Each group keeps a spare pod until that has been idle for idleTimeoutSeconds."
+    if any(one.group == HEAD and one not in old and not state.current(one) for one in state.pods):
+        yield "The head keeps its old pod: without gcsFaultToleranceOptions, its end would be the cluster's."
+
+
+def follow(options: argparse.Namespace) -> None:
+    """Take step after step; raise UpgradeError at a deadline."""
+    pushed, since = False, time.monotonic()
+    printed: tuple[str, ...] = ()
+    while True:
+        try:
+            step = next_step(look(options), pushed=pushed)
+        except UpgradeError as error:
+            step = Step(awaited=(str(error),))
+        for command in step.commands:
+            print(shlex.join(("kubectl", "-n", options.namespace, *command)), flush=True)
+            kubectl(options.namespace, *command)
+            pushed, since = pushed or command[0] != "delete", time.monotonic()
+        if step == Step():
+            return print("Done.", flush=True)
+        waited_s = time.monotonic() - since
+        for reason in () if step.awaited == printed else step.awaited:
+            print(f"  {waited_s:.0f} s: {reason}", flush=True)
+        printed = step.awaited
+        if step.awaited and waited_s > min(options.timeout_s, OPERATOR_S if NOT_UPDATED in step.awaited else 1e9):
+            raise UpgradeError(f"after {waited_s:.0f} s: {'; '.join(step.awaited)}")
+        time.sleep(options.poll_s)
+
+
+def look(options: argparse.Namespace) -> State:
+    """Return the state of the cluster; Serve's part is empty while the head is away."""
+    found = kubectl(options.namespace, "get", "rayservices.ray.io,rayclusters.ray.io,pods", "--output=json")
+    try:
+        state = read(json.loads(found)["items"], options.service)
+    except KeyError:
+        raise UpgradeError(f"namespace {options.namespace} has no running RayService {options.service}") from None
+    for head in (one.name for one in state.pods if one.group == HEAD and one.ready):
+        serve = json.loads(kubectl(options.namespace, "exec", head, "--", "python", "-c", SERVE))
+        state = replace(state, applications=serve["applications"])
+    return state
+
+
+def kubectl(namespace: str, *arguments: str) -> str:
+    """Return what kubectl prints; raises UpgradeError with what it reports."""
+    try:
+        command = ("kubectl", "--namespace", namespace, *arguments)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UpgradeError(f"kubectl {arguments[0]}: {getattr(error, 'stderr', None) or error}".strip()) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

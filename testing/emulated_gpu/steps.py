@@ -1,0 +1,130 @@
+"""One step on the emulated GPU, in a process of its own: python -m testing.emulated_gpu.steps STEP
+
+Each sends prompts through a prefill and a decode engine, and compares the answers with the decode
+engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EAGER: dict[str, Any] = {
+    "attention_backend": "TRITON_ATTN",
+    "block_size": 16,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    # Both engines share the GPU.
+    "kv_cache_memory_bytes": 2**26,
+    "gpu_memory_utilization": 0.3,
+}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2]},
+}
+TOLERANCE = 5e-3
+"""Tolerance of a logprob: Triton multiplies float32 in TF32."""
+TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pair of engines of one model.
+
+    ``prefill``     arguments of the prefill engine alone
+    ``lengths``     tokens of each prompt
+    ``concurrent``  whether all prompts are sent at once
+    ``devices``     value of CUDA_VISIBLE_DEVICES of each engine
+    """
+
+    model: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    prefill: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, ...] = (33, 200)
+    concurrent: bool = False
+    devices: tuple[str, str] = ("0", "0")
+    preempts: bool = False
+
+
+# Enough blocks for each prompt, not for all.
+TIGHT = {"num_gpu_blocks_override": 24, "scheduler_reserve_full_isl": False, "max_num_batched_tokens": 64}
+STEPS: dict[str, Step] = {
+    "full-attention": Step("llama"),
+    "sliding-window": Step("gemma3"),
+    "mla": Step("deepseek_v2", {"attention_backend": "TRITON_MLA"}),
+    "mamba": Step("falcon_h1"),
+    "preemption": Step("llama", prefill=TIGHT, lengths=(180, 190, 200, 210), concurrent=True, preempts=True),
+    "two-devices": Step("llama", lengths=(33,), devices=("0", "1")),
+    "cuda-graphs": Step("llama", GRAPHS, lengths=(33,)),
+}
+
+
+async def run(step: Step, folder: Path) -> str:
+    from connectors.vllm_hma.worker_side.trace import read_trace
+    from testing import models
+    from testing.engines import Pair, describe, generate, start_engine
+    from testing.identity import difference, random_prompt
+
+    build: Callable[[Path], str] = getattr(models, step.model)
+    model, engines = build(folder / "model"), []
+    try:
+        for role, own, device in zip(("kv_producer", "kv_consumer"), (step.prefill, {}), step.devices, strict=True):
+            os.environ["CUDA_VISIBLE_DEVICES"] = device
+            transfer = {"trace_path": str(folder / f"{role}.jsonl")}
+            engines.append(start_engine(model, 1, role, transfer=transfer, **(EAGER | step.engine | own)))
+        prefill, decode = engines
+        pair = Pair(prefill, decode, await describe(prefill))
+        prompts = [random_prompt(length, seed) for seed, length in enumerate(step.lengths)]
+        references = [await generate(decode, prompt, TOKENS) for prompt in prompts]
+        if step.concurrent:
+            answers = await asyncio.gather(*(pair.together(prompt, TOKENS) for prompt in prompts))
+        else:
+            answers = [await pair.together(prompt, TOKENS) for prompt in prompts]
+        wrong = [found for r, a in zip(references, answers, strict=True) if (found := difference(r, a, TOLERANCE))]
+        received = [e for e in read_trace(folder / "kv_consumer.jsonl") if e["event"] == "received"]
+        moved = sum(event["failure"] is None for event in received)
+        clean = all([await engine.reset_prefix_cache() for engine in engines])
+        found = (
+            f"{len(prompts) - len(wrong)} of {len(prompts)} equal, KV of {moved} moved, "
+            f"block pools {'at baseline' if clean else 'NOT at baseline'}"
+        )
+        if step.preempts:
+            found += f", {preemptions():.0f} preemptions"
+        if step.preempts:
+            assert preemptions(), f"{found}: the pool should be too small"
+        else:
+            assert moved == len(prompts), found
+        assert clean, found
+        assert not wrong, "; ".join((found, *wrong))
+        return found
+    finally:
+        for engine in reversed(engines):
+            engine.shutdown()
+
+
+def preemptions() -> float:
+    from prometheus_client import REGISTRY
+
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            print("FOUND", asyncio.run(run(STEPS[sys.argv[1]], Path(folder))), flush=True)
+        except AssertionError as error:
+            print("FOUND", " ".join(str(error).split()), flush=True)
+            raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
