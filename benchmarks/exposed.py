@@ -28,11 +28,11 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.handover import leg
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
 from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import describe, start_engine
+from testing.legs import leg
 from testing.models import VOCABULARY, benchmark_gemma3
 from testing.processes import children, environment, own_cores, pin
 

@@ -26,14 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
-from vllm.outputs import RequestOutput
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.report import ratios, summary, write
 from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import describe, start_engine
+from testing.legs import Leg, leg
 from testing.models import VOCABULARY, WINDOW_TOKENS, benchmark_gemma3
 from testing.processes import Arm, children, free_cores
 from testing.sequential_proxy import PRODUCE
@@ -55,32 +53,6 @@ class Samples:
     @property
     def beyond_step_ms(self) -> list[float]:
         return [handover - step for handover, step in zip(self.handover_ms, self.step_ms, strict=True)]
-
-
-@dataclass(frozen=True)
-class Leg:
-    output: RequestOutput
-    first_token_at: float
-
-
-async def leg(
-    engine: AsyncLLM, prompt: list[int], max_tokens: int, transfer: dict[str, Any], request_id: str | None = None
-) -> Leg:
-    """One request; ``first_token_at`` is on the client's monotonic clock."""
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"kv_transfer_params": transfer},
-    )
-    first_token_at = 0.0
-    final = None
-    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id or uuid.uuid4().hex):
-        first_token_at = first_token_at or time.monotonic()
-        final = output
-    assert final is not None
-    return Leg(final, first_token_at)
 
 
 async def tandem(arm: Arm, address: dict[str, Any], prompt: list[int]) -> tuple[Leg, Leg]:

@@ -37,10 +37,10 @@ from typing import Any
 from vllm.config import KVTransferConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.handover import Leg, leg
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
 from testing.engines import describe, start_engine
+from testing.legs import Leg, leg
 from testing.models import VOCABULARY, SizedModel, wide_llama
 from testing.processes import Arm, children, environment, own_cores, pin
 from testing.sequential_proxy import PRODUCE

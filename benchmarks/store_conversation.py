@@ -28,10 +28,10 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 
-from benchmarks.handover import leg
 from benchmarks.report import ratios, summary
 from testing import fork_server
 from testing.engines import describe, start_engine
+from testing.legs import leg
 from testing.models import VOCABULARY
 from testing.processes import Arm, children, free_cores
 

@@ -105,14 +105,15 @@ class ServiceProcess:
         return left
 
 
-def write_config(base: str, folder: Path, **sections: Mapping[str, object]) -> Path:
-    """Write a shipped configuration with some keys of its `args` sections replaced.
+def write_config(base: str, folder: Path, **sections: Mapping[str, object] | str) -> Path:
+    """Write a shipped configuration with keys of its `args`, or of sections of them, replaced.
 
     Return the path of the written file.
     """
     config = yaml.safe_load((ROOT / "configs" / base).read_text())
     for name, values in sections.items():
-        config["applications"][0]["args"].setdefault(name, {}).update(values)
+        args = config["applications"][0]["args"]
+        args[name] = values if isinstance(values, str) else args.get(name, {}) | dict(values)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

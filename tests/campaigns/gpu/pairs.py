@@ -89,24 +89,10 @@ def start(arm: str, folder: Path, cpu: bool) -> list[Any]:
     return engines
 
 
-async def leg(engine: Any, prompt: list[int], count: int, transfer: dict[str, Any] | None, **sampling: Any) -> Any:
-    """Return the time of the first token and vLLM's last output."""
-    from vllm import SamplingParams, TokensPrompt
-
-    extra = {"kv_transfer_params": transfer} if transfer else None
-    settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra} | sampling
-    first_at, final = 0.0, None
-    given = engine.generate(
-        TokensPrompt(prompt_token_ids=prompt), SamplingParams(max_tokens=count, **settings), uuid.uuid4().hex
-    )
-    async for output in given:
-        first_at, final = first_at or time.monotonic(), output
-    return first_at, final
-
-
 async def measure(arm: str, engines: list[Any], folder: Path, cpu: bool) -> dict[str, Any]:
     from connectors.vllm_hma.worker_side.trace import read_trace
     from testing.engines import describe
+    from testing.legs import leg
     from testing.sequential_proxy import PRODUCE
 
     prefill, decode, trace = engines[0], engines[-1], folder / "trace"
@@ -118,17 +104,17 @@ async def measure(arm: str, engines: list[Any], folder: Path, cpu: bool) -> dict
     async def send(length: int, **sampling: Any) -> tuple[float, int]:
         """Return the milliseconds to the first token, and the number of tokens."""
         prompt = [rng.randrange(3, 2000) for _ in range(length)]
-        began, first_leg, transfer = time.monotonic(), None, None
+        began, transfer_id, transfer = time.monotonic(), uuid.uuid4().hex, None
+        first_leg: asyncio.Future[Any] = asyncio.ensure_future(asyncio.sleep(0))
         if arm == "nixl_connector":
-            transfer = (await leg(prefill, prompt, 1, PRODUCE))[1].kv_transfer_params
+            transfer = (await leg(prefill, prompt, 1, PRODUCE)).output.kv_transfer_params
         elif arm == "tandem":
-            transfer = address | {"transfer_id": uuid.uuid4().hex}
-            produce = {"do_remote_decode": True, "transfer_id": transfer["transfer_id"]}
+            transfer = address | {"transfer_id": transfer_id}
+            produce = {"do_remote_decode": True, "transfer_id": transfer_id}
             first_leg = asyncio.ensure_future(leg(prefill, prompt, 1, produce))
-        first_at, last = await leg(decode, prompt, ANSWER_TOKENS, transfer, **sampling)
-        if first_leg:
-            await first_leg
-        return 1e3 * (first_at - began), len(last.outputs[0].token_ids)
+        answer = await leg(decode, prompt, ANSWER_TOKENS, transfer, **sampling)
+        await first_leg
+        return 1e3 * (answer.first_token_at - began), len(answer.output.outputs[0].token_ids)
 
     lock = os.open(folder, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)

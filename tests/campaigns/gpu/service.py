@@ -15,35 +15,27 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import yaml
+from testing.service_process import ServiceProcess, write_config
 
-ROOT = Path(__file__).resolve().parents[3]
 REQUESTS, AT_ONCE = 32, 8
 
 
 def configuration(folder: Path, gpus: int) -> Path:
     """Write gpu.yaml for the demo model on ``gpus`` GPUs; 0: on CPUs."""
-    document = yaml.safe_load((ROOT / "configs" / "gpu.yaml").read_text())
-    args = document["applications"][0]["args"]
-    args["model"] = "demo"
-    args["engine"]["max_model_len"] = 2048
-    if gpus == 1:
-        args["engine"] |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**28}
-    elif not gpus:
-        args["engine"] = {"max_model_len": 2048, "max_num_batched_tokens": 256}
-        args["prefill"]["engine"] = args["decode"]["engine"] = {}
-    for role in ("prefill", "decode"):
-        args[role] |= {"num_cpus": 0.5, "num_gpus": min(1, gpus / 2), "start_attempts": 1}
-    args["router"] |= {"num_cpus": 0.5, "routing": {"policy": "always_remote"}}
-    path = folder / "service.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
+    engine: dict[str, Any] = {"max_model_len": 2048}
+    if gpus < 2:
+        engine |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 2**28}
+    role: dict[str, Any] = {"num_cpus": 0.5, "num_gpus": min(1, gpus / 2), "start_attempts": 1}
+    if not gpus:
+        role["engine"] = {"dtype": "float32", "max_num_batched_tokens": 256}
+    router = {"num_cpus": 0.5, "routing": {"policy": "always_remote"}}
+    return write_config("gpu.yaml", folder, model="demo", engine=engine, prefill=role, decode=role, router=router)
 
 
 def main(folder: Path, device: str) -> None:
     from testing.facts import make_prompt
-    from testing.service_process import ServiceProcess
     from tests.campaigns.gpu.__main__ import gpus
 
     service = ServiceProcess(configuration(folder, 0 if device == "cpu" else len(gpus())), folder)
