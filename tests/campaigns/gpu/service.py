@@ -39,7 +39,8 @@ def main(folder: Path, device: str) -> None:
     from tests.campaigns.gpu.__main__ import gpus
 
     service = ServiceProcess(configuration(folder, 0 if device == "cpu" else len(gpus())), folder)
-    prompts = [make_prompt(random.Random(number), 3) for number in range(REQUESTS)]
+    # The model knows these answers, each token with more than the half that top_p leaves.
+    prompts = [make_prompt(random.Random(32 + number), 3) for number in range(REQUESTS)]
 
     def is_right(number: int) -> bool:
         sampling = {"temperature": 0.5, "top_p": 0.5, "seed": number} if number % 2 else {"temperature": 0}
