@@ -1,7 +1,7 @@
 """One step on the emulated GPU, in a process of its own: python -m testing.emulated_gpu.steps STEP
 
 Each sends prompts through a prefill and a decode engine, and compares the answers with the decode
-engine's own.
+engine's own. MLA is missing: vLLM's prefill backends for it are CUDA kernels.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Step:
     concurrent: bool = False
     devices: tuple[str, str] = ("0", "0")
     preempts: bool = False
-    tolerance: float = TOLERANCE
 
 
 # Enough blocks for each prompt, not for all.
@@ -60,7 +59,6 @@ TIGHT = {"num_gpu_blocks_override": 20, "scheduler_reserve_full_isl": False, "ma
 STEPS: dict[str, Step] = {
     "full-attention": Step("llama"),
     "sliding-window": Step("gemma3"),
-    "mla": Step("deepseek_v2", {"attention_backend": "TRITON_MLA", "dtype": "bfloat16"}, tolerance=0.3),
     "mamba": Step("falcon_h1"),
     "preemption": Step("llama", prefill=TIGHT, lengths=(180, 190, 200, 210), concurrent=True, preempts=True),
     "two-devices": Step("llama", lengths=(33,), devices=("0", "1")),
@@ -90,7 +88,7 @@ async def run(step: Step, folder: Path) -> str:
             answers = await asyncio.gather(*(pair.together(prompt, TOKENS) for prompt in prompts))
         else:
             answers = [await pair.together(prompt, TOKENS) for prompt in prompts]
-        wrong = [found for r, a in zip(references, answers, strict=True) if (found := difference(r, a, step.tolerance))]
+        wrong = [found for r, a in zip(references, answers, strict=True) if (found := difference(r, a, TOLERANCE))]
         received = [e for e in read_trace(folder / "kv_consumer.jsonl") if e["event"] == "received"]
         moved = sum(event["failure"] is None for event in received)
         clean = all([await engine.reset_prefix_cache() for engine in engines])
