@@ -317,8 +317,9 @@ stopped-rank: $(STAMP) ## Stop a rank of a real prefill engine in mid-write, kil
 	$(BIN)/python -m tests.campaigns.hosts.stopped_engine_rank $(if $(filter file,$(origin COUNT)),,--count $(COUNT))
 
 .PHONY: emulated-gpu
-emulated-gpu: ## Run pairs of engines on an emulated GPU, without one (slow; testing/emulated_gpu): STEPS="MLA preemption"
+emulated-gpu: ## Run pairs of engines on an emulated GPU, without one (slow; testing/emulated_gpu): STEPS="mamba preemption"
 	$(MAKE) install DEVICE=gpu
+	.venv-gpu/bin/python -m pip install --quiet $$(grep -E '^pytest(-asyncio|-timeout)?==' requirements-cpu.lock)
 	.venv-gpu/bin/python -m testing.emulated_gpu $(STEPS)
 
 .PHONY: gpu-check

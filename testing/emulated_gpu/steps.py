@@ -1,7 +1,7 @@
 """One step on the emulated GPU, in a process of its own: python -m testing.emulated_gpu.steps STEP
 
 Each sends prompts through a prefill and a decode engine, and compares the answers with the decode
-engine's own.
+engine's own. MLA is missing: vLLM's prefill backends for it are CUDA kernels.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ TIGHT = {"num_gpu_blocks_override": 20, "scheduler_reserve_full_isl": False, "ma
 STEPS: dict[str, Step] = {
     "full-attention": Step("llama"),
     "sliding-window": Step("gemma3"),
-    "mla": Step("deepseek_v2", {"attention_backend": "TRITON_MLA"}),
     "mamba": Step("falcon_h1"),
     "preemption": Step("llama", prefill=TIGHT, lengths=(180, 190, 200, 210), concurrent=True, preempts=True),
     "two-devices": Step("llama", lengths=(33,), devices=("0", "1")),
@@ -78,7 +77,8 @@ async def run(step: Step, folder: Path) -> str:
     try:
         for role, own, device in zip(("kv_producer", "kv_consumer"), (step.prefill, {}), step.devices, strict=True):
             os.environ["CUDA_VISIBLE_DEVICES"] = device
-            transfer = {"trace_path": str(folder / f"{role}.jsonl")}
+            # The interpreter may keep the progress thread waiting for longer than 30 s.
+            transfer = {"trace_path": str(folder / f"{role}.jsonl"), "progress_s": 600.0, "lease_s": 1200.0}
             engines.append(start_engine(model, 1, role, transfer=transfer, **(EAGER | step.engine | own)))
         prefill, decode = engines
         pair = Pair(prefill, decode, await describe(prefill))
@@ -96,10 +96,11 @@ async def run(step: Step, folder: Path) -> str:
             f"{len(prompts) - len(wrong)} of {len(prompts)} equal, KV of {moved} moved, "
             f"block pools {'at baseline' if clean else 'NOT at baseline'}"
         )
+        preempted = sum("preempted" in (event["failure"] or "") for event in received)
         if step.preempts:
-            found += f", {preemptions():.0f} preemptions"
+            found += f", {preempted} transfers aborted by a preemption"
         if step.preempts:
-            assert preemptions(), f"{found}: the pool should be too small"
+            assert preempted, f"{found}: the pool should be too small"
         else:
             assert moved == len(prompts), found
         assert clean, found
@@ -131,13 +132,6 @@ async def store(folder: Path) -> str:
     assert loaded == 96, found
     assert wrong is None, found
     return found
-
-
-def preemptions() -> float:
-    from prometheus_client import REGISTRY
-
-    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
-    return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
 
 
 def main() -> int:
