@@ -18,7 +18,7 @@ from dataclasses import replace
 from app.upgrade.plan import HEAD, NOT_UPDATED, State, Step, differs, next_step, push, read, refusals
 
 OPERATOR_S = 60
-"""Limit for the operator, which took 1 s where this was tried."""
+"""Seconds in which KubeRay's operator must update the RayCluster; in a trial it took 1 s."""
 
 # Through kubectl exec, because policies keep the API server's proxy from the dashboard.
 SERVE = """import os, urllib.request as u
@@ -34,12 +34,12 @@ class UpgradeError(Exception):
 def main(argv: list[str] | None = None) -> int:
     """Return 0 when nothing is left to do, else 1."""
     parser = argparse.ArgumentParser(prog="tandem upgrade", description=" ".join(__doc__.split()))
-    parser.add_argument("-n", "--namespace", default="tandem")
-    parser.add_argument("--service", default="tandem", help="name of the RayService")
-    parser.add_argument("--plan", action="store_true", help="print the commands and change nothing")
+    parser.add_argument("-n", "--namespace", default="tandem", help="namespace of the service (tandem)")
+    parser.add_argument("--service", default="tandem", help="name of the RayService (tandem)")
+    parser.add_argument("--plan", action="store_true", help="print the kubectl commands and change nothing")
     parser.add_argument("--allow-gap", action="store_true", help="also replace pods of groups without room")
-    parser.add_argument("--timeout-s", type=float, default=1800, help="limit for one pod to end and be replaced")
-    parser.add_argument("--poll-s", type=float, default=3, help="time between two looks at the cluster")
+    parser.add_argument("--timeout-s", type=float, default=1800, help="limit for the replacement of one pod (1800)")
+    parser.add_argument("--poll-s", type=float, default=3, help="seconds between two queries of the cluster (3)")
     options = parser.parse_args(argv)
     try:
         state = look(options)
@@ -55,18 +55,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def describe(state: State, namespace: str) -> Iterator[str]:
-    """Yield the plan: each command, and what happens beside them."""
+    """Yield the plan: each command, and what else will happen."""
     old = state.old()
     commands = [*(push(state) if differs(state) else ()), *(one.deletion for one in old)]
+    if commands:
+        yield "Plan (the command waits between deletions; do not paste them):"
     yield from (shlex.join(("kubectl", "-n", namespace, *one)) for one in commands)
     if not commands:
         yield "Nothing to do: the cluster has the RayService's limits and pods."
     if {one.group for one in old} - {HEAD}:
-        yield "Pods end one at a time, while all replicas run on Ready pods. One waits for its successor for at most"
-        yield "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. Old and new engines may not pair: decode computes such prompts."
-        yield "Each group keeps a spare pod until that has been idle for idleTimeoutSeconds."
+        yield "Each pod is deleted only while all replicas run on Ready pods. It serves until its successor runs, at"
+        yield "most for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S. If old and new engines do not match, decode computes prompts"
+        yield "alone. Each group keeps a spare pod until that has been idle for idleTimeoutSeconds."
     if any(one.group == HEAD and one not in old and not state.current(one) for one in state.pods):
-        yield "The head keeps its old pod: without gcsFaultToleranceOptions, its end would be the cluster's."
+        yield "The head keeps its old pod: without gcsFaultToleranceOptions, its deletion would end the cluster."
 
 
 def follow(options: argparse.Namespace) -> None:

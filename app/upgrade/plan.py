@@ -113,7 +113,7 @@ def refusals(state: State, *, allow_gap: bool) -> Iterator[str]:
     spec = state.service["spec"]
     config, strategy = spec["rayClusterConfig"], spec.get("upgradeStrategy", {}).get("type")
     if strategy != "None":
-        yield f"upgradeStrategy is {strategy}: `kubectl apply` alone upgrades, through a second cluster"
+        yield f"upgradeStrategy is {strategy}: `kubectl apply` of changed templates upgrades, through a second cluster"
     if state.service["status"].get("pendingServiceStatus", {}).get("rayClusterName"):
         yield "KubeRay is changing to a second cluster: wait until that has ended"
     if not config.get("enableInTreeAutoscaling"):
@@ -121,13 +121,13 @@ def refusals(state: State, *, allow_gap: bool) -> Iterator[str]:
     if config.get("rayVersion") != state.cluster["spec"].get("rayVersion"):
         yield "rayVersion changes, and one cluster cannot have two: upgrade through a second cluster"
     for name in sorted({one.group for one in state.pods} - {*state.wanted}):
-        yield f"group {name} has pods, on which the autoscaler fails without it: put it back until they have ended"
+        yield f"group {name} has pods: the autoscaler fails on pods of removed groups; keep it until they have ended"
     for name in sorted(state.wanted.keys() & state.live.keys() - {HEAD}):
         pods, most = state.in_group(name), state.wanted[name]["maxReplicas"]
         if most < len(pods):
-            yield f"group {name}: maxReplicas {most} for {len(pods)} pods: the autoscaler would cut them off"
+            yield f"group {name}: maxReplicas {most} for {len(pods)} pods: the autoscaler would not drain them"
         elif most and not state.live[name]["maxReplicas"]:
-            yield f"group {name} is retired (maxReplicas 0 in the RayCluster) and would come back: set it to 0 here too"
+            yield f"group {name} is retired (maxReplicas 0 in the RayCluster) and would return: set it to 0 here too"
         elif not allow_gap and sum(map(state.busy, pods)) >= most and any(one.group == name for one in state.old()):
             yield f"group {name}: maxReplicas {most} leaves no room for one more pod: raise it, or use --allow-gap"
 

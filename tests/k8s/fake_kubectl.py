@@ -1,7 +1,7 @@
 """Stand-in for kubectl: at each `get`, operator, autoscaler and Serve take one step.
 
-It behaves as KubeRay 1.7.0 and Ray 2.60 did where this was tried (../shared/field-notes): a push
-copies the whole spec; an ending pod stays until its replica runs elsewhere, or its drain is over.
+Like KubeRay 1.7.0 and Ray 2.60 in a trial: the operator copies the whole spec, and a deleted pod
+stays until its replica runs elsewhere, or until its drain ends.
 """
 
 import copy
