@@ -58,7 +58,7 @@ Serve's message about replicas that are slow to initialize does not contain this
 """
 
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Hosts that stand for all addresses of a machine, and the address for clients on it."""
+"""Wildcard addresses, and the loopback address that clients on this machine use instead."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEATED = (signal.SIGTERM, signal.SIGHUP)

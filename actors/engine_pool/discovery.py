@@ -126,5 +126,5 @@ def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:
 
 
 def last_replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica]:
-    """Return a deployment's engines in the last report with engines; they may have stopped."""
+    """Return a deployment's engines in Serve's last list that had any; they may have stopped."""
     return _LAST.get(deployment, {})

@@ -185,9 +185,10 @@ class EnginePool:
         """True while this router is stopping."""
 
     def leave(self) -> None:
-        """Keep the engines for the requests that this stopping router still receives.
+        """Keep the engines running until this stopping router closes its connections.
 
-        Serve may stop them at the same time and then no longer lists them.
+        The router still receives requests. Serve may stop the engines at the same time, and then no
+        longer lists them.
         """
         self.leaving = True
         self._follow_replicas()
@@ -198,7 +199,7 @@ class EnginePool:
         self._slots.changed()
 
     async def _keep(self, name: str, address: RpcAddress) -> None:
-        """Keep one engine until this router closes its connections."""
+        """Keep one engine running until this router closes its connections."""
         try:
             await self._ask(address, KEEP, ())
         except EngineError:

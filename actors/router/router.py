@@ -166,7 +166,7 @@ class Router:
         return _sums([model.slots_taken for model in self.models])
 
     def leave(self) -> None:
-        """Keep the engines for the requests that this stopping router still receives."""
+        """Keep the engines running until this stopping router closes its connections."""
         for model in self.models:
             model.leave()
 

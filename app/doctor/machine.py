@@ -80,8 +80,8 @@ def check_libraries(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_gpus(settings: ServiceSettings, proc: Path = PROC, rdma: Path = RDMA) -> Iterator[Finding]:
-    """Check that this machine has the GPUs that each engine needs on one node, what CUDA IPC needs
-    between them, and the compiler of FlashInfer's sampler.
+    """Check the number of GPUs that each engine needs on one node, CUDA IPC between them, and the
+    compiler of FlashInfer's sampler.
 
     The ranks of executor `ray` may be on several nodes, with one GPU each. Yields nothing if no
     engine needs a GPU.
@@ -105,7 +105,7 @@ def check_gpus(settings: ServiceSettings, proc: Path = PROC, rdma: Path = RDMA) 
 
 
 def _cuda_ipc(settings: ServiceSettings, gpus: int, proc: Path) -> Iterator[Finding]:
-    """Yield what keeps CUDA IPC from joining the engines of this node. Opens no handle.
+    """Yield conditions that prevent CUDA IPC between engines of this node; open no handle.
 
     Without it and RDMA, UCX emulates writes to GPU memory over TCP
     (https://github.com/vllm-project/vllm/pull/55906).

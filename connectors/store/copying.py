@@ -18,7 +18,7 @@ Rows = npt.NDArray[np.void]
 
 
 class HostCopies:
-    """Copies of one rank. Each has ended when its method returns, as the forward pass has."""
+    """Copies of one rank, complete when a method returns: the forward pass has ended by then."""
 
     def attach(self, staging: AttachedStaging) -> None: ...
 

@@ -27,7 +27,7 @@ Pieces = list[tuple[int, int, int]]  # (offset in a batch, offset in staging, by
 
 
 class DeviceCopies:
-    """Copies of one rank, as ``HostCopies``, but only queued when a method returns.
+    """Copies of one rank, like ``HostCopies``; a method returns when its copies are queued.
 
     Gathers and scatters run on the thread's current stream, between the forward passes that write
     and overwrite their blocks. Copies from and to staging run on two streams of their own. Packed

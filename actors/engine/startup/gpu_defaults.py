@@ -16,7 +16,7 @@ CUDA = Path("/usr/local/cuda")
 
 
 def set_gpu_defaults() -> None:
-    """Set variables that the environment leaves open. Call it before vLLM is imported.
+    """Set defaults for unset variables. Call it before vLLM is imported.
 
     Without a compiler, FlashInfer's sampler would fail at the first request with `top_p` or `top_k`
     (https://github.com/vllm-project/vllm/issues/49497).

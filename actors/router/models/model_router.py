@@ -202,7 +202,7 @@ class ModelRouter:
         return {(role, replica): reply for role, replies in pairs for replica, reply in replies.items()}
 
     def leave(self) -> None:
-        """Keep the engines for the requests that this stopping router still receives."""
+        """Keep the engines running until this stopping router closes its connections."""
         for engines in self.pools.values():
             engines.leave()
 

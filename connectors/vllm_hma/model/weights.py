@@ -71,9 +71,9 @@ def digest_weights(path: Path, unchanged_since_s: float = math.inf) -> str:
 
 
 def begin_digests(path: Path) -> list[threading.Thread]:
-    """Begin to cache the digests of a folder's weight files, while vLLM loads them; return threads.
+    """Start and return threads that cache digests of a folder's weight files while vLLM loads it.
 
-    ``digest_weights`` waits for the thread that reads a file. Does nothing if ``path`` is no
+    ``digest_weights`` waits for the thread that reads a file. Starts none if ``path`` is no
     folder, or if nothing can be cached.
     """
     files = iter(_weight_files(path))

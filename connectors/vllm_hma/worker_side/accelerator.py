@@ -1,4 +1,4 @@
-"""Set the current accelerator of a thread, and check that it sees received KV."""
+"""Set the current accelerator of a thread, and check that its kernels read received KV."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ async def test_no_engine_is_not_a_queue():
 
 
 async def test_a_stopping_router_without_engines_refuses_at_once():
-    """No engine that starts later is for this router."""
+    """It does not wait for an engine to start: it will have closed by then."""
     router, p, d = fleet([well], [])
     d.leaving = True
     with pytest.raises(UnavailableError, match="this router is stopping and has no decode engine"):

@@ -421,7 +421,7 @@ async def test_a_client_that_asks_is_told_where_its_time_went(client):
 
 @pytest.fixture
 async def unasked(url) -> AsyncGenerator[httpx.AsyncClient, None]:
-    """Yield a client of a second service, whose router nobody has asked for its peers."""
+    """Yield a client of a second service, whose router has not queried its peers yet."""
     port = free_port()
     await asyncio.to_thread(deploy, name="unasked", http_port=port, leave_s=0, metrics_timeout_s=1)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
@@ -430,7 +430,7 @@ async def unasked(url) -> AsyncGenerator[httpx.AsyncClient, None]:
 
 
 async def test_a_router_answers_without_the_head_and_is_not_adopted_while_it_stops(unasked):
-    """The first question for peers does not wait for Serve's controller.
+    """The first query of peers does not wait for Serve's controller.
 
     A new controller takes each live replica for a running one, also one that its predecessor has
     told to stop: the replica's health check fails.
