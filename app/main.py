@@ -173,7 +173,7 @@ class HttpRouter(RouterReplica):
             raise UnavailableError("this router is stopping")
 
     def leave(self) -> None:
-        """Prepare to stop: become unready, and keep the engines running for requests that still arrive."""
+        """Prepare to stop: become unready, and keep the engines for requests that still arrive."""
         self._stopping = True
         super().leave()
         if (server := getattr(self, "_http_server", None)) is not None:
