@@ -137,6 +137,7 @@ async def test_a_router_that_is_told_to_stop_serves_until_it_ends(monkeypatch: p
     stop: list[Callable[[], None]] = []
     monkeypatch.setattr(main, "store_connected", lambda: True)
     monkeypatch.setattr(main, "link_logs", lambda *_: None)
+    monkeypatch.setattr(main.RouterReplica, "find_peers", lambda _: None)
     monkeypatch.setattr(main, "on_stop", stop.append)
     async with decode() as calls, listening(leave_s=4.0) as client:
         assert (await client.get(SERVICE_PATH)).status_code == 200
