@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from app.upgrade.plan import HEAD, NOT_UPDATED, State, Step, differs, next_step, push, read, refusals
+from app.upgrade.plan import CHANGED, HEAD, NOT_UPDATED, State, Step, differs, next_step, push, read, refusals
 
 OPERATOR_S = 60
 """Limit for the operator, which took 1 s where this was tried."""
@@ -88,7 +88,8 @@ def follow(options: argparse.Namespace) -> None:
         for reason in () if step.awaited == printed else step.awaited:
             print(f"  {waited_s:.0f} s: {reason}", flush=True)
         printed = step.awaited
-        if step.awaited and waited_s > min(options.timeout_s, OPERATOR_S if NOT_UPDATED in step.awaited else 1e9):
+        limit_s = OPERATOR_S if {NOT_UPDATED, CHANGED} & {*step.awaited} else options.timeout_s
+        if step.awaited and waited_s > min(options.timeout_s, limit_s):
             raise UpgradeError(f"after {waited_s:.0f} s: {'; '.join(step.awaited)}")
         time.sleep(options.poll_s)
 

@@ -191,6 +191,42 @@ def test_a_broken_image_ends_no_second_pod_and_is_undone(cluster: Cluster) -> No
     assert len(before.keys() & cluster.images().keys()) == len(before) - 1, "pods that fit were kept"
 
 
+def test_an_overlay_that_changes_during_a_run_ends_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deleted pods would return with the template that was pushed, again and again."""
+    sleeps = itertools.count()
+
+    def sleep(_: float) -> None:
+        if next(sleeps) == 4:
+            cluster.apply(image("tandem:newer"))
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    cluster.apply(image("tandem:new"))
+    assert upgrade() == 1
+    assert "the RayService has changed" in capsys.readouterr().err
+    assert len(cluster.deleted()) <= 2
+    cluster.set()
+    assert upgrade() == 0
+    assert set(cluster.images().values()) == {"tandem:newer"}
+
+
+def test_quantities_that_the_operator_rewrites_are_no_change(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The API server keeps the text of a RayService; the operator writes its own."""
+
+    def write(config: dict[str, Any]) -> None:
+        resources = config["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]
+        assert resources["requests"] == {"cpu": "500m", "memory": "2Gi"}
+        resources["requests"] = {"cpu": 0.5, "memory": "2048Mi"}
+
+    cluster.apply(write)
+    assert upgrade() == 0
+    assert capsys.readouterr().out.startswith("Nothing to do")
+    assert cluster.read()["log"] == []
+
+
 def step_by_step(cluster: dict[str, Any], beside: Callable[[], object] = lambda: None) -> list[tuple[str, bool]]:
     """Take each step in a run of its own; `beside` happens before the operator takes a push.
 
