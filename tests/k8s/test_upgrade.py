@@ -54,6 +54,8 @@ def started() -> str:
         "operator": True,
         "stuck": "",
         "serving": True,
+        "context": "ours",
+        "begun_in": "ours",
     }
     state = json.loads(json.dumps(state))
     state["cluster"]["spec"]["workerGroupSpecs"][2]["replicas"] = 2  # by the autoscaler
@@ -84,7 +86,7 @@ class Cluster:
         self.write(state)
 
     def set(self, **values: Any) -> None:
-        self.write(self.read() | values | {"log": []})
+        self.write(self.read() | {"context": "ours", "log": []} | values)
 
     def images(self) -> dict[str, str]:
         return {one["metadata"]["name"]: one["spec"]["containers"][0]["image"] for one in self.read()["pods"]}
@@ -112,7 +114,7 @@ def cluster(started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cl
 
 
 def upgrade(*options: str) -> int:
-    return cli.main(["upgrade", "--timeout-s", "40", *options])
+    return cli.main(["upgrade", "--context", "ours", "--timeout-s", "40", *options])
 
 
 def image(name: str, *, of: tuple[str, ...] = ("headgroup", *REPLICAS)) -> Callable[[dict[str, Any]], None]:
@@ -141,6 +143,14 @@ def test_each_pod_is_replaced_alone_and_the_head_last(cluster: Cluster, capsys: 
     capsys.readouterr()
     assert upgrade() == 0
     assert capsys.readouterr().out.startswith("Nothing to do")
+
+
+def test_a_run_stays_in_its_cluster(cluster: Cluster) -> None:
+    """Another shell changes kubectl's current context meanwhile."""
+    cluster.apply(image("tandem:new"))
+    assert cli.main(["upgrade", "--timeout-s", "40"]) == 0
+    cluster.set(context="", begun_in="")  # in a pod
+    assert cli.main(["upgrade", "--timeout-s", "40"]) == 0
 
 
 def test_limits_arrive_without_a_deletion(cluster: Cluster) -> None:
