@@ -287,6 +287,15 @@ def test_a_pod_that_starts_during_the_push_is_replaced(started: str) -> None:
     assert sorted(name for name, _ in deleted) == ["decode-4", "decode-5", "decode-6"]
 
 
+def test_a_second_application_with_equal_names_hides_no_replica(started: str) -> None:
+    cluster = json.loads(started)
+    state = read(fake_kubectl.run(cluster, "get")["items"], "tandem")
+    applications = fake_kubectl.run(cluster, "exec")["applications"]
+    none = {name: one | {"target_num_replicas": 0, "replicas": []} for name, one in cluster["deployments"].items()}
+    state = replace(state, applications=applications | {"other": applications["tandem"] | {"deployments": none}})
+    assert sum(map(state.busy, state.pods)) == sum(REPLICAS.values())
+
+
 def test_an_operator_that_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.apply(image("tandem:new"))
     cluster.set(operator=False)
