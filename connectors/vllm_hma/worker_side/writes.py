@@ -207,7 +207,8 @@ class Writes:
         try:
             opened.handles.append(self._posted(agent_name(write.peer), opened.slices.popleft(), opened.target))
         except Exception as error:
-            opened.failed |= isinstance(error, FailedWriteError) or not isinstance(error, TransportError)
+            if isinstance(error, FailedWriteError) or not isinstance(error, TransportError):
+                opened.failed = True  # no `|=`: it could undo a failure that ``poll`` finds meanwhile
             raise
         self.posted_at = time.monotonic()
         if not opened.slices:
