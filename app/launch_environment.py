@@ -1,5 +1,6 @@
 """Prepare the launcher's environment, which Ray's processes and the engines inherit."""
 
+import math
 import os
 import pwd
 import tempfile
@@ -34,7 +35,8 @@ def shared_memory(engines: int, path: str = "/dev/shm") -> tuple[str, str]:
     state = os.statvfs(path)
     free = state.f_bavail * state.f_frsize
     what = f"{path}: {free / 2**20:,.0f} MiB free; Ray and {engines} engines need {needed / 2**20:,.0f} MiB"
-    return what, "" if free >= needed else f"enlarge {path} (docker run --shm-size=1g, an emptyDir)"
+    size = f"{math.ceil(needed / 2**30)}g"
+    return what, "" if free >= needed else f"enlarge {path} (docker run --shm-size={size}, an emptyDir)"
 
 
 def prepare_environment() -> str | None:

@@ -24,10 +24,10 @@ from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.models.model_router import ModelEngines
-from actors.router.peer_routers import RouterReplica, own_replica_id
+from actors.router.peer_routers import RouterReplica, in_replica, own_replica_id
 from actors.telemetry.access_log import open_access_log
 from actors.tls import ClientTls, TlsFiles, router_files, rpc_files
-from actors.upstream.ray_private import log_directory, on_stop, store_connected
+from actors.upstream.ray_private import log_directory, on_stop
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
 from app.http.auth import digests
@@ -118,7 +118,7 @@ class HttpRouter(RouterReplica):
         process takes the port during the start, and SettingsError for an invalid API key in this
         process's environment.
         """
-        if store_connected():  # not in tests without a cluster
+        if in_replica():  # not in tests
             link_logs(own_logs(), f"router-{own_replica_id()}")
             self.find_peers()
         prepare_process("Router", open_files_of(settings))
@@ -156,7 +156,7 @@ class HttpRouter(RouterReplica):
                 idle_s=settings.keep_alive_timeout_s,
             )
             await self._http_server.open()
-        if store_connected():
+        if in_replica():
             on_stop(self.leave)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -333,7 +333,7 @@ class EnginePool:
     @property
     def slots(self) -> int:
         """Number of slots of all running engines."""
-        return sum(engine.slots for engine in (replicas_of(self._handle.deployment_id) or {}).values())
+        return sum(engine.slots for engine in self._engines().values())
 
     @property
     def slots_taken(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.broadcast import ask_all
@@ -106,6 +107,15 @@ class RouterReplica(Router):
         if self._peers is None:
             return []
         return await ask_all("router", self._peers, method, self.limits.metrics_timeout_s)
+
+
+def in_replica() -> bool:
+    """Return whether this process is a Serve replica. A driver or test is not, connected or not."""
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 def own_replica_id() -> str:

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
-from app.upgrade.plan import HEAD, NOT_UPDATED, State, Step, differs, next_step, push, read, refusals
+from app.upgrade.plan import CHANGED, HEAD, NOT_UPDATED, State, Step, differs, next_step, push, read, refusals
 
 OPERATOR_S = 60
 """Seconds in which KubeRay's operator must update the RayCluster; in a trial it took 1 s."""
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return 0 when nothing is left to do, else 1."""
     parser = argparse.ArgumentParser(prog="tandem upgrade", description=" ".join(__doc__.split()))
     parser.add_argument("-n", "--namespace", default="tandem", help="namespace of the service (tandem)")
+    parser.add_argument("--context", help="cluster of the kubeconfig; default: the current one at the start")
     parser.add_argument("--service", default="tandem", help="name of the RayService (tandem)")
     parser.add_argument("--plan", action="store_true", help="print the kubectl commands and change nothing")
     parser.add_argument("--allow-gap", action="store_true", help="also replace pods of groups without room")
@@ -42,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--poll-s", type=float, default=3, help="seconds between two queries of the cluster (3)")
     options = parser.parse_args(argv)
     try:
+        # Another shell may change the current context during the run. In a pod there is none.
+        with suppress(UpgradeError):
+            options.context = options.context or kubectl(options, "config", "current-context").strip()
         state = look(options)
         refused = [f"refused: {one}" for one in refusals(state, allow_gap=options.allow_gap)]
         print(*(refused or describe(state, options.namespace)), sep="\n", flush=True)
@@ -82,7 +87,7 @@ def follow(options: argparse.Namespace) -> None:
             step = Step(awaited=(str(error),))
         for command in step.commands:
             print(shlex.join(("kubectl", "-n", options.namespace, *command)), flush=True)
-            kubectl(options.namespace, *command)
+            kubectl(options, *command)
             pushed, since = pushed or command[0] != "delete", time.monotonic()
         if step == Step():
             return print("Done.", flush=True)
@@ -90,28 +95,29 @@ def follow(options: argparse.Namespace) -> None:
         for reason in () if step.awaited == printed else step.awaited:
             print(f"  {waited_s:.0f} s: {reason}", flush=True)
         printed = step.awaited
-        if step.awaited and waited_s > min(options.timeout_s, OPERATOR_S if NOT_UPDATED in step.awaited else 1e9):
+        limit_s = OPERATOR_S if {NOT_UPDATED, CHANGED} & {*step.awaited} else options.timeout_s
+        if step.awaited and waited_s > min(options.timeout_s, limit_s):
             raise UpgradeError(f"after {waited_s:.0f} s: {'; '.join(step.awaited)}")
         time.sleep(options.poll_s)
 
 
 def look(options: argparse.Namespace) -> State:
     """Return the state of the cluster; Serve's part is empty while the head is away."""
-    found = kubectl(options.namespace, "get", "rayservices.ray.io,rayclusters.ray.io,pods", "--output=json")
+    found = kubectl(options, "get", "rayservices.ray.io,rayclusters.ray.io,pods", "--output=json")
     try:
         state = read(json.loads(found)["items"], options.service)
     except KeyError:
         raise UpgradeError(f"namespace {options.namespace} has no running RayService {options.service}") from None
     for head in (one.name for one in state.pods if one.group == HEAD and one.ready):
-        serve = json.loads(kubectl(options.namespace, "exec", head, "--", "python", "-c", SERVE))
+        serve = json.loads(kubectl(options, "exec", head, "--", "python", "-c", SERVE))
         state = replace(state, applications=serve["applications"])
     return state
 
 
-def kubectl(namespace: str, *arguments: str) -> str:
+def kubectl(options: argparse.Namespace, *arguments: str) -> str:
     """Return what kubectl prints; raises UpgradeError with what it reports."""
     try:
-        command = ("kubectl", "--namespace", namespace, *arguments)
+        command = ("kubectl", "--namespace", options.namespace, f"--context={options.context or ''}", *arguments)
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UpgradeError(f"kubectl {arguments[0]}: {getattr(error, 'stderr', None) or error}".strip()) from None

@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 VERSION, NOT_TAKEN = "ray.io/kuberay-version", "none"
 NOT_UPDATED = "KubeRay's operator has not updated the RayCluster: does it run?"
+CHANGED = "the RayService has changed since this run began"
 MARK = "tandem/template"
 HEAD = "headgroup"
 OF_PODS = ("cluster", "labels", "rayStartParams", "resources", "template")
+
+AMOUNTS = ("requests", "limits", "sizeLimit")
+"""Keys of quantities, which the operator's copy writes in their shortest form: 0.5 as 500m."""
+UNITS = {"m": Fraction(1, 1000)} | {one: Fraction(1000) ** number for number, one in enumerate(("", *"kMGTPE"))}
+UNITS |= {f"{one}i": Fraction(1024) ** number for number, one in enumerate("KMGTPE", 1)}
 
 Object = dict[str, Any]
 Command = tuple[str, ...]
@@ -69,7 +77,8 @@ class State:
 
     @cached_property
     def deployments(self) -> dict[str, Object]:
-        return {name: one for app in self.applications.values() for name, one in app["deployments"].items()}
+        found = self.applications.items()
+        return {f"{app}/{name}": one for app, its in found for name, one in its["deployments"].items()}
 
     def busy(self, pod: Pod) -> bool:
         """Whether a replica on this pod may hold requests: yes if Serve's state is incomplete."""
@@ -91,6 +100,11 @@ class State:
 
     def current(self, pod: Pod) -> bool:
         return self.mark(pod) == _digest(self.wanted[pod.group])
+
+    def replaceable(self, name: str) -> bool:
+        """Whether new pods of the group get the wanted template."""
+        wanted, live = _digest(self.wanted[name]), self.live.get(name)
+        return live is not None and wanted in (_mark(live["template"]), _digest(live))
 
     def old(self) -> list[Pod]:
         """Return the pods to replace in order, the head last: a bad template must not end it."""
@@ -139,6 +153,8 @@ def next_step(state: State, *, pushed: bool) -> Step:
     if not pushed and differs(state):
         return Step(tuple(push(state)))
     old = state.old()
+    if not all(map(state.replaceable, {one.group for one in old})):
+        return Step(awaited=(CHANGED,))  # a deleted pod would return with another template
     # Spare and broken pods first: nothing depends on them, even when the service is not whole.
     idle = [one for one in old if one.group != HEAD and not state.busy(one)]
     awaited = () if idle else tuple(lacks(state))
@@ -206,12 +222,22 @@ def _digest(group: Object) -> str:
     return hashlib.sha256(json.dumps(_bare(of_pods), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _bare(value: Any) -> Any:
-    """Remove empty values and write numbers as text, as the operator's copy may."""
+def _bare(value: Any, amount: bool = False) -> Any:
+    """Remove empty values and write numbers as text, as the operator's copy may; unify amounts."""
     if isinstance(value, dict):
-        inner = {key: _bare(one) for key, one in value.items()}
+        inner = {key: _bare(one, amount or key in AMOUNTS) for key, one in value.items()}
         return {key: one for key, one in inner.items() if one not in (None, "", {}, [])}
-    return [_bare(one) for one in value] if isinstance(value, list) else value and str(value)
+    if isinstance(value, list):
+        return [_bare(one) for one in value]
+    return _amount(str(value)) if amount and value is not None else value and str(value)
+
+
+def _amount(text: str) -> str:
+    number, unit = re.fullmatch(r"([\d.]*)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    try:
+        return str(Fraction(number) * UNITS[unit])
+    except (KeyError, ValueError):
+        return text
 
 
 def _mark(made: Object) -> str | None:

@@ -118,13 +118,19 @@ class DeviceCopies:
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
     def _take(self, rows: torch.Tensor, index: torch.Tensor, stream: Any) -> tuple[int, torch.Tensor]:
-        """Return (offset, content) of the ring's next part; ``stream`` waits for its last use."""
+        """Return (offset, content) of the ring's next part; ``stream`` waits for its last use.
+
+        The stream of copies from staging waits, too: it may get the rest of a part that only begins
+        here. The other streams wait for each of its copies.
+        """
         size = len(index) * rows.shape[1] * rows.element_size()
         start = self._next if self._next + size <= _RING_BYTES else 0
         while self._used and self._used[0][2].query():
             self._used.popleft()
         while any(first < start + size and start < last for first, last, _ in self._used):
-            stream.wait_event(self._used.popleft()[2])
+            event = self._used.popleft()[2]
+            stream.wait_event(event)
+            self._in.wait_event(event)
         self._next = -(-(start + size) // 256) * 256  # rows of any words begin there
         return start, self._ring[start : start + size]
 

@@ -212,7 +212,7 @@ class NixlTransport:
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        for _, xfer in self._handles.values():
+        for _, xfer in list(self._handles.values()):
             self.discard(xfer)
         self._handles.clear()
         for descriptors in self._registered:

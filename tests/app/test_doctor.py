@@ -370,11 +370,11 @@ def test_a_model_that_vllm_refuses(tmp_path: Path) -> None:
 
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A /dev/shm smaller than the engines need is reported."""
-    state = os.statvfs("/dev/shm")
-    monkeypatch.setattr(launch_environment, "ENGINE_QUEUE_BYTES", state.f_blocks * state.f_frsize)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64 * 2**8, f_frsize=2**12))
     (finding,) = machine.check_shared_memory()
     assert not finding.ok
     assert "enlarge /dev/shm" in finding.remedy
+    assert "--shm-size=2g" in launch_environment.shared_memory(8)[1]
 
 
 def test_few_open_files_and_no_home(monkeypatch: pytest.MonkeyPatch) -> None:

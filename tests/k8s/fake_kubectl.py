@@ -16,7 +16,11 @@ DRAIN = 6
 def main(arguments: list[str]) -> None:
     file = Path(os.environ["FAKE_CLUSTER"])
     cluster = json.loads(file.read_text(encoding="utf-8"))
-    answer = run(cluster, *arguments[2:])  # after --namespace NAME
+    if arguments[3:] == ["config", "current-context"]:
+        sys.exit(print(cluster["context"]))
+    assert arguments[2] == f"--context={cluster['begun_in']}"
+    answer = run(cluster, *arguments[3:])  # after --namespace NAME --context=NAME
+    cluster["context"] = "another"  # chosen in another shell
     file.write_text(json.dumps(cluster), encoding="utf-8")
     print(json.dumps(answer))
 

@@ -189,9 +189,10 @@ print(len(killed), "killed")
 start."""
 
 
-def test_a_new_controller_does_not_kill_a_router_that_it_reaches_late() -> None:
+@pytest.mark.parametrize("folder", ["base", "overlays/openshift"])
+def test_a_new_controller_does_not_kill_a_router_that_it_reaches_late(folder: str) -> None:
     """After a restart of Redis it took Serve 30 s and more, while the router served requests."""
-    (service,) = only(render(ROOT / "base"), "RayService")
+    (service,) = only(render(ROOT / folder), "RayService")
     head = environment(service["spec"]["rayClusterConfig"]["headGroupSpec"])
     own = os.environ | {name: one["value"] for name, one in head.items() if "value" in one}
     ran = subprocess.run([sys.executable, "-c", UNREACHED], env=own, capture_output=True, text=True, check=True)

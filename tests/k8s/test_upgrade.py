@@ -54,6 +54,8 @@ def started() -> str:
         "operator": True,
         "stuck": "",
         "serving": True,
+        "context": "ours",
+        "begun_in": "ours",
     }
     state = json.loads(json.dumps(state))
     state["cluster"]["spec"]["workerGroupSpecs"][2]["replicas"] = 2  # by the autoscaler
@@ -84,7 +86,7 @@ class Cluster:
         self.write(state)
 
     def set(self, **values: Any) -> None:
-        self.write(self.read() | values | {"log": []})
+        self.write(self.read() | {"context": "ours", "log": []} | values)
 
     def images(self) -> dict[str, str]:
         return {one["metadata"]["name"]: one["spec"]["containers"][0]["image"] for one in self.read()["pods"]}
@@ -112,7 +114,7 @@ def cluster(started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cl
 
 
 def upgrade(*options: str) -> int:
-    return cli.main(["upgrade", "--timeout-s", "40", *options])
+    return cli.main(["upgrade", "--context", "ours", "--timeout-s", "40", *options])
 
 
 def image(name: str, *, of: tuple[str, ...] = ("headgroup", *REPLICAS)) -> Callable[[dict[str, Any]], None]:
@@ -141,6 +143,14 @@ def test_each_pod_is_replaced_alone_and_the_head_last(cluster: Cluster, capsys: 
     capsys.readouterr()
     assert upgrade() == 0
     assert capsys.readouterr().out.startswith("Nothing to do")
+
+
+def test_a_run_stays_in_its_cluster(cluster: Cluster) -> None:
+    """Another shell changes kubectl's current context meanwhile."""
+    cluster.apply(image("tandem:new"))
+    assert cli.main(["upgrade", "--timeout-s", "40"]) == 0
+    cluster.set(context="", begun_in="")  # in a pod
+    assert cli.main(["upgrade", "--timeout-s", "40"]) == 0
 
 
 def test_limits_arrive_without_a_deletion(cluster: Cluster) -> None:
@@ -191,6 +201,42 @@ def test_a_broken_image_ends_no_second_pod_and_is_undone(cluster: Cluster) -> No
     assert len(before.keys() & cluster.images().keys()) == len(before) - 1, "pods that fit were kept"
 
 
+def test_an_overlay_that_changes_during_a_run_ends_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deleted pods would return with the template that was pushed, again and again."""
+    sleeps = itertools.count()
+
+    def sleep(_: float) -> None:
+        if next(sleeps) == 4:
+            cluster.apply(image("tandem:newer"))
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    cluster.apply(image("tandem:new"))
+    assert upgrade() == 1
+    assert "the RayService has changed" in capsys.readouterr().err
+    assert len(cluster.deleted()) <= 2
+    cluster.set()
+    assert upgrade() == 0
+    assert set(cluster.images().values()) == {"tandem:newer"}
+
+
+def test_quantities_that_the_operator_rewrites_are_no_change(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The API server keeps the text of a RayService; the operator writes its own."""
+
+    def write(config: dict[str, Any]) -> None:
+        resources = config["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]
+        assert resources["requests"] == {"cpu": "500m", "memory": "2Gi"}
+        resources["requests"] = {"cpu": 0.5, "memory": "2048Mi"}
+
+    cluster.apply(write)
+    assert upgrade() == 0
+    assert capsys.readouterr().out.startswith("Nothing to do")
+    assert cluster.read()["log"] == []
+
+
 def step_by_step(cluster: dict[str, Any], beside: Callable[[], object] = lambda: None) -> list[tuple[str, bool]]:
     """Take each step in a run of its own; `beside` happens before the operator takes a push.
 
@@ -239,6 +285,15 @@ def test_a_pod_that_starts_during_the_push_is_replaced(started: str) -> None:
     once = iter([decode])
     deleted = step_by_step(cluster, lambda: [fake_kubectl.create(cluster, one, "decode", ready=False) for one in once])
     assert sorted(name for name, _ in deleted) == ["decode-4", "decode-5", "decode-6"]
+
+
+def test_a_second_application_with_equal_names_hides_no_replica(started: str) -> None:
+    cluster = json.loads(started)
+    state = read(fake_kubectl.run(cluster, "get")["items"], "tandem")
+    applications = fake_kubectl.run(cluster, "exec")["applications"]
+    none = {name: one | {"target_num_replicas": 0, "replicas": []} for name, one in cluster["deployments"].items()}
+    state = replace(state, applications=applications | {"other": applications["tandem"] | {"deployments": none}})
+    assert sum(map(state.busy, state.pods)) == sum(REPLICAS.values())
 
 
 def test_an_operator_that_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,6 +192,24 @@ def test_events_order_all_accesses(device: SimulatedDevice, staging: AttachedSta
     assert len(streams) == 4, "the compute stream, one for each direction, and the host"
 
 
+def test_a_part_of_the_ring_waits_for_all_its_uses(device: SimulatedDevice, staging: AttachedStaging) -> None:
+    """A small batch takes the start of a larger part, and a batch of the other stream the rest."""
+    cache, slot = np.zeros(160_000, np.uint8), iter(range(24))
+
+    def runs(count: int, size: int, load: bool) -> Runs:
+        at = np.array([next(slot) for _ in range(count)], np.int64) * 6000
+        host, blocks = staging.address + at, cache.ctypes.data + at
+        return Runs(*((host, blocks) if load else (blocks, host)), np.full(count, size))
+
+    with device:
+        copies = attached(staging, cache)
+        device.late = True
+        copies.store(runs(2, 2048, load=False))
+        copies.load(runs(6, 2048, load=True))
+        copies.store(runs(1, 512, load=False))
+        copies.load(runs(2, 2048, load=True))
+
+
 def test_a_wait_that_is_left_out_is_found(device: SimulatedDevice, staging: AttachedStaging) -> None:
     device.waits = False
     with pytest.raises(RaceError):

@@ -10,7 +10,7 @@ from connectors.planning.layout import MemoryKind
 from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import DIGEST, Worker, posted, receive, results, until
 
 KEPT = Kept("r", "t")
 
@@ -33,7 +33,7 @@ def both_ends(worker: Callable[..., Worker], **producers: object) -> tuple[Worke
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: producer.runtime.counts()["writes"] == 1)
+    until(lambda: posted(producer))
     return producer, consumer
 
 

@@ -14,7 +14,7 @@ from connectors.planning.layout import MemoryKind
 from connectors.transport.digest import TransferDigest
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, posted, receive, results, until
 
 
 class Damaging(MemoryTransport):
@@ -94,7 +94,7 @@ def test_a_chunk_that_ends_before_the_last_token_is_no_false_alarm(worker: Calla
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     until(lambda: consumer.runtime.counts()["offered"] == producer.runtime.counts()["live"] == 1)
     producer.step(chunks=[Chunk("q", ((1, 2),), 6)])
-    until(lambda: producer.runtime.counts()["writes"] == 1)
+    until(lambda: posted(producer))
     producer.cache[2, -BLOCK_BYTES // 2 :] = 99
     producer.step(chunks=[Chunk("q", ((),), 7)])
     assert isinstance(producer.transport, Late)
@@ -109,7 +109,7 @@ def test_a_source_that_changes_under_a_write_is_found(worker: Callable[..., Work
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: producer.runtime.counts()["writes"] == 1)
+    until(lambda: posted(producer))
     producer.cache[1] = 77
     assert isinstance(producer.transport, Late)
     producer.transport.let_go = True

@@ -18,7 +18,7 @@ from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from tests.vllm_contract.test_ends import HeldWrites, let_go
-from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, posted, receive, results, until
 
 
 def _config() -> VllmConfig:
@@ -68,7 +68,7 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: producer.runtime.counts()["writes"] == 1)
+    until(lambda: posted(producer))
     observe(metrics, producer.runtime.stats())
     assert value("vllm:tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
     assert value("vllm:tandem_kv_writes_total", outcome="done") is None
@@ -95,7 +95,7 @@ def test_blocks_in_quarantine_show_until_they_are_free(
     consumer.step(receives=[receive(producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: producer.runtime.counts()["writes"] == 1)
+    until(lambda: posted(producer))
     assert value("vllm:tandem_kv_quarantined") == 0
     consumer.step(aborts=["r"])
     until(lambda: consumer.runtime.counts()["quarantined"] == 1)

@@ -22,7 +22,7 @@ from connectors.vllm_hma.worker_side import worker as worker_side
 from tests.vllm_contract.caches import cache_config, full, views, vllm_config
 from tests.vllm_contract.test_ends import both_ends, let_go
 from tests.vllm_contract.test_streaming import SlowFence
-from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
+from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, posted, receive, results, until
 
 
 class Clock:
@@ -105,7 +105,7 @@ def test_one_hung_consumer_delays_one_preemption_only(
     consumer.step(receives=[receive(producer.address, "r2", "t2")])
     producer.step(expects=[Expect("q2", "t2", 7, DIGEST)])
     producer.step(chunks=[Chunk("q2", ((3, 4),), 7)])
-    until(lambda: producer.runtime.counts()["writes"] == 2)
+    until(lambda: producer.runtime.counts()["writes"] == 2 and posted(producer))
     clock = Clock(monkeypatch)
     producer.step(preempted=["q"])
     assert 0 < len(clock.rests) <= LIMITS.fence_s / 0.1 + 1

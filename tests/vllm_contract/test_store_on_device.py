@@ -103,3 +103,26 @@ def test_a_device_that_hangs_ends_the_engine(
     monkeypatch.setattr(worker_module, "_HANGS_S", -1.0)
     with pytest.raises(StoreError, match="the device has not ended copies of the KV store"):
         worker.report()
+
+
+def test_a_report_that_waits_for_an_idle_engines_next_step_is_no_hang(
+    staging: Staging, held: type[HeldEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call reports one measured step; an engine without requests makes no call."""
+    rank = make_rank(SHAPE, 0, 1)
+    worker = StoreWorker(StoreSettings("unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
+    worker.register(
+        replace(
+            rank.layout, regions=tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
+        ),
+        [torch.from_numpy(buffer) for buffer in rank.buffers],
+    )
+    for tokens in (512, 256):
+        worker.begin_step()
+        worker.load(StoreOrders(staging.location))
+        worker.store(StoreOrders(staging.location, timed_tokens=tokens))
+        assert worker.report() in (StoreReport(attached=1), None)
+    monkeypatch.setattr(worker_module, "_HANGS_S", -1.0)
+    held.passed = True
+    assert worker.report() == StoreReport(timed_tokens=512)
+    assert worker.report() == StoreReport(timed_tokens=256)

@@ -100,6 +100,12 @@ def receive(producer: EngineAddress, request: str = "r", transfer: str = "t") ->
     return Receive(request, transfer, producer, DIGEST, ((3, 5),), 0, 6)
 
 
+def posted(producer: Worker) -> bool:
+    """Return whether writes are in flight, and all of them posted."""
+    writes = producer.runtime._writes._open.values()  # noqa: SLF001
+    return bool(writes) and not any(one.posting for one in list(writes))
+
+
 def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait for another thread's work, at most ``within_s``."""
     give_up_at = time.monotonic() + within_s

@@ -222,7 +222,8 @@ class StoreWorker:
             report.aggregate(step.report)
             if step.forward or step.loads:
                 break  # durations of two steps cannot be added
-        if self._steps and time.monotonic() > self._steps[0].marked_at + _HANGS_S:
+        first = self._steps[0] if self._steps else None  # it may have passed, while the engine was idle
+        if first and time.monotonic() > first.marked_at + _HANGS_S and not self._copies.passed(first.mark):
             # It may still write to slots of staging, so they cannot be given back.
             raise StoreError(f"the device has not ended copies of the KV store within {_HANGS_S:g} s")
         report.adapters = self._adapters.take()

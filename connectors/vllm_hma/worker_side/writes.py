@@ -207,7 +207,8 @@ class Writes:
         try:
             opened.handles.append(self._posted(agent_name(write.peer), opened.slices.popleft(), opened.target))
         except Exception as error:
-            opened.failed |= isinstance(error, FailedWriteError) or not isinstance(error, TransportError)
+            if isinstance(error, FailedWriteError) or not isinstance(error, TransportError):
+                opened.failed = True  # no `|=`: it could undo a failure that ``poll`` finds meanwhile
             raise
         self.posted_at = time.monotonic()
         if not opened.slices:
@@ -280,10 +281,11 @@ class Writes:
 
     def _digested(self, opened: OpenWrite) -> bool:
         """Return whether the digest has read the source bytes: Fin waits for no device then."""
-        if opened.write.digest is None or opened.error is not None or opened.dropped:
+        write = opened.write
+        if write.digest is None or opened.error is not None:
             return True
         try:
-            return opened.write.digest.ready()
+            return not self._producer.wants(write.write_id) or write.digest.ready()
         except Exception:
             return True  # ``hexdigest`` fails, too, and the producer aborts the delivery
 

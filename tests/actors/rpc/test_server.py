@@ -154,6 +154,7 @@ async def test_a_stopping_router_keeps_engines(world: World, monkeypatch: pytest
         assert not stopping.done()
         assert world.engines.has_engines()
         assert world.engines.replica_count == listed
+        assert world.engines.slots, "the router still admits as many requests"
     await world.engines.close()
     await asyncio.wait_for(stopping, WAIT_S)
 

@@ -135,8 +135,10 @@ async def test_a_router_that_is_told_to_stop_serves_until_it_ends(monkeypatch: p
     """It is unready at once; it keeps the engine that Serve stops at the same time."""
     monkeypatch.setattr(router, "FIRST_PREFILL_S", 0.0)
     stop: list[Callable[[], None]] = []
-    monkeypatch.setattr(main, "store_connected", lambda: True)
+    monkeypatch.setattr(main, "in_replica", lambda: True)
+    monkeypatch.setattr(UNDECORATED, "find_peers", lambda _: None)
     monkeypatch.setattr(main, "link_logs", lambda *_: None)
+    monkeypatch.setattr(main.RouterReplica, "find_peers", lambda _: None)
     monkeypatch.setattr(main, "on_stop", stop.append)
     async with decode() as calls, listening(leave_s=4.0) as client:
         assert (await client.get(SERVICE_PATH)).status_code == 200
