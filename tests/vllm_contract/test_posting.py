@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ class SlowPosts(MemoryTransport):
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.slow, self.posts, self.late = 0, 0, False
-        self.errors: dict[int, Exception] = {}
+        self.errors: dict[int, Callable[[], Exception]] = {}
         self.posting, self.gate, self.ends = threading.Event(), threading.Event(), threading.Event()
         self.ends.set()
 
@@ -40,7 +41,7 @@ class SlowPosts(MemoryTransport):
             self.posting.set()
             self.late |= not self.gate.wait(GIVE_UP_S)
         if number in self.errors:
-            raise self.errors[number]
+            raise self.errors[number]()
         return super().write(peer, runs, source, target)
 
     def poll(self, handle: int) -> bool:
@@ -122,10 +123,12 @@ def test_an_abort_stops_the_slices(pair: tuple[Worker, Worker, SlowPosts]) -> No
 
 @pytest.mark.parametrize(
     ("error", "kept"),
-    [(TransportError("c/0", "not connected"), False), (FailedWriteError("c/0", "ERR"), True), (ValueError("x"), True)],
+    [(partial(TransportError, "c/0", "-"), False), (partial(FailedWriteError, "c/0", "-"), True), (ValueError, True)],
     ids=["nothing posted", "parts posted", "anything"],
 )
-def test_an_error_in_a_later_slice(pair: tuple[Worker, Worker, SlowPosts], error: Exception, kept: bool) -> None:
+def test_an_error_in_a_later_slice(
+    pair: tuple[Worker, Worker, SlowPosts], error: Callable[[], Exception], kept: bool
+) -> None:
     """It ends this delivery only, after the slices in flight; quarantine if parts may arrive."""
     producer, consumer, transport = pair
     transport.gate.set()
