@@ -281,14 +281,6 @@ faults: $(STAMP) ## Inject faults (kill, stop, cancel, forge): SEED=1 CONNECTOR=
 store-faults: $(STAMP) ## Inject 10,000 faults into the KV store, without engines (5 minutes): SEED=1 FAULTS=2000
 	$(BIN)/python -m tests.campaigns.store.campaign --seed $(SEED) --faults $(if $(filter file,$(origin FAULTS)),10000,$(FAULTS))
 
-.PHONY: store-tier-faults
-store-tier-faults: $(STAMP) ## Inject 10,000 faults into the store as a tier of vLLM's OffloadingConnector, without engines (6 minutes): SEED=1 FAULTS=2000
-	$(BIN)/python -m tests.campaigns.store.tier_campaign --seed $(SEED) --faults $(if $(filter file,$(origin FAULTS)),10000,$(FAULTS))
-
-.PHONY: store-upstream-tests
-store-upstream-tests: $(STAMP) ## Run vLLM's own tests of offloading tiers on TandemStoreTier (1 minute): SDIST=vllm-0.32.0.tar.gz, its source distribution
-	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.campaigns.store.upstream_tests "$(SDIST)"
-
 .PHONY: store-schedules
 store-schedules: $(STAMP) ## Run random steps of vLLM's own scheduler with the KV store; check each token (5 minutes): SEED=1 STEPS=12000
 	$(BIN)/python -m tests.campaigns.store.scheduling --steps $(or $(STEPS),48000) --seed $(SEED)

@@ -1,4 +1,4 @@
-"""The KV connectors that vLLM loads into its processes, and a tier for its OffloadingConnector.
+"""The KV connectors that vLLM loads into its processes.
 
 TandemConnector runs the state machines of ``connectors/protocol`` and carries out their actions.
 """
