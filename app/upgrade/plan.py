@@ -81,7 +81,7 @@ class State:
         return {f"{app}/{name}": one for app, its in found for name, one in its["deployments"].items()}
 
     def busy(self, pod: Pod) -> bool:
-        """Whether a replica on this pod may hold requests: yes if Serve's state is incomplete."""
+        """Return whether a replica on this pod may hold requests: yes if Serve's state is incomplete."""
         states = self.deployments.values()
         if not states or any(one["target_num_replicas"] and not one["replicas"] for one in states):
             return True
@@ -102,7 +102,7 @@ class State:
         return self.mark(pod) == _digest(self.wanted[pod.group])
 
     def replaceable(self, name: str) -> bool:
-        """Whether new pods of the group get the wanted template."""
+        """Return whether new pods of the group get the wanted template."""
         wanted, live = _digest(self.wanted[name]), self.live.get(name)
         return live is not None and wanted in (_mark(live["template"]), _digest(live))
 
@@ -162,7 +162,7 @@ def next_step(state: State, *, pushed: bool) -> Step:
 
 
 def differs(state: State) -> bool:
-    """Whether the RayCluster has another spec, or fewer `replicas` than pods to replace."""
+    """Return whether the RayCluster has another spec, or fewer `replicas` than pods to replace."""
     workers = {name: one.get("replicas", 0) for name, one in state.live.items() if name != HEAD}
     few = any(replicas < len(state.in_group(name)) for name, replicas in workers.items())
     wanted, live = (

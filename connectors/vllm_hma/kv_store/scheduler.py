@@ -102,7 +102,7 @@ class StoreScheduler:
 
     @property
     def copying(self) -> bool:
-        """Whether a rank has not reported an ordered load or the filling of a slot yet."""
+        """Return whether a rank has not reported an ordered load or the filling of a slot yet."""
         return bool(self._loading or self._filling)
 
     @property
