@@ -81,7 +81,7 @@ class State:
         return {f"{app}/{name}": one for app, its in found for name, one in its["deployments"].items()}
 
     def busy(self, pod: Pod) -> bool:
-        """Return whether a replica on this pod may hold requests: yes if Serve's state is incomplete."""
+        """Return whether the pod may hold requests; True if Serve's state is incomplete."""
         states = self.deployments.values()
         if not states or any(one["target_num_replicas"] and not one["replicas"] for one in states):
             return True
