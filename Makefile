@@ -93,7 +93,7 @@ two-hosts-test: $(STAMP) ## Cut and restore the link between two simulated hosts
 	$(BIN)/python -m pytest -s tests/campaigns/hosts/nixl_on_two_hosts.py tests/campaigns/hosts/on_two_hosts.py
 
 .PHONY: test
-test: $(STAMP) ## Run the whole suite beside lint, formatting and types (13 minutes on two cores): TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0
+test: $(STAMP) ## Run the whole suite beside lint, formatting and types (15 minutes on two cores): TESTS=tests/actors for a part, CPU_FEATURES=amx_tile=0
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
