@@ -191,6 +191,14 @@ def test_engines_of_a_list_of_models_are_checked(manifests: list[Manifest], num_
         (put(f"{DECODE}{RAY}/env/4/value", "90"), "DRAIN_TIMEOUT_S (90 s) must be longer than decode.drain_s (120 s)"),
         (put(f"{CLUSTER}/autoscalerOptions/idleTimeoutSeconds", 60), "idleTimeoutSeconds (60 s) must be longer"),
         (drop("/spec/rayClusterDeletionDelaySeconds"), "rayClusterDeletionDelaySeconds (60 s) must be longer"),
+        (put("/metadata/name", "t" * 48), "at most 47 characters"),
+        (put(f"{PREFILL}/labels/tandem~1role", "pre fill"), "no Kubernetes label"),
+        (put(f"{DECODE}/suspend", True), "cannot be suspended"),
+        (put(f"{CLUSTER}/gcsFaultToleranceOptions/storage", {"size": "1Gi"}), "is for the rocksdb backend"),
+        (
+            put(f"{CLUSTER}/headGroupSpec{RAY}/env", [{"name": "RAY_enable_autoscaler_v2", "value": "1"}]),
+            "beside autoscalerOptions.version",
+        ),
         (put(f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", "1"), 'num-cpus must be "0"'),
         (put(f"{DECODE}/labels/tandem~1role", "prefill"), "must match one worker group, not prefill, decode"),
         (
