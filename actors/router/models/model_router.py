@@ -15,8 +15,7 @@ from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch.dispatcher import Dispatcher
 from actors.router.dispatch.fleet import Fleet
 from actors.router.dispatch.leg import Leg, choose, deadline
-from actors.router.prompt_lists.list_answer import ListAnswer
-from actors.router.prompt_lists.split import parent_id, split
+from actors.router.prompt_lists import ListAnswer, parent_id, split
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
@@ -99,11 +98,8 @@ class ModelRouter:
                 yield one
             return
         several = ListAnswer(prompts, parent_id(request), self._answer, max(self._decode.slots, 1))
-        try:
-            await several.open()
-            yield several
-        finally:
-            await several.close()
+        await several.open()
+        yield several
 
     @asynccontextmanager
     async def _answer(self, request: ClientRequest) -> AsyncGenerator[Answer, None]:
