@@ -15,6 +15,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from starlette.types import ASGIApp
 
+from actors.adapter_records import AdapterRecords
 from actors.autoscaling.policy import ROLE_POLICY
 from actors.engine.arguments import check_arguments, engine_environment
 from actors.engine.decode import Decode
@@ -81,6 +82,7 @@ class DeployedModel(NamedTuple):
     ``names``                name and aliases; empty in a service without the setting `models`
     ``allows_adapters``      whether clients may load and unload adapters
     ``adapters``             names of the adapters that the engines load at their start
+    ``suffix``               end of the names of both deployments
     """
 
     prefill: Any
@@ -88,6 +90,7 @@ class DeployedModel(NamedTuple):
     names: tuple[str, ...] = ()
     allows_adapters: bool = False
     adapters: tuple[str, ...] = ()
+    suffix: str = ""
 
 
 @serve.ingress()
@@ -132,9 +135,11 @@ class HttpRouter(RouterReplica):
                     one.names,
                     one.allows_adapters,
                     one.adapters,
+                    one.suffix,
                 )
                 for one in models
             ),
+            records=_adapter_records(models),
         )
         # Serve may build the application on a node whose environment has no keys, or before the
         # keys changed. So the keys of this process's environment take precedence.
@@ -192,6 +197,12 @@ class HttpRouter(RouterReplica):
             await self.close()
 
 
+def _adapter_records(models: Sequence[DeployedModel]) -> AdapterRecords | None:
+    """Return the records of adapters; None if clients may load none, and outside a replica."""
+    allowed = in_replica() and any(one.allows_adapters for one in models)
+    return AdapterRecords(serve.get_replica_context().app_name) if allowed else None
+
+
 def build(args: ServiceSettings) -> serve.Application:
     """Return the application for `args`. Raises SettingsError that names invalid settings."""
     check_arguments(args)
@@ -205,6 +216,7 @@ def build(args: ServiceSettings) -> serve.Application:
             one.model_names if args.models else (),
             one.allow_runtime_lora_updating,
             one.adapter_names,
+            suffix,
         )
         for suffix, one in args.each_model().items()
     ]

@@ -334,6 +334,9 @@ def engine_environment(settings: ServiceSettings, role: RoleName) -> dict[str, s
             # Otherwise vLLM's sampler compiles a helper at the first request with logprobs, which
             # takes many seconds.
             environment["TORCHDYNAMO_DISABLE"] = "1"
+    if settings.allow_runtime_lora_updating:
+        # vLLM asks its LoRA resolvers for unknown models only with this variable.
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     return environment | own.environment

@@ -12,9 +12,9 @@ import ray
 from pydantic import SecretStr
 from ray import serve
 
-from actors.engine.adapters import SYNC_INTERVAL_S, AdapterStates
+from actors.adapter_records import AdapterRecords
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
-from actors.engine.pair_warmup import PeerReplicas, every
+from actors.engine.pair_warmup import model_suffix
 from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
@@ -26,16 +26,13 @@ from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
 from actors.telemetry.engine_status import read_status
 from actors.tls import TlsFiles, rpc_files, server_context
-from configs.settings.base import ROLES, RoleName
+from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
 CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
-
-PEERS_S = 5.0
-"""Timeout in seconds of the `adapters` calls to other replicas; PeerReplicas adds CALL_MARGIN_S."""
 
 
 class EngineActor:
@@ -69,7 +66,8 @@ class EngineActor:
             self._describe_ranks()
             await self._prepare(settings)
             if self._changes_adapters:
-                await self._follow_peers()
+                context = serve.get_replica_context()
+                await self.engine.adapters.follow(AdapterRecords(context.app_name), model_suffix(context.deployment))
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""
@@ -83,21 +81,6 @@ class EngineActor:
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
-
-    async def _follow_peers(self) -> None:
-        """Apply the peers' adapter changes, now and in a task every SYNC_INTERVAL_S seconds."""
-        peers = [PeerReplicas(role, PEERS_S) for role in ROLES]
-
-        async def sync() -> None:
-            for each in peers:
-                await self.engine.adapters.merge(await each.ask("adapters"))
-
-        await sync()
-        self._tasks.append(asyncio.create_task(every(SYNC_INTERVAL_S, sync), name="follows-adapters-of-peers"))
-
-    async def adapters(self) -> AdapterStates:
-        """Return the last change of each adapter."""
-        return self.engine.adapters.states()
 
     def _describe_ranks(self) -> None:
         """Add each rank's identity and KV store to its metadata for routers."""
@@ -134,14 +117,12 @@ class EngineActor:
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "metrics": self.metrics,
             "status": self.status,
-            "adapters": self.adapters,
         }
         if not self._changes_adapters:
             return methods
         adapters = self.engine.adapters
         methods["load_adapter"] = adapters.load
         methods["unload_adapter"] = adapters.unload
-        methods["revert_adapter"] = adapters.revert
         return methods
 
     def record_replica_metadata(self) -> dict[str, Any]:

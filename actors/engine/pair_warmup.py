@@ -46,10 +46,14 @@ def probe_timeout_s(transfer: TransferSettings) -> float:
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
+def model_suffix(deployment: str) -> str:
+    """Return the part of an engine deployment's name that names its model; "" without `models`."""
+    return deployment.removeprefix("Prefill").removeprefix("Decode")
+
+
 def peer_deployment(role: RoleName) -> str:
     """Return the name of the deployment of `role` for the model of this process's replica."""
-    own = serve.get_replica_context().deployment
-    return role.capitalize() + own.removeprefix("Prefill").removeprefix("Decode")
+    return role.capitalize() + model_suffix(serve.get_replica_context().deployment)
 
 
 class PeerReplicas:

@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any
 
+from actors.adapter_records import AdapterRecords
 from actors.errors import DeadlineError, NoModelNamedError, OverloadedError, UnavailableError, UnknownModelError
 from actors.request import Call, ResponseStart
 from actors.router.client_request import ClientRequest
-from actors.router.models.adapters import AdapterNames
+from actors.router.models.adapters import Adapters
 from actors.router.models.model_router import AnyAnswer, ModelEngines, ModelRouter
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
@@ -40,8 +41,11 @@ ends because a router may also start while prefill is away.
 class Router:
     """Router of requests to the engines of one model or of several."""
 
-    def __init__(self, limits: RouterLimits, *engines: ModelEngines) -> None:
-        """Create a router for the models in `engines`; if there are several, each needs a name."""
+    def __init__(self, limits: RouterLimits, *engines: ModelEngines, records: AdapterRecords | None = None) -> None:
+        """Create a router for the models in `engines`; if there are several, each needs a name.
+
+        ``records``  adapters that clients have loaded; None if they may not load any
+        """
         self.limits = self._built_limits = limits
         self.rejected_config: str | None = None
         """Error of the last `user_config`; None if it was applied or if there was none."""
@@ -58,8 +62,7 @@ class Router:
             for one in engines
         ]
         self._by_name = {name: model for model in self.models for name in model.names}
-        self.adapters = AdapterNames(self.models)
-        """Models by adapter name."""
+        self.adapters = Adapters(self.models, records)
         self._were_ready: set[ModelRouter] = set()
         self._ready_at: float | None = None
         self._was_complete = False

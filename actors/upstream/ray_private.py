@@ -33,9 +33,12 @@ def store_connected() -> bool:
     return bool(internal_kv._internal_kv_initialized())  # noqa: SLF001
 
 
-def store_put(key: bytes, value: bytes | str, overwrite: bool = True) -> None:
-    """Store `value` in the control store; without `overwrite`, keep an existing value of `key`."""
-    internal_kv._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE)  # noqa: SLF001
+def store_put(key: bytes, value: bytes | str, overwrite: bool = True) -> bool:
+    """Store `value` in the control store; return whether `key` had a value.
+
+    Without `overwrite`, keep an existing value.
+    """
+    return bool(internal_kv._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE))  # noqa: SLF001
 
 
 def store_get(key: bytes) -> bytes | None:

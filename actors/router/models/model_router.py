@@ -37,6 +37,7 @@ class ModelEngines:
                          serves all requests
     ``allows_adapters``  whether clients may load and unload adapters
     ``adapters``         names of the adapters that the engines load at their start
+    ``suffix``           end of the names of its deployments; empty without the setting `models`
     """
 
     prefill: EnginePool
@@ -44,6 +45,7 @@ class ModelEngines:
     names: tuple[str, ...] = ()
     allows_adapters: bool = False
     adapters: tuple[str, ...] = ()
+    suffix: str = ""
 
 
 class ModelRouter:
@@ -60,6 +62,7 @@ class ModelRouter:
         self.names = engines.names
         self.allows_adapters = engines.allows_adapters
         self.adapters = engines.adapters
+        self.suffix = engines.suffix
         self.metrics = metrics
         self.recent = recent
         self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}

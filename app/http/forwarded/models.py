@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -13,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from actors.errors import BusyError, DeadlineError, EngineError, OverloadedError, UnavailableError, with_causes
 from actors.request import Call
-from actors.router.models.adapters import CHANGE_S, AdapterError, load, unload
+from actors.router.models.adapters import AdapterError, AdapterNameError
 from actors.router.models.model_router import ModelRouter
 from actors.router.router import Router
 from app.http.errors import BadRequestError, error_response, status_of
@@ -75,7 +74,6 @@ class AdapterEndpoints:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._loading = asyncio.Lock()
 
     async def load(self, request: Request) -> Response:
         """Load an adapter on all engines of its model; after a failure, unload it again.
@@ -95,6 +93,8 @@ class AdapterEndpoints:
             return Response(status_code=HTTPStatus.BAD_REQUEST)
         except AdapterError as error:
             return JSONResponse(error.body, status_code=error.status)
+        except AdapterNameError as error:
+            return error_response(_invalid(str(error)), self._router.limits.retry_after_s)
         except Exception as error:
             if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("cannot load or unload an adapter; the client gets HTTP 500")
@@ -121,19 +121,7 @@ class AdapterEndpoints:
         if any(name in one.names for one in self._router.models):
             raise _invalid(f"The lora adapter '{name}' conflicts with a served base model.")
         model = self._model(_text(body, "base_model_name"))
-        async with self._one_load():
-            # A load that an engine refuses is reverted, which would end an adapter that serves.
-            await self._refuse_loaded(name, self._router.models)
-            try:
-                await load(model, name, path, body.get("is_3d_lora_weight") is True)
-            finally:
-                self._router.adapters.forget()
-            try:
-                # Another router may have loaded the same name for another model meanwhile.
-                await self._refuse_loaded(name, [one for one in self._router.models if one is not model])
-            except (InvalidAdapterError, UnavailableError):
-                await unload(model, name)
-                raise
+        await self._router.adapters.load(model, name, path, body.get("is_3d_lora_weight") is True)
         logger.info("loaded adapter %s from %s", name, path)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -148,40 +136,9 @@ class AdapterEndpoints:
             raise BadRequestError(f"The lora adapter '{name}' cannot be found.", status=HTTPStatus.NOT_FOUND)
         if not model.allows_adapters:
             raise _not_allowed(model.names)
-        try:
-            await unload(model, name)
-        finally:
-            self._router.adapters.forget()
+        await self._router.adapters.unload(model, name)
         logger.info("unloaded adapter %s", name)
         return f"Success: LoRA adapter '{name}' removed successfully."
-
-    @asynccontextmanager
-    async def _one_load(self) -> AsyncIterator[None]:
-        """Let this router load one adapter at a time; wait at most CHANGE_S for other loads.
-
-        Raises UnavailableError after this wait.
-        """
-        try:
-            async with asyncio.timeout(CHANGE_S):
-                await self._loading.acquire()
-        except TimeoutError:
-            raise UnavailableError("other adapters are being loaded; retry later") from None
-        try:
-            yield
-        finally:
-            self._loading.release()
-
-    async def _refuse_loaded(self, name: str, models: Sequence[ModelRouter]) -> None:
-        """Raise InvalidAdapterError if one of `models` has an adapter of this name.
-
-        Raises UnavailableError if the engines of a model do not answer.
-        """
-        if not models:
-            return
-        for model in await self._router.adapters.models_of(name):
-            if model in models:
-                of = f" for the model '{model.names[0]}'" if len(self._router.models) > 1 else ""
-                raise _invalid(f"The lora adapter '{name}' has already been loaded{of}. Unload it first.")
 
     def _model(self, name: str) -> ModelRouter:
         """Return the model named by `base_model_name`; with one model, the name is optional.

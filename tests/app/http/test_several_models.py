@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import httpx
 import pytest
 
-from actors.errors import RefusedError
+from actors.adapter_records import AdapterRecord, AdapterRecords
+from actors.errors import RefusedError, UnavailableError
 from actors.request import Call, ResponseStart
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica
@@ -27,19 +28,12 @@ class Engines(Handle):
     def __init__(self, *names: str, model: str, adapters: tuple[str, ...] = ()) -> None:
         super().__init__([Replica(name, self._serve) for name in names])
         self.model = model
-        self.adapters: dict[str, dict[str, tuple[int, str | None, bool]]] = {
-            name: {one: (0, f"/{one}", False) for one in adapters} for name in names
-        }
+        self.adapters = {name: set(adapters) for name in names}
         self.failing: dict[str, Any] = {}
         """Answer of each replica to a request to load an adapter."""
         self.unreachable: set[str] = set()
         """Replicas that have lost their connection after a load."""
         self.told: list[tuple[str, str]] = []
-        self.silent = False
-        """Whether requests for its adapters get no answer."""
-        self.asked = 0
-        self.meanwhile: Callable[[], object] = lambda: None
-        """Function called when an adapter is loaded."""
         self.models_reply: tuple[int, str] | None = None
         """Status and body of the answer to `/v1/models`; None: it lists the engine's model."""
         self._known = True
@@ -56,43 +50,53 @@ class Engines(Handle):
         yield ResponseStart(200, JSON)
         yield json.dumps(body).encode()
 
-    async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
-        assert method == "adapters"
-        self.asked += 1
-        answers = [] if self.silent else [dict(self.adapters[replica.name]) for replica in self.replicas]
-        await asyncio.sleep(0)
-        return answers
-
     async def tell_all(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any]:
-        if method == "load_adapter":
-            self.meanwhile()
+        await asyncio.sleep(0)
         return {replica.name: self._change(replica.name, method, *arguments) for replica in self.replicas}
 
-    def _change(self, replica: str, method: str, name: str, *arguments: Any) -> Any:
+    def _change(self, replica: str, method: str, name: str, *_: Any) -> Any:
         own = self.adapters[replica]
         self.told.append((replica, method))
-        version = arguments[-1]
         match method:
             case "load_adapter":
                 if replica in self.failing:
                     return self.failing[replica]
-                if own.get(name, (0, None, False))[1] is not None:
-                    return error(f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput", 400)
-                own[name] = (version, arguments[0], False)
-            case "unload_adapter":
-                if own.get(name, (0, None, False))[1] is None:
-                    return error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
-                own[name] = (version, None, False)
-            case "revert_adapter" if replica in self.unreachable:
+                own.add(name)
+            case "unload_adapter" if replica in self.unreachable:
                 return TimeoutError("no answer")
-            case "revert_adapter":
-                found, path, _ = own.get(name, (0, None, False))
-                if found == version or (path is None and found <= version):
-                    own[name] = (version + 1, None, False)
+            case "unload_adapter" if name not in own:
+                return error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
+            case "unload_adapter":
+                own.remove(name)
         return None
 
     def loaded(self) -> set[str]:
-        return {name for one in self.adapters.values() for name, (_, path, _) in one.items() if path is not None}
+        return set.union(*self.adapters.values())
+
+
+class Records(AdapterRecords):
+    """Records in this process instead of Ray's control store."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, AdapterRecord] = {}
+        self.lost = False
+        """Whether the Ray head is away."""
+
+    def _check(self) -> None:
+        if self.lost:
+            raise UnavailableError("no head")
+
+    async def add(self, name: str, record: AdapterRecord) -> bool:
+        self._check()
+        return self.by_name.setdefault(name, record) is record
+
+    async def get(self, name: str) -> AdapterRecord | None:
+        self._check()
+        return self.by_name.get(name)
+
+    async def delete(self, name: str) -> None:
+        self._check()
+        self.by_name.pop(name, None)
 
 
 def error(message: str, kind: str, code: int) -> dict[str, Any]:
@@ -107,10 +111,11 @@ class Service:
         self.b = (Engines("pb", model="b"), Engines("db", model="b"))
         a, b = cast(Any, self.a), cast(Any, self.b)
         models = (
-            ModelEngines(a[0], a[1], ("a", "a2"), True),
-            ModelEngines(b[0], b[1], ("b",), b_loads, ("b-lora",)),
+            ModelEngines(a[0], a[1], ("a", "a2"), True, ("a-lora",), "-a"),
+            ModelEngines(b[0], b[1], ("b",), b_loads, ("b-lora",), "-b"),
         )
-        self.router = RouterReplica(LIMITS, *models)
+        self.records = Records()
+        self.router = RouterReplica(LIMITS, *models, records=self.records)
         transport = httpx.ASGITransport(cast(Any, build_http(self.router)))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tandem")
 
@@ -262,40 +267,32 @@ async def test_an_adapter_is_loaded_on_all_engines_of_its_model_and_unloaded(ser
     assert (again.status_code, again.json()["error"]["type"]) == (404, "NotFoundError")
 
 
-async def test_a_known_adapter_keeps_its_model_while_that_does_not_answer(service: Service) -> None:
-    """The answer is 503: 404 would tell clients that the adapter does not exist."""
-    assert (await service.post("/v1/completions", model="a-lora", prompt="x")).status_code == 200
-    service.a[1].silent = True
-    service.router.adapters.forget()
-    assert (await service.post("/v1/completions", model="a-lora", prompt="x")).json()["answered_by"] == "a"
+async def test_without_the_ray_head(service: Service) -> None:
+    """Known adapters keep their model. The answer for others is 503: they may exist."""
+    await service.records.add("new", AdapterRecord("-a", "/new"))
+    await service.records.add("elsewhere", AdapterRecord("-gone", "/new"))
+    assert (await service.post("/v1/completions", model="new", prompt="x")).json()["answered_by"] == "a"
+    assert (await service.post("/v1/completions", model="elsewhere", prompt="x")).status_code == 404
+    service.records.lost = True
+    await asyncio.sleep(60)
+    for name in ("new", "a-lora"):
+        assert (await service.post("/v1/completions", model=name, prompt="x")).json()["answered_by"] == "a"
     unknown = await service.post("/v1/completions", model="c", prompt="x")
     assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
-    assert "`c` may be an adapter of a, whose decode engines do not answer" in unknown.json()["error"]["message"]
+    for change in ("load", "unload"):
+        body = {"lora_name": "c", "lora_path": "/c", "base_model_name": "a"}
+        assert (await service.post(f"/v1/{change}_lora_adapter", **body)).status_code == 503
+    assert not service.a[1].told
 
 
-async def test_requests_for_unknown_names_share_the_question(service: Service) -> None:
-    replies = await asyncio.gather(*(service.post("/v1/completions", model="c", prompt="x") for _ in range(20)))
-    assert {reply.status_code for reply in replies} == {404}
-    assert service.a[1].asked <= 2
-    assert not service.b[1].asked, "its adapters cannot change"
-
-
-async def test_an_unload_that_one_engine_missed_counts(service: Service) -> None:
-    service.a[1].adapters["da"]["a-lora"] = (7, None, False)
-    assert (await service.post("/v1/completions", model="a-lora", prompt="x")).status_code == 404
-
-
-async def test_a_change_during_a_reading_is_read_again(service: Service) -> None:
-    names, pool = service.router.adapters, service.a[1]
-    reading = asyncio.create_task(names.model_of("unknown"))
-    for _ in range(100):
-        await asyncio.sleep(0)
-        if pool.asked:
-            break
-    pool.adapters["da"]["a-lora"] = pool.adapters["da2"]["a-lora"] = (7, None, False)
-    names.forget()
-    await reading
-    assert await names.model_of("a-lora") is None
+async def test_a_change_by_another_router(service: Service) -> None:
+    """Its load is known at once, its unload after some seconds."""
+    assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 404
+    await service.records.add("new", AdapterRecord("-a", "/new"))
+    assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 200
+    await service.records.delete("new")
+    await asyncio.sleep(60)
+    assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 404
 
 
 async def test_an_adapter_moves_to_another_model(two_loading: Service) -> None:
@@ -308,6 +305,7 @@ async def test_an_adapter_moves_to_another_model(two_loading: Service) -> None:
 
 
 async def test_one_of_two_models_gets_an_adapter_of_a_name(two_loading: Service) -> None:
+    """The record decides: another router's load counts, too."""
     service = two_loading
     replies = await asyncio.gather(
         *(
@@ -315,18 +313,9 @@ async def test_one_of_two_models_gets_an_adapter_of_a_name(two_loading: Service)
             for model in ("a", "b")
         )
     )
-    assert sorted(reply.status_code for reply in replies) == [200, 400]
-    assert "has already been loaded for the model 'a'" in replies[1].json()["error"]["message"]
+    assert [reply.status_code for reply in replies] == [200, 400]
+    assert replies[1].json()["error"]["type"] == "InvalidUserInput"
     assert "new" not in service.b[1].loaded()
-
-
-async def test_two_routers_do_not_give_two_models_an_adapter_of_one_name(two_loading: Service) -> None:
-    """Another router loads the adapter for `b` while this router loads one for `a`."""
-    service = two_loading
-    service.a[1].meanwhile = lambda: service.b[1].adapters["db"].update(new=(1, "/new", False))
-    reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
-    assert (reply.status_code, "model 'b'" in reply.json()["error"]["message"]) == (400, True)
-    assert "new" not in service.a[1].loaded()
 
 
 async def test_a_slow_body_of_a_change_gets_408(service: Service) -> None:
@@ -353,18 +342,6 @@ async def test_an_adapter_that_one_engine_cannot_load_is_loaded_on_none(
     assert failing in reply.json()["error"]["message"]
     assert all("new" not in one.loaded() for one in service.a)
     assert (await service.post("/v1/completions", model="new", prompt="x")).status_code == 404
-
-
-async def test_a_load_of_a_loaded_adapter_leaves_it_on_the_other_engines(service: Service) -> None:
-    """One engine cannot load it, and takes no revert that it would pass to its peers."""
-    load = {"lora_name": "new", "lora_path": "/new", "base_model_name": "a"}
-    assert (await service.post("/v1/load_lora_adapter", **load)).status_code == 200
-    del service.a[1].adapters["da2"]["new"]
-    service.a[1].failing = {"da2": TimeoutError("no answer")}
-    reply = await service.post("/v1/load_lora_adapter", **load)
-    assert (reply.status_code, "already been loaded for the model 'a'" in reply.text) == (400, True)
-    assert service.a[1].adapters["da2"].get("new") is None
-    assert "new" in service.a[1].loaded()
 
 
 async def test_the_error_names_engines_that_have_not_confirmed_the_revert(service: Service) -> None:
@@ -394,7 +371,7 @@ async def test_the_error_of_all_engines_is_vllms(service: Service) -> None:
         role.failing = {replica.name: said for replica in role.replicas}
     reply = await service.post("/v1/load_lora_adapter", lora_name="new", lora_path="/new", base_model_name="a")
     assert (reply.status_code, reply.json()) == (404, said)
-    assert not any(method == "revert_adapter" for one in service.a for _, method in one.told)
+    assert service.records.by_name == {}
 
 
 @pytest.mark.parametrize(
@@ -407,6 +384,7 @@ async def test_the_error_of_all_engines_is_vllms(service: Service) -> None:
         ({"lora_name": "new", "lora_path": "/x", "base_model_name": "b"}, 404, "allow_runtime_lora_updating"),
         ({"lora_name": "new", "lora_path": "/x", "load_inplace": True}, 400, "load_inplace is not supported"),
         ({"lora_name": 1, "lora_path": "/x"}, 400, "`lora_name` must be a string"),
+        ({"lora_name": "a-lora", "lora_path": "/x", "base_model_name": "a"}, 400, "frontend.lora_modules"),
     ],
 )
 async def test_refused_changes(service: Service, body: dict[str, Any], status: int, said: str) -> None:
