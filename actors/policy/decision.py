@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from typing import NamedTuple
 
 CHEAPER = "cheaper"
-"""The decision takes the route whose best option sorts first by `choice._key`; local if equal.
+"""The decision takes the route whose best option sorts first by `choice._keys`; local if equal.
 
-Usually this option costs less. A replica that failed or was silent recently, and the session, count
+Usually this option costs less. An engine that failed or was silent recently, and the session, count
 before the cost.
 """
 
@@ -16,19 +16,19 @@ SHORT = "short_uncached"
 """Decode alone would compute and load fewer tokens than `local_below_tokens`."""
 
 NO_PREFILL = "no_prefill"
-"""No prefill replica accepts calls, or this request got no slot on one.
+"""No prefill engine accepts calls, or this request got no slot on one.
 
 None accepted it within `prefill_wait_s`, or the queue for prefill slots was full.
 """
 
 PREFILL_FAILED = "prefill_failed"
-"""Prefill rejected this request, or failed it and no attempt, replica or free slot is left.
+"""Prefill rejected this request, or failed it and no attempt, engine or free slot is left.
 
 A late leg or a silent pair counts as a failure.
 """
 
 OTHER_IDENTITY = "other_identity"
-"""No prefill replica that accepts calls has the identity of a decode replica.
+"""No prefill engine that accepts calls has the identity of a decode engine.
 
 Their models, dtypes or releases differ, so decode could not use their KV.
 """
@@ -44,19 +44,18 @@ POLICY = "policy"
 """The policy does not compare local with remote."""
 
 UNSEEN = "unseen"
-"""The prefill replicas are not known yet, or no decode replica is usable.
+"""The prefill engines are not known yet, or no decode engine is usable.
 
-The decision lists no replicas. The dispatcher takes the least busy ones of each role, and waits if
+The decision lists no engines. The dispatcher takes the least busy ones of each role, and waits if
 there are none.
 """
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Expected cost of one option, in seconds.
 
-    ``decode``           decode replica
-    ``prefill``          prefill replica; None if decode computes the prompt
+    ``decode``           decode engine
+    ``prefill``          prefill engine; None if decode computes the prompt
     ``uncached_tokens``  prompt tokens to compute, on prefill or, without it, on decode
     ``loaded_tokens``    prompt tokens that the same engine is expected to load from its KV store
     ``moved_tokens``     tokens whose KV is transferred
@@ -64,7 +63,7 @@ class Estimate:
     ``compute_s``        load and computation of the prompt
     ``handover_s``       from the computed prompt to the first token; 0 without prefill
     ``decoding_s``       time of the answer after its first token
-    ``interference_s``   delay of other streams on the decode replica, summed
+    ``interference_s``   delay of other streams on the decode engine, summed
     """
 
     decode: str
@@ -83,16 +82,15 @@ class Estimate:
         return self.queue_s + self.compute_s + self.handover_s
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Destination of a request: the replicas of each role, best first.
+class Decision(NamedTuple):
+    """Destination of a request: the engines of each role, best first.
 
     ``route``          local or remote
     ``reason``         one of the constants of this module, or why decode serves the whole request
     ``policy``         configured policy
     ``prompt_tokens``  estimated prompt tokens
-    ``decode``         decode replicas; empty: the dispatcher takes the least busy one
-    ``prefill``        prefill replicas; empty on the local route. Empty on the remote route: the
+    ``decode``         decode engines; empty: the dispatcher takes the least busy one
+    ``prefill``        prefill engines; empty on the local route. Empty on the remote route: the
                        dispatcher takes the least busy one
     ``chosen``         estimate of the chosen option; None if the route has none
     ``other``          best estimate of the other route; None if it has none or `chosen` is None
@@ -112,7 +110,7 @@ class Decision:
         return self.route == "local"
 
     def explain(self) -> str:
-        """Return the decision as JSON without its lists of replicas; rounded to microseconds."""
+        """Return the decision as JSON without its lists of engines; rounded to microseconds."""
         fields: dict[str, object] = {
             "route": self.route,
             "reason": self.reason,
@@ -126,6 +124,6 @@ class Decision:
 
 
 def _fields(estimate: Estimate) -> dict[str, object]:
-    numbers = {name: value for name, value in vars(estimate).items() if value is not None}
+    numbers = {name: value for name, value in estimate._asdict().items() if value is not None}
     numbers["ttft_s"] = estimate.ttft_s
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in numbers.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from actors.policy.estimates import Components
 
@@ -17,13 +17,27 @@ A prompt that ends sooner than this after the previous one is measured together 
 prompt, if another one is queued.
 """
 
+FAILING_S = 5.0
+"""Time in seconds for which an engine is ranked last after a call to it failed.
 
-@dataclass
-class _Work:
-    """Cost parts and expected seconds of one prompt."""
+Without calls, such an engine would seem idle until Serve detects its failure.
+"""
 
-    parts: Components
-    seconds: float
+SILENT_S = 300.0
+"""Time in seconds for which an engine is ranked last after it was silent, or until it computes.
+
+A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the defaults
+of `transfer.step_s` and `silence_timeout_s`, Serve replaces the engine within this time
+(`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`). With a longer `transfer.step_s`, one request may
+wait for the hung engine after each SILENT_S.
+"""
+
+
+class _Work(NamedTuple):
+    """Cost parts and expected seconds of prompts."""
+
+    parts: Components = ()
+    seconds: float = 0.0
 
 
 class PromptQueue:
@@ -34,8 +48,7 @@ class PromptQueue:
         self._waiting_s = 0.0
         """Sum of the expected seconds of the work in `_waiting`."""
         self._busy_since = 0.0
-        self._unmeasured: Components = ()
-        self._unmeasured_s = 0.0
+        self._unmeasured = _Work()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -43,8 +56,7 @@ class PromptQueue:
     def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
         """Add work with the cost parts `parts`; expect it to take `seconds` once it is first."""
         if not self._waiting:
-            self._busy_since = now
-            self._unmeasured, self._unmeasured_s = (), 0.0
+            self._begin_next(now)
         self._waiting[key] = _Work(parts, seconds)
         self._waiting_s += seconds
 
@@ -56,45 +68,47 @@ class PromptQueue:
         first_s = next(iter(self._waiting.values())).seconds
         return max(first_s - age_s, age_s * OVERRUN_SHARE) + max(self._waiting_s - first_s, 0.0)
 
-    def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
+    def finish(self, key: int, now: float, parts: Components = ()) -> tuple[Components, float] | None:
         """Remove finished work; return the cost parts and the seconds of a measurement.
 
-        ``parts``  cost parts known only now; None: those given to `add`
+        ``parts``  cost parts known only now; empty: those given to `add`
 
         Return None for an unknown key, or if no time has passed. While other work is queued, return
         None for work that ended out of order or too soon (TOGETHER_SHARE): the engine computed it
         together with other work, so its parts are added to the next measurement.
         """
-        work = self._waiting.get(key)
-        if work is None:
+        if key not in self._waiting:
             return None
-        first = next(iter(self._waiting)) == key
-        self._remove(key)
-        total = _sum(self._unmeasured, parts or work.parts)
-        seconds = self._unmeasured_s + work.seconds
+        first, work = self._remove(key)
+        before = self._unmeasured
+        total = _Work(_sum(before.parts, parts or work.parts), before.seconds + work.seconds)
         elapsed_s = now - self._busy_since
-        if not first or elapsed_s < seconds * TOGETHER_SHARE:
+        if not first or elapsed_s < total.seconds * TOGETHER_SHARE:
             if self._waiting:
-                self._unmeasured, self._unmeasured_s = total, seconds
+                self._unmeasured = total
                 return None
             if elapsed_s <= 0:
                 return None
-        self._unmeasured, self._unmeasured_s = (), 0.0
-        self._busy_since = now
-        return total, elapsed_s
+        self._begin_next(now)
+        return total.parts, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
         """Remove work, but make no measurement; ignore an unknown key."""
-        if key in self._waiting:
-            if next(iter(self._waiting)) == key:
-                self._busy_since = now
-                self._unmeasured, self._unmeasured_s = (), 0.0
-            self._remove(key)
+        if key in self._waiting and self._remove(key)[0]:
+            self._begin_next(now)
 
-    def _remove(self, key: int) -> None:
-        self._waiting_s -= self._waiting.pop(key).seconds
+    def _begin_next(self, now: float) -> None:
+        self._busy_since = now
+        self._unmeasured = _Work()
+
+    def _remove(self, key: int) -> tuple[bool, _Work]:
+        """Remove work; return whether it was first, and the work."""
+        first = next(iter(self._waiting)) == key
+        work = self._waiting.pop(key)
+        self._waiting_s -= work.seconds
         if not self._waiting:
             self._waiting_s = 0.0  # without the rounding errors of earlier work
+        return first, work
 
 
 class EngineLoad:
@@ -132,6 +146,10 @@ class EngineLoad:
     def streams_end(self, key: int, now: float) -> None:
         self.stream_seconds(now)
         self.streams.discard(key)
+
+    def failing(self, now: float) -> bool:
+        failed = self.failed_at is not None and now - self.failed_at < FAILING_S
+        return failed or (self.silent_at is not None and now - self.silent_at < SILENT_S)
 
 
 def _sum(first: Components, second: Components) -> Components:
