@@ -1,9 +1,4 @@
-"""Choose among a request's options under the configured policy.
-
-Has no state or clock of its own: the options supply the time, the loads and the costs.
-"""
-
-from __future__ import annotations
+"""Choose among a request's options under the configured policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -27,22 +22,13 @@ from configs.settings.router import RoutingSettings
 
 
 class Asked(NamedTuple):
-    """Constraints of the choice.
+    """Constraints of the choice."""
 
-    ``whole``           reason why decode must serve all of the request, or None
-    ``session``         id of the request's session, or None. Options with the session's decode
-                        engine come first, unless an engine of theirs failed or was silent recently
-    ``prefill_known``   whether the running prefill engines are known
-    ``prefill_failed``  whether a prefill engine has already failed this request
-    ``identities``      identity of each engine; empty if all are equal. Only equal ones can
-                        exchange KV
-    """
-
-    whole: str | None = None
+    whole: str | None = None  # reason why decode must serve all of the request
     session: str | None = None
-    prefill_known: bool = True
-    prefill_failed: bool = False
-    identities: Mapping[str, str] = {}
+    prefill_known: bool = True  # whether the running prefill engines are known
+    prefill_failed: bool = False  # whether a prefill engine has already failed this request
+    identities: Mapping[str, str] = {}  # of each engine; empty if all are equal
 
 
 def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decision:
@@ -51,30 +37,26 @@ def choose(settings: RoutingSettings, options: Options, asked: Asked) -> Decisio
     The dispatcher needs all of them, because the first engine may have no free slot. The decision
     has none if its reason is UNSEEN, or if no decode engine is usable.
     """
-    local = remote = None
-    local_first = False
-    affinities = [_affinity(asked.session, one.engine) for one in options.decode]
+    decode, prefill = options.decode, options.prefill
+    affinities = [_affinity(asked.session, one.engine) for one in decode]
     differ = _differ(options, asked.identities)
-    if options.decode:
+    local = remote = local_first = None
+    if decode:
         alone = _rank_alone(settings, options, affinities)
         local = options.local[alone[0]]
-    if options.decode and options.prefill and (differ is None or not differ.all()):
+    if decode and prefill and (differ is None or not differ.all()):
         paired, partners = _rank_pairs(settings, options, affinities, differ)
         remote = options.pair(paired[0], partners[0])
-        failing = options.decode[paired[0]].failing + options.prefill[partners[0]].failing
-        local_first = (options.decode[alone[0]].failing, affinities[alone[0]], score(settings, options.local[alone[0]])) <= (
-            failing, affinities[paired[0]], score(settings, remote))
-    route, reason = _route(settings, options, asked, local, remote, local_first)
+        failing = decode[paired[0]].failing + prefill[partners[0]].failing
+        key = decode[alone[0]].failing, affinities[alone[0]], score(settings, options.local[alone[0]])
+        local_first = key <= (failing, affinities[paired[0]], score(settings, remote))
+    route, reason = _route(settings, options, asked, local, local_first)
     head = route, reason, settings.policy, options.prompt_tokens
     if route == "local" and local is not None:
-        return Decision(*head, _named(options.decode, alone), (), local, remote)
+        return Decision(*head, _named(decode, alone), (), local, remote)
     if route == "remote" and remote is not None:
-        return Decision(*head, _named(options.decode, paired), _named(options.prefill, partners), remote, local)
+        return Decision(*head, _named(decode, paired), _named(prefill, partners), remote, local)
     return Decision(*head)
-
-
-def _named(engines: Sequence[Candidate], order: list[int]) -> tuple[str, ...]:
-    return tuple([engines[index].engine for index in order])
 
 
 def _rank_alone(settings: RoutingSettings, options: Options, affinities: list[float]) -> list[int]:
@@ -109,7 +91,7 @@ def _rank_pairs(
     if any(affinities):
         keys.append(np.array(affinities)[:, None])
     if settings.policy == "round_robin":
-        keys += [np.arange(len(decode))[:, None], np.arange(len(prefill))]
+        keys.append(np.arange(len(decode) * len(prefill)).reshape(len(decode), -1))
     elif settings.policy == "least_load":
         keys += [np.array([[one.calls] for one in decode]), np.array([one.calls for one in prefill])]
     else:
@@ -124,7 +106,7 @@ def _rank_pairs(
 
 
 def _differ(options: Options, identities: Mapping[str, str]) -> np.ndarray | None:
-    """Return which pairs have different identities, so that they cannot exchange KV; None: none."""
+    """Return which pairs have different identities; None if all are equal."""
     if not identities:  # the usual case
         return None
     # An engine without an entry has just stopped.
@@ -139,24 +121,25 @@ def _affinity(session: str | None, engine: str) -> float:
     return 0.0 if session is None else -float(xxhash.xxh3_64_intdigest(f"{session}\0{engine}".encode()))
 
 
+def _named(engines: Sequence[Candidate], order: list[int]) -> tuple[str, ...]:
+    return tuple([engines[index].engine for index in order])
+
+
 def _route(
-    settings: RoutingSettings,
-    options: Options,
-    asked: Asked,
-    local: Estimate | None,
-    remote: Estimate | None,
-    local_first: bool,
+    settings: RoutingSettings, options: Options, asked: Asked, local: Estimate | None, local_first: bool | None
 ) -> tuple[str, str]:
+    """Return route and reason; `local_first` is None if there is no pair that can exchange KV."""
+    prefill_failed = PREFILL_FAILED if asked.prefill_failed else None
     if asked.whole is not None:
         return "local", asked.whole
     if settings.policy == "never_remote":
         return "local", POLICY
     if asked.prefill_known and not options.prefill:
-        return "local", PREFILL_FAILED if asked.prefill_failed else NO_PREFILL
+        return "local", prefill_failed or NO_PREFILL
     if local is None or not options.prefill:
         return "remote", UNSEEN
-    if remote is None:
-        return "local", PREFILL_FAILED if asked.prefill_failed else OTHER_IDENTITY
+    if local_first is None:
+        return "local", prefill_failed or OTHER_IDENTITY
     if settings.policy != "cost":
         return "remote", POLICY
     # A load of stored tokens has a cost too.

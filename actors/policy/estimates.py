@@ -1,16 +1,12 @@
 """Learn costs from measurements, as factors on assumed costs, which span orders of magnitude.
 
-Old measurements fade, so the router tries an engine again that was slow and has received no work
-since. Outliers are clipped.
+Measurements fade, so that an engine that was slow is tried again. Outliers are clipped.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from operator import mul
-from typing import TypeVar
 
 import numpy as np
 
@@ -26,54 +22,44 @@ TRUSTED = 3.0
 OUTLIER = 4.0
 
 FIT_EVERY_S = 0.1
-"""Minimum interval in seconds between fits, except for those that FEW and MOST_WAITING trigger.
-
-A fit takes much longer than recording a measurement, so several measurements share one fit.
-"""
+"""Minimum interval between fits, as a fit takes much longer than recording a measurement."""
 
 FEW = 10.0
-"""Number of measurements up to which each one triggers a fit."""
+"""Number of measurements up to which each one is fitted at once."""
 
 MOST_WAITING = 50
-"""Number of waiting measurements that triggers a fit before the interval ends."""
+"""Number of waiting measurements that are fitted before the interval ends."""
 
 LEAST_S = 1e-6
 
 Components = tuple[float, ...]
 """Seconds of each part of a cost; assumed ones, unless stated otherwise."""
 
-Number = TypeVar("Number", float, np.ndarray)
-"""A number, or an array of numbers: one for each engine."""
-
 
 class Level:
     """Factor on an expected cost: weighted geometric mean of the measured ratios.
 
-    The weight of measurements decays with the time constant `fades_s` in seconds. Without new
-    measurements, the factor returns to 1.
-
-    ``state``  mean logarithm of the ratios, their count at the last measurement, and its time
+    The weight of measurements decays with the time constant `fades_s`, and the factor returns to 1.
     """
 
-    def __init__(self, fades_s: float, state: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
+    def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
-        self.state = state
+        # Mean logarithm of the ratios, their count at the last measurement, and its time.
+        self.state = 0.0, 0.0, 0.0
 
     def fade(self, now: float) -> float:
         """Return the current weight of a measurement made at the last update."""
         return math.exp(-max(now - self.state[2], 0.0) / self._fades_s)
 
     def count(self, now: float) -> float:
-        """Return the faded number of measurements."""
         return self.state[1] * self.fade(now)
 
     def share(self, now: float) -> float:
-        """Return the weight of the measurements, relative to the assumption; below 1."""
+        """Return the weight of the measurements; the rest is that of the assumption."""
         count = self.count(now)
         return count / (count + ASSUMED_WEIGHT)
 
     def factor(self, now: float) -> float:
-        """Return the factor; 1 without recent measurements."""
         return math.exp(self.state[0] * self.share(now))
 
     def observe(self, assumed_s: float, measured_s: float, now: float) -> float:
@@ -100,7 +86,6 @@ class Levels:
         self._states = np.zeros((3, 1, 1))
 
     def factor(self, row: str, column: str, now: float) -> float:
-        """Return the factor of one pair; 1 without measurements."""
         level = self._levels.get((row, column))
         return 1.0 if level is None else level.factor(now)
 
@@ -113,7 +98,6 @@ class Levels:
         return factors
 
     def observe(self, row: str, column: str, assumed_s: float, measured_s: float, now: float) -> None:
-        """Update the level of a pair from a measurement."""
         level = self._levels.get((row, column))
         if level is None:
             level = self._levels[row, column] = Level(self._fades_s)
@@ -121,7 +105,6 @@ class Levels:
         self._store(row, column, level)
 
     def keep_only(self, rows: AbstractSet[str], columns: AbstractSet[str]) -> None:
-        """Remove all rows and columns but these."""
         kept = {place: level for place, level in self._levels.items() if place[0] in rows and place[1] in columns}
         if len(kept) < len(self._levels):
             self.__init__(self._fades_s)  # type: ignore[misc]
@@ -130,7 +113,10 @@ class Levels:
                 self._store(*place, level)
 
     def _store(self, row: str, column: str, level: Level) -> None:
-        place = self._rows.setdefault(row, len(self._rows) + 1), self._columns.setdefault(column, len(self._columns) + 1)
+        place = (
+            self._rows.setdefault(row, len(self._rows) + 1),
+            self._columns.setdefault(column, len(self._columns) + 1),
+        )
         missing = [max(0, index + 1 - size) for index, size in zip(place, self._states.shape[1:], strict=True)]
         if any(missing):
             self._states = np.pad(self._states, [(0, 0), *((0, 2 * more) for more in missing)])
@@ -151,20 +137,14 @@ class Regression:
         self._squares = np.zeros((parts, parts))
         self._products = np.zeros(parts)
         self._factors = [1.0] * parts
+        # Factor on weights of earlier measurements, assumed parts and measured time. Parts and time
+        # are divided by the assumed total times the common factor.
         self._waiting: list[tuple[float, Components, float]] = []
-        """Measurements to fit: (factor on weights of earlier ones, assumed parts, measured time).
-
-        Parts and time are divided by the assumed total times the common factor.
-        """
         self._fitted_at = -math.inf
-        self._common = 1.0
-        """Common factor at the last measurement, towards which a fit pulls the parts' factors."""
+        self._common = 1.0  # at the last measurement; a fit pulls the parts' factors towards it
 
     def factors(self, now: float) -> Components:
-        """Return the factor of each part; 1 without recent measurements.
-
-        First fits waiting measurements if the last fit is at least FIT_EVERY_S old.
-        """
+        """Return the factor of each part, after a fit if the last one is FIT_EVERY_S old."""
         if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
             self.fit(now)
         share = self._level.share(now)
@@ -172,7 +152,8 @@ class Regression:
 
     def predict(self, assumed: Components, now: float) -> float:
         """Return the expected seconds of work with the assumed parts `assumed`."""
-        return total(self.factors(now), assumed)
+        # Not a product of matrices: equal work must have equal costs, to the last bit.
+        return sum(map(mul, self.factors(now), assumed), 0.0)
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:
         """Record that work with the parts `assumed` took `measured_s`; ignore work of zero cost."""
@@ -206,10 +187,7 @@ class Regression:
         self._fitted_at = now
 
     def _solve(self, common: float) -> np.ndarray:
-        """Return the factors of the best fit, none below zero.
-
-        Negative factors are fixed at zero, and the others are fitted again.
-        """
+        """Return the best fit; negative factors are fixed at zero and the others fitted again."""
         squares, products = self._squares.copy(), self._products.copy()
         # The second term keeps the matrix regular after cost changes of many orders of magnitude.
         pull = max(self.RIDGE / common**2, 1e-9 * float(squares.trace()))
@@ -222,10 +200,3 @@ class Regression:
             factors = np.zeros(len(products))
             factors[free] = np.linalg.solve(squares[np.ix_(free, free)], products[free])
         return factors
-
-
-def total(rates: Components, quantities: Sequence[float | Number]) -> Number:
-    """Return the sum of the quantities times their rates."""
-    # Not a product of matrices: equal work must have equal costs, to the last bit.
-    found: Number = sum(map(mul, rates, quantities))
-    return found

@@ -1,7 +1,5 @@
 """Unfinished work of this router on one engine: queued prompts and running streams."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -11,33 +9,30 @@ OVERRUN_SHARE = 0.1
 """Remaining time of overdue work as a fraction of its age, so that a stuck engine looks busier."""
 
 TOGETHER_SHARE = 0.2
-"""Fraction of a prompt's expected time.
-
-A prompt that ends sooner than this after the previous one is measured together with the next
-prompt, if another one is queued.
-"""
+"""Fraction of its expected time within which a prompt counts as computed with the previous one."""
 
 FAILING_S = 5.0
-"""Time in seconds for which an engine is ranked last after a call to it failed.
+"""An engine is ranked last for this time after a failed call.
 
-Without calls, such an engine would seem idle until Serve detects its failure.
+Without calls, it would seem idle until Serve detects its failure.
 """
 
 SILENT_S = 300.0
-"""Time in seconds for which an engine is ranked last after it was silent, or until it computes.
+"""An engine that sent nothing is ranked last for this time, or until it computes.
 
-A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the defaults
-of `transfer.step_s` and `silence_timeout_s`, Serve replaces the engine within this time
-(`HUNG_MARGIN_S` in `actors/engine/heartbeat.py`). With a longer `transfer.step_s`, one request may
-wait for the hung engine after each SILENT_S.
+A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the default
+`transfer.step_s`, Serve replaces the engine in this time (`HUNG_MARGIN_S` in
+`actors/engine/heartbeat.py`); with a longer one, one request in each SILENT_S may wait for it.
 """
 
 
-class _Work(NamedTuple):
-    """Cost parts and expected seconds of prompts."""
+Measured = tuple[Components, float]
+"""Assumed seconds of each part of a cost, and the measured seconds of all."""
 
+
+class _Work(NamedTuple):
     parts: Components = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # expected
 
 
 class PromptQueue:
@@ -46,7 +41,6 @@ class PromptQueue:
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, _Work] = OrderedDict()
         self._waiting_s = 0.0
-        """Sum of the expected seconds of the work in `_waiting`."""
         self._busy_since = 0.0
         self._unmeasured = _Work()
 
@@ -68,14 +62,13 @@ class PromptQueue:
         first_s = next(iter(self._waiting.values())).seconds
         return max(first_s - age_s, age_s * OVERRUN_SHARE) + max(self._waiting_s - first_s, 0.0)
 
-    def finish(self, key: int, now: float, parts: Components = ()) -> tuple[Components, float] | None:
-        """Remove finished work; return the cost parts and the seconds of a measurement.
+    def finish(self, key: int, now: float, parts: Components = ()) -> Measured | None:
+        """Remove work; return a measurement if it is one.
+
+        Work that ended out of order or too soon (TOGETHER_SHARE) was computed together with other
+        work, so its parts are added to the next measurement.
 
         ``parts``  cost parts known only now; empty: those given to `add`
-
-        Return None for an unknown key, or if no time has passed. While other work is queued, return
-        None for work that ended out of order or too soon (TOGETHER_SHARE): the engine computed it
-        together with other work, so its parts are added to the next measurement.
         """
         if key not in self._waiting:
             return None
@@ -93,7 +86,7 @@ class PromptQueue:
         return total.parts, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
-        """Remove work, but make no measurement; ignore an unknown key."""
+        """Remove work without a measurement; ignore an unknown key."""
         if key in self._waiting and self._remove(key)[0]:
             self._begin_next(now)
 
@@ -102,7 +95,6 @@ class PromptQueue:
         self._unmeasured = _Work()
 
     def _remove(self, key: int) -> tuple[bool, _Work]:
-        """Remove work; return whether it was first, and the work."""
         first = next(iter(self._waiting)) == key
         work = self._waiting.pop(key)
         self._waiting_s -= work.seconds
@@ -112,29 +104,20 @@ class PromptQueue:
 
 
 class EngineLoad:
-    """Work that this router has assigned to one engine, from the routing decision on.
-
-    ``prompts``          prompts assigned to the engine and not known to be computed
-    ``calls``            keys of the requests with an open or expected call to the engine
-    ``streams``          keys of the calls whose stream has started
-    ``computed_tokens``  prompt tokens that a decode engine has computed so far for local streams
-    ``failed_at``        time in seconds of the last failed call; None before the first
-    ``silent_at``        time in seconds at which the last call ended because the engine sent
-                         nothing; None before the first, and once the engine computes again
-    """
+    """Work that this router has assigned to one engine, from the routing decision on."""
 
     def __init__(self) -> None:
-        self.prompts = PromptQueue()
-        self.calls: set[int] = set()
-        self.streams: set[int] = set()
-        self.computed_tokens = 0
-        self.failed_at: float | None = None
-        self.silent_at: float | None = None
+        self.prompts = PromptQueue()  # not known to be computed
+        self.calls: set[int] = set()  # keys of the requests with an open or expected call
+        self.streams: set[int] = set()  # keys of the calls whose stream has started
+        self.computed_tokens = 0  # of prompts, by a decode engine for local streams
+        self.failed_at: float | None = None  # last failed call
+        self.silent_at: float | None = None  # end of a silent call; None once the engine computes
         self._stream_seconds = 0.0
         self._at = 0.0
 
     def stream_seconds(self, now: float) -> float:
-        """Return the running time of all streams so far, summed, in seconds."""
+        """Return the running time of all streams so far, summed."""
         self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
         self._at = max(now, self._at)
         return self._stream_seconds

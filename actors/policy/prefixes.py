@@ -3,8 +3,6 @@
 A cache is an engine's prefix cache or a KV store (`stores.py`), named by the id of either.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -15,36 +13,24 @@ import xxhash
 from actors.policy.prompts import PIECE_BYTES, Passage
 
 ENDS_KEPT = 8
-"""Maximum number of prompt ends stored after one piece.
-
-Conversations with one system prompt may share all whole pieces and differ only in their ends.
-"""
+"""Number of prompt ends after one piece: conversations may differ only in their ends."""
 
 
 class Held(NamedTuple):
-    """The prefix of a passage in a cache.
-
-    ``data_bytes``     number of bytes of the passage
-    ``answer_tokens``  number of tokens of an earlier answer that follows these bytes
-    """
+    """The prefix of a passage in a cache."""
 
     data_bytes: int = 0
-    answer_tokens: int = 0
+    answer_tokens: int = 0  # of an earlier answer that follows these bytes
 
 
 NOTHING = Held()
 
 
 class _End(NamedTuple):
-    """The end of a prompt that was answered.
+    """The end of a prompt that was answered."""
 
-    ``tail_bytes``     number of bytes after the prompt's last whole piece
-    ``digest``         hash of these bytes
-    ``answer_tokens``  number of tokens of the answer
-    """
-
-    tail_bytes: int
-    digest: int
+    tail_bytes: int  # after the prompt's last whole piece
+    digest: int  # of these bytes
     answer_tokens: int
 
 
@@ -53,10 +39,7 @@ _Pieces = OrderedDict[int, tuple[_End, ...]]
 
 
 class Prefixes:
-    """Prompt prefixes that each cache is assumed to have, in pieces of PIECE_BYTES bytes.
-
-    `add` removes the least recently used pieces of the cache beyond `most_pieces`.
-    """
+    """Prompt prefixes that each cache is assumed to have: its `most_pieces` latest pieces."""
 
     def __init__(self, most_pieces: int) -> None:
         self.most_pieces = most_pieces
@@ -87,14 +70,10 @@ class Prefixes:
         return found
 
     def snapshot(self) -> dict[str, frozenset[int]]:
-        """Return a copy of the pieces that each cache is assumed to have."""
         return {cache: frozenset(pieces) for cache, pieces in self._caches.items()}
 
     def add(self, cache: str, passage: Passage, most_pieces: int | None = None) -> tuple[int, ...]:
-        """Record that `cache` will have the pieces of `passage`; return the new ones.
-
-        ``most_pieces``  limit for this cache; None: that of all caches
-        """
+        """Record that `cache` will have the pieces of `passage`; return the new ones."""
         pieces = self._caches.setdefault(cache, OrderedDict())
         known = [piece for piece in passage.pieces if piece in pieces]
         new = tuple(piece for piece in passage.pieces if piece not in pieces)
@@ -107,12 +86,10 @@ class Prefixes:
 
     def drop(self, cache: str, pieces: Iterable[int]) -> None:
         """Remove pieces that `cache` did not receive; other prompts may share them."""
-        held = self._caches.get(cache, {})
-        for piece in pieces:
-            held.pop(piece, None)
+        for piece in pieces if cache in self._caches else ():
+            self._caches[cache].pop(piece, None)
 
     def add_answer(self, cache: str, passage: Passage, tokens: int) -> None:
-        """Record that `cache` has an answer of `tokens` tokens after `passage`."""
         pieces, before = self._caches.get(cache), passage.pieces[-1] if passage.pieces else passage.seed
         if pieces is None or (passage.pieces and before not in pieces):
             return  # evicted meanwhile
@@ -121,12 +98,10 @@ class Prefixes:
         pieces[before] = (*others[-(ENDS_KEPT - 1) :], _End(size, digest, tokens))
 
     def keep_only(self, caches: set[str]) -> None:
-        """Remove all caches but these."""
         for cache in self._caches.keys() - caches:
             del self._caches[cache]
 
     def size(self) -> int:
-        """Return the number of pieces in all caches."""
         return sum(map(len, self._caches.values()))
 
 
