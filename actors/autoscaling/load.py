@@ -1,9 +1,4 @@
-"""Measure the load of an engine from its finished work. Reads no clock: callers pass the time.
-
-Means are exponential with the time constant `window_s`, in seconds. `tokens_per_busy_s` and
-`prompt_tokens` are means over the time in which the engine computes prompts, so an idle engine
-keeps its last values.
-"""
+"""Measure the load of an engine from its finished work. Reads no clock: callers pass the time."""
 
 from dataclasses import dataclass
 from math import exp
@@ -28,7 +23,7 @@ class Fading:
 
 
 class LoadMeter:
-    """Load of one engine. `began_s` is its start; all times are seconds of one monotonic clock."""
+    """Load of one engine, in exponential means. `began_s` is its start, on one monotonic clock."""
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
         self._began_s = began_s
@@ -36,7 +31,7 @@ class LoadMeter:
         self._prompt_tokens = Fading(window_s)
         self._token_gaps_s = Fading(window_s)
         self._tokens = Fading(window_s)
-        # This clock stops while no prompt is computed.
+        # This clock stops while no prompt is computed, so an idle engine keeps its last means.
         self._busy_clock_s = 0.0
         self._busy_until_s = began_s
         self._tokens_while_busy = Fading(window_s)

@@ -1,12 +1,5 @@
 """Ray Serve autoscaling policies: `ScaleTogether` for both roles, `ScaleByOngoing` for one.
 
-Set `ScaleTogether` in a Serve config file, beside `args`; `replicas` of both roles must be an
-autoscaling_config:
-
-    autoscaling_policy:
-      policy_function: actors.autoscaling.policy:ScaleTogether
-      policy_kwargs: {tpot_s: 0.04}
-
 Serve (2.60) aggregates each metric over `look_back_period_s`, calls the policy about ten times a
 second, and applies the delays, factors and bounds of each role's autoscaling_config to the result.
 """
@@ -32,19 +25,15 @@ from configs.settings.parsing import parse_scaling
 logger = logging.getLogger("ray.serve")
 
 POLICY = "actors.autoscaling.policy:ScaleTogether"
-"""Import path of the policy that scales both roles, for a Serve config file."""
-
 ROLE_POLICY = "actors.autoscaling.policy:ScaleByOngoing"
-"""Import path of the policy of a role that scales without regard to the other role."""
 
 LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
 class ScaleTogether:
-    """Autoscaling policy that scales the deployments `Prefill` and `Decode` of one application and
-    ignores others.
+    """Scales the deployments `Prefill` and `Decode` of one application.
 
-    With the setting `models` the deployments have other names, so this policy cannot scale them.
+    With the setting `models` the deployments have other names, so this policy ignores them.
     """
 
     def __init__(self, **policy_kwargs: Any) -> None:
@@ -55,8 +44,7 @@ class ScaleTogether:
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """Return the number of replicas by deployment id, and no state. Called by Serve.
 
-        A role without metrics keeps its number, unless the bounds or the ratio of the roles require
-        another one. An exception would end the loop of Serve's controller over all applications
+        An exception would end the loop of Serve's controller over all applications
         (`ApplicationStateManager.update`).
         """
         by_name = {context.deployment_name: (key, context) for key, context in contexts.items()}
@@ -81,20 +69,14 @@ class ScaleTogether:
 
 
 class ScaleByOngoing:
-    """Autoscaling policy that scales one deployment to `target_ongoing_requests` sequences per
-    replica.
+    """Scales one deployment to `target_ongoing_requests` sequences per replica.
 
-    Each request that waits in a router counts as one sequence.
-
-    Serve's default policy uses its own count of requests, which is zero here: requests bypass
-    Serve.
+    A request that waits in a router counts as one. Serve's default policy would use its own count
+    of requests, which is zero here: requests bypass Serve.
     """
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas, not rounded, and no state. Called by Serve.
-
-        The number is at least 1, or the last requested one while no running replica has reported.
-        """
+        """Return the number of replicas, not rounded, and no state. Called by Serve."""
         ongoing = _metric(context, "ongoing")
         if not ongoing or context.config is None:
             return context.target_num_replicas, {}
@@ -103,18 +85,16 @@ class ScaleByOngoing:
 
 
 def _queued(context: AutoscalingContext) -> float:
-    """Return the number of requests waiting in routers: the highest that a replica reports."""
+    # All routers report their queue to each replica.
     return max(_metric(context, "queued"), default=0.0)
 
 
 def _metric(context: AutoscalingContext, name: str) -> list[float]:
-    """Return the metric of each running replica that has reported it."""
     reported = (context.aggregated_metrics or {}).get(name, {})
     return [float(reported[one]) for one in context.running_replicas if one in reported]
 
 
 def _loads(context: AutoscalingContext, kind: type[LoadT]) -> list[LoadT]:
-    """Return the load of each running replica that has reported; 0 for unreported fields."""
     names = [field.name for field in fields(kind)]
     by_name = {name: (context.aggregated_metrics or {}).get(name, {}) for name in names}
     replicas = [one for one in context.running_replicas if any(one in values for values in by_name.values())]

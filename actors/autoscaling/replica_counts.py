@@ -1,9 +1,5 @@
 """Compute the number of replicas of each role from the load of each running replica. Pure.
 
-    *_need    number of replicas for the configured utilisation; not rounded
-    settle    whole number of replicas, with hysteresis
-    together  both roles: keep the ratio between them within its limits
-
 A need is computed from the load itself, not as a correction of the number of replicas, so replicas
 that are still starting do not change it.
 """
@@ -20,36 +16,23 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class PrefillLoad:
-    """Load of one prefill replica over the last seconds. Cached prompt tokens are included.
+    """Load of one prefill replica over the last seconds; 0 until measured."""
 
-    ``queued_tokens``      prompt tokens of requests without a first token
-    ``tokens_per_s``       prompt tokens per second, of finished prompts
-    ``tokens_per_busy_s``  prompt tokens per second of computing prompts; 0 until measured
-    ``prompt_tokens``      mean number of tokens of a prompt; 0 until measured
-    """
-
-    queued_tokens: float = 0.0
-    tokens_per_s: float = 0.0
-    tokens_per_busy_s: float = 0.0
-    prompt_tokens: float = 0.0
+    queued_tokens: float = 0.0  # of prompts without a first token
+    tokens_per_s: float = 0.0  # of finished prompts, cached tokens included
+    tokens_per_busy_s: float = 0.0  # in the time in which it computed prompts
+    prompt_tokens: float = 0.0  # mean of a prompt
 
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """Load of one decode replica over the last seconds.
+    """Load of one decode replica over the last seconds; 0 until measured."""
 
-    ``kv_use``    fraction of the KV cache in use
-    ``running``   running requests, over all data-parallel ranks
-    ``waiting``   waiting requests that vLLM's scheduler has not deferred (`num_waiting_reqs`)
-    ``tpot_s``    mean time between two tokens of a sequence; 0 until measured
-    ``decoding``  mean number of decoding sequences; idle time counts as 0
-    """
-
-    kv_use: float = 0.0
-    running: float = 0.0
-    waiting: float = 0.0
-    tpot_s: float = 0.0
-    decoding: float = 0.0
+    kv_use: float = 0.0  # fraction of the KV cache in use
+    running: float = 0.0  # requests, over all data-parallel ranks
+    waiting: float = 0.0  # requests that vLLM's scheduler has not deferred (`num_waiting_reqs`)
+    tpot_s: float = 0.0  # mean time between two tokens of a sequence
+    decoding: float = 0.0  # mean number of decoding sequences; idle time counts as 0
 
 
 @dataclass(frozen=True)
@@ -65,10 +48,9 @@ class Bounds:
 
 
 def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the number of prefill replicas needed for arriving and queued prompts, not rounded.
+    """Return the number of prefill replicas needed, not rounded; None until a rate is measured.
 
-    Returns None until a rate is measured. ``queued_requests`` is the number of requests waiting in
-    routers. Their lengths are unknown, so each counts as a prompt of mean length.
+    Each of the ``queued_requests`` in routers counts as a prompt of mean length.
     """
     rates = [load.tokens_per_busy_s for load in loads if load.tokens_per_busy_s > 0]
     if not rates:
@@ -81,11 +63,10 @@ def prefill_need(loads: Sequence[PrefillLoad], queued_requests: float, settings:
 
 
 def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: ScalingSettings) -> float | None:
-    """Return the number of decode replicas needed for KV or `tpot_s`, the larger one, not rounded.
+    """Return the number of decode replicas needed for KV or `tpot_s`, not rounded; None: unknown.
 
-    Returns None if no replica has reported. Assumes that the time between tokens is proportional to
-    the number of sequences on a replica. In fact part of this time is constant. So one call adds or
-    removes too few replicas for `tpot_s`, and later calls correct the number.
+    Assumes that the time between tokens is proportional to the number of sequences. In fact part of
+    it is constant, so one call changes too little for `tpot_s`, and later calls correct that.
     """
     if not loads:
         return None
@@ -102,11 +83,7 @@ def decode_need(loads: Sequence[DecodeLoad], queued_requests: float, settings: S
 
 
 def settle(need: float | None, bounds: Bounds, settings: ScalingSettings) -> int:
-    """Return the number of replicas for `need`, within the bounds.
-
-    Scales up to the need at once, and down only to the need plus the fraction `slack`. An unknown
-    or infinite need keeps the current number, unless the bounds exclude it.
-    """
+    """Scale up to the need at once, and down only to the need plus the fraction `slack`."""
     if need is None or not isfinite(need):
         return bounds.clip(bounds.current)
     up, down = ceil(need - _TINY), ceil(need * (1 + settings.slack) - _TINY)
@@ -120,9 +97,8 @@ def together(
 ) -> tuple[int, int]:
     """Return the numbers of prefill and decode replicas, with their ratio within its limits.
 
-    Adds replicas to the role that has too few. If the bounds of this role prevent that, removes
-    replicas of the other role, because they would be idle. The bounds of a role take precedence
-    over the ratio.
+    Raises the role that has too few; if its bounds prevent that, the other role would have idle
+    replicas, and is limited within its own bounds.
     """
     fewest, most = settings.fewest_prefill_per_decode, settings.most_prefill_per_decode
     p = max(prefill_wanted, prefill.clip(ceil(decode_wanted * fewest - _TINY)))

@@ -22,7 +22,7 @@ class LoadLogger(StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Count the results of one step of data-parallel rank `engine_idx`. Called by vLLM."""
+        """Count the results of one step. Called by vLLM."""
         now_s = time.monotonic()
         if scheduler_stats is not None:
             stats = scheduler_stats
@@ -39,7 +39,7 @@ class LoadLogger(StatLoggerBase):
         """Do nothing. Called by vLLM."""
 
     def read(self, llm: AsyncLLM) -> dict[str, float]:
-        """Return the load of `llm`, by field name of PrefillLoad and DecodeLoad."""
+        """Return the load, by field name of PrefillLoad and DecodeLoad."""
         requests = llm.output_processor.request_states.values()
         # vLLM reports no step after the last request is aborted, so its last numbers are stale.
         ranks = list(self._ranks.values()) if requests else []

@@ -1,18 +1,12 @@
-"""Learn costs from measurements. Old measurements fade, and outliers are clipped.
+"""Learn costs from measurements, as factors on assumed costs, which span orders of magnitude.
 
-`Regression` learns the parts of a cost for all engines of a role. `Level` learns the ratio of one
-engine's or pair's cost to the cost of an average one. Both learn ratios, because costs span orders
-of magnitude. Both fade with time, so the router tries an engine again that was slow and has
-received no work since.
+Measurements fade, so that an engine that was slow is tried again. Outliers are clipped.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from operator import mul
-from typing import TypeVar
 
 import numpy as np
 
@@ -23,179 +17,110 @@ MEMORY = 50.0
 """Number of measurements after which an older one has the weight 1/e."""
 
 TRUSTED = 3.0
-"""Number of measurements from which new ones are clipped.
-
-A clipped measurement is within a factor OUTLIER of the estimate.
-"""
+"""Number of measurements from which new ones are clipped: to a factor OUTLIER of the estimate."""
 
 OUTLIER = 4.0
 
 FIT_EVERY_S = 0.1
-"""Minimum interval in seconds between fits, except for those that FEW and MOST_WAITING trigger.
-
-A fit takes much longer than recording a measurement, so several measurements share one fit.
-"""
+"""Minimum interval between fits, as a fit takes much longer than recording a measurement."""
 
 FEW = 10.0
-"""Number of measurements up to which each one triggers a fit."""
+"""Number of measurements up to which each one is fitted at once."""
 
 MOST_WAITING = 50
-"""Number of waiting measurements that triggers a fit before the interval ends."""
+"""Number of waiting measurements that are fitted before the interval ends."""
 
 LEAST_S = 1e-6
 
 Components = tuple[float, ...]
 """Seconds of each part of a cost; assumed ones, unless stated otherwise."""
 
-Number = TypeVar("Number", float, np.ndarray)
-"""A number, or an array of numbers: one for each engine."""
-
 
 class Level:
     """Factor on an expected cost: weighted geometric mean of the measured ratios.
 
-    The weight of measurements decays with the time constant `fades_s` in seconds. Without new
-    measurements, the factor returns to 1.
+    The weight of measurements decays with the time constant `fades_s`, and the factor returns to 1.
     """
 
     def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
-        self._mean = 0.0
-        self._count = 0.0
-        self._at = 0.0
+        # Mean logarithm of the ratios, their count at the last measurement, and its time.
+        self.state = 0.0, 0.0, 0.0
 
     def fade(self, now: float) -> float:
         """Return the current weight of a measurement made at the last update."""
-        return math.exp(-max(now - self._at, 0.0) / self._fades_s)
+        return math.exp(-max(now - self.state[2], 0.0) / self._fades_s)
 
     def count(self, now: float) -> float:
-        """Return the faded number of measurements."""
-        return self._count * self.fade(now)
+        return self.state[1] * self.fade(now)
 
-    def factor(self, now: float) -> float:
-        """Return the factor; 1 without recent measurements."""
-        return math.exp(self._mean * self._share(now))
-
-    def observe(self, assumed_s: float, measured_s: float, now: float) -> float:
-        """Update the factor from a measurement; return the clipped measurement in seconds."""
-        count = self.count(now)
-        ratio = math.log(max(measured_s, LEAST_S) / max(assumed_s, LEAST_S))
-        if count >= TRUSTED:
-            ratio = min(max(ratio, self._mean - math.log(OUTLIER)), self._mean + math.log(OUTLIER))
-        kept = count * (1 - 1 / MEMORY)
-        self._mean = (self._mean * kept + ratio) / (kept + 1)
-        self._count = kept + 1
-        self._at = max(now, self._at)
-        return max(assumed_s, LEAST_S) * math.exp(ratio)
-
-    @property
-    def state(self) -> tuple[float, float, float]:
-        """Mean logarithm of the ratios, their count at the last measurement, and its time."""
-        return self._mean, self._count, self._at
-
-    def _share(self, now: float) -> float:
+    def share(self, now: float) -> float:
+        """Return the weight of the measurements; the rest is that of the assumption."""
         count = self.count(now)
         return count / (count + ASSUMED_WEIGHT)
 
+    def factor(self, now: float) -> float:
+        return math.exp(self.state[0] * self.share(now))
+
+    def observe(self, assumed_s: float, measured_s: float, now: float) -> float:
+        """Update the factor from a measurement; return the clipped measurement in seconds."""
+        mean, _, at = self.state
+        count = self.count(now)
+        ratio = math.log(max(measured_s, LEAST_S) / max(assumed_s, LEAST_S))
+        if count >= TRUSTED:
+            ratio = min(max(ratio, mean - math.log(OUTLIER)), mean + math.log(OUTLIER))
+        kept = count * (1 - 1 / MEMORY)
+        self.state = (mean * kept + ratio) / (kept + 1), kept + 1, max(now, at)
+        return max(assumed_s, LEAST_S) * math.exp(ratio)
+
 
 class Levels:
-    """`Level` of each engine, also in arrays to compute all factors at once."""
-
-    def __init__(self, fades_s: float) -> None:
-        self._fades_s = fades_s
-        self._levels: dict[str, Level] = {}
-        self._index: dict[str, int] = {}
-        # Mean, count and time of each engine. Column 0 is for engines without measurements.
-        self._values = np.zeros((3, 1))
-
-    def factor(self, engine: str, now: float) -> float:
-        """Return the factor of one engine; 1 without recent measurements."""
-        level = self._levels.get(engine)
-        return 1.0 if level is None else level.factor(now)
-
-    def factors(self, engines: Iterable[str], now: float) -> np.ndarray:
-        """Return the factor of each engine."""
-        index = self._index
-        return _factors(self._values.take([index.get(name, 0) for name in engines], axis=1), self._fades_s, now)
-
-    def observe(self, engine: str, assumed_s: float, measured_s: float, now: float) -> None:
-        """Update the level of one engine from a measurement."""
-        level = self._levels.get(engine)
-        if level is None:
-            level = self._levels[engine] = Level(self._fades_s)
-        level.observe(assumed_s, measured_s, now)
-        self._store(engine, level)
-
-    def keep_only(self, engines: AbstractSet[str]) -> None:
-        """Remove all engines that are not in `engines`."""
-        kept = {engine: level for engine, level in self._levels.items() if engine in engines}
-        if len(kept) < len(self._levels):
-            self.__init__(self._fades_s)  # type: ignore[misc]
-            self._levels = kept
-            for engine, level in kept.items():
-                self._store(engine, level)
-
-    def _store(self, engine: str, level: Level) -> None:
-        index = self._index.setdefault(engine, len(self._index) + 1)
-        if index >= self._values.shape[1]:
-            self._values = np.pad(self._values, [(0, 0), (0, 2 * (index + 1 - self._values.shape[1]))])
-        self._values[:, index] = level.state
-
-
-class PairLevels:
-    """`Level` of each (prefill, decode) pair, also in arrays to compute all factors at once."""
+    """A `Level` for each pair of a row and a column, also in an array to compute many at once."""
 
     def __init__(self, fades_s: float) -> None:
         self._fades_s = fades_s
         self._levels: dict[tuple[str, str], Level] = {}
-        self._prefill: dict[str, int] = {}
-        self._decode: dict[str, int] = {}
-        # Mean, count and time of each pair. Row and column 0 are for engines without measurements.
-        self._values = np.zeros((3, 1, 1))
+        self._rows: dict[str, int] = {}
+        self._columns: dict[str, int] = {}
+        # Names without measurements share row and column 0.
+        self._states = np.zeros((3, 1, 1))
 
-    def factor(self, pair: tuple[str, str], now: float) -> float:
-        """Return the factor of one pair; 1 without recent measurements."""
-        level = self._levels.get(pair)
+    def factor(self, row: str, column: str, now: float) -> float:
+        level = self._levels.get((row, column))
         return 1.0 if level is None else level.factor(now)
 
-    def factors(self, prefill: Sequence[str], decode: Sequence[str], now: float) -> np.ndarray:
-        """Return the factors of all pairs, in shape (decode engines, prefill engines)."""
-        columns = [self._prefill.get(name, 0) for name in prefill]
-        rows = [self._decode.get(name, 0) for name in decode]
-        return _factors(self._values.take(rows, axis=1).take(columns, axis=2), self._fades_s, now)
+    def factors(self, rows: Iterable[str], columns: Iterable[str], now: float) -> np.ndarray:
+        """Return the factors of all pairs, in shape (rows, columns)."""
+        states = self._states.take([self._rows.get(name, 0) for name in rows], axis=1)
+        mean, count, at = states.take([self._columns.get(name, 0) for name in columns], axis=2)
+        present = count * np.exp(np.minimum(at - now, 0.0) / self._fades_s)
+        factors: np.ndarray = np.exp(mean * present / (present + ASSUMED_WEIGHT))
+        return factors
 
-    def observe(self, pair: tuple[str, str], assumed_s: float, measured_s: float, now: float) -> None:
-        """Update the level of one pair from a measurement."""
-        level = self._levels.get(pair)
+    def observe(self, row: str, column: str, assumed_s: float, measured_s: float, now: float) -> None:
+        level = self._levels.get((row, column))
         if level is None:
-            level = self._levels[pair] = Level(self._fades_s)
+            level = self._levels[row, column] = Level(self._fades_s)
         level.observe(assumed_s, measured_s, now)
-        self._store(pair, level)
+        self._store(row, column, level)
 
-    def keep_only(self, pairs: AbstractSet[tuple[str, str]]) -> None:
-        """Remove all pairs that are not in `pairs`."""
-        kept = {pair: level for pair, level in self._levels.items() if pair in pairs}
+    def keep_only(self, rows: AbstractSet[str], columns: AbstractSet[str]) -> None:
+        kept = {place: level for place, level in self._levels.items() if place[0] in rows and place[1] in columns}
         if len(kept) < len(self._levels):
             self.__init__(self._fades_s)  # type: ignore[misc]
             self._levels = kept
-            for pair, level in kept.items():
-                self._store(pair, level)
+            for place, level in kept.items():
+                self._store(*place, level)
 
-    def _store(self, pair: tuple[str, str], level: Level) -> None:
-        column = self._prefill.setdefault(pair[0], len(self._prefill) + 1)
-        row = self._decode.setdefault(pair[1], len(self._decode) + 1)
-        missing = [max(0, index + 1 - size) for index, size in zip((row, column), self._values.shape[1:], strict=True)]
+    def _store(self, row: str, column: str, level: Level) -> None:
+        place = (
+            self._rows.setdefault(row, len(self._rows) + 1),
+            self._columns.setdefault(column, len(self._columns) + 1),
+        )
+        missing = [max(0, index + 1 - size) for index, size in zip(place, self._states.shape[1:], strict=True)]
         if any(missing):
-            self._values = np.pad(self._values, [(0, 0), *((0, 2 * more) for more in missing)])
-        self._values[:, row, column] = level.state
-
-
-def _factors(values: np.ndarray, fades_s: float, now: float) -> np.ndarray:
-    """Return the factors of levels whose mean, count and time are the rows of `values`."""
-    mean, count, at = values
-    present = count * np.exp(np.minimum(at - now, 0.0) / fades_s)
-    factors: np.ndarray = np.exp(mean * present / (present + ASSUMED_WEIGHT))
-    return factors
+            self._states = np.pad(self._states, [(0, 0), *((0, 2 * more) for more in missing)])
+        self._states[:, *place] = level.state
 
 
 class Regression:
@@ -211,53 +136,31 @@ class Regression:
         self._level = Level(fades_s)
         self._squares = np.zeros((parts, parts))
         self._products = np.zeros(parts)
-        self._factors = np.ones(parts)
+        self._factors = [1.0] * parts
+        # Factor on weights of earlier measurements, assumed parts and measured time. Parts and time
+        # are divided by the assumed total times the common factor.
         self._waiting: list[tuple[float, Components, float]] = []
-        """Measurements to fit: (factor on weights of earlier ones, assumed parts, measured time).
-
-        Parts and time are divided by the assumed total times the common factor.
-        """
         self._fitted_at = -math.inf
-        self._common = 1.0
-        """Common factor at the last measurement, towards which a fit pulls the parts' factors."""
-        # Cached: one decision needs the same factors many times.
-        self._cached_at: float | None = None
-        self._cached: tuple[float, ...] = ()
+        self._common = 1.0  # at the last measurement; a fit pulls the parts' factors towards it
 
-    def count(self, now: float) -> float:
-        """Return the faded number of measurements."""
-        return self._level.count(now)
+    def factors(self, now: float) -> Components:
+        """Return the factor of each part, after a fit if the last one is FIT_EVERY_S old."""
+        if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
+            self.fit(now)
+        share = self._level.share(now)
+        return tuple([1 + (factor - 1) * share for factor in self._factors])
 
-    def factors(self, now: float) -> tuple[float, ...]:
-        """Return the factor of each part; 1 without recent measurements.
-
-        First fits waiting measurements if the last fit is at least FIT_EVERY_S old.
-        """
-        if now != self._cached_at:
-            if self._waiting and now - self._fitted_at >= FIT_EVERY_S:
-                self.fit(now)
-            count = self.count(now)
-            share = count / (count + ASSUMED_WEIGHT)
-            self._cached = tuple(1 + (factor - 1) * share for factor in self._factors.tolist())
-            self._cached_at = now
-        return self._cached
-
-    def parts(self, assumed: tuple[float | Number, ...], now: float) -> tuple[float | Number, ...]:
-        """Return the expected seconds of each part of work with the assumed parts `assumed`."""
-        return tuple(map(mul, self.factors(now), assumed))
-
-    def predict(self, assumed: tuple[float | Number, ...], now: float) -> Number:
+    def predict(self, assumed: Components, now: float) -> float:
         """Return the expected seconds of work with the assumed parts `assumed`."""
         # Not a product of matrices: equal work must have equal costs, to the last bit.
-        seconds: Number = sum(map(mul, self.factors(now), assumed))
-        return seconds
+        return sum(map(mul, self.factors(now), assumed), 0.0)
 
     def observe(self, assumed: Components, measured_s: float, now: float) -> None:
         """Record that work with the parts `assumed` took `measured_s`; ignore work of zero cost."""
         if sum(assumed) < LEAST_S:
             return
         kept = (1 - 1 / MEMORY) * self._level.fade(now)
-        if self.count(now) >= TRUSTED:
+        if self._level.count(now) >= TRUSTED:
             expected_s = max(self.predict(assumed, now), LEAST_S)
             measured_s = min(max(measured_s, expected_s / OUTLIER), expected_s * OUTLIER)
         believed_s = self._level.observe(sum(assumed), measured_s, now)
@@ -267,12 +170,6 @@ class Regression:
         due = now - self._fitted_at >= FIT_EVERY_S or len(self._waiting) >= MOST_WAITING
         if due or self._level.count(now) <= FEW:
             self.fit(now)
-        self._cached_at = None
-
-    @property
-    def waiting(self) -> int:
-        """Number of measurements that are not fitted yet."""
-        return len(self._waiting)
 
     def fit(self, now: float) -> None:
         """Fit all waiting measurements."""
@@ -285,15 +182,12 @@ class Regression:
         weighted = shares.T * weights[1:]
         self._squares = self._squares * weights[0] + weighted @ shares
         self._products = self._products * weights[0] + weighted @ ratios
-        self._factors = self._solve(self._common)
+        self._factors = self._solve(self._common).tolist()
         self._waiting.clear()
         self._fitted_at = now
 
     def _solve(self, common: float) -> np.ndarray:
-        """Return the factors of the best fit, none below zero.
-
-        Negative factors are fixed at zero, and the others are fitted again.
-        """
+        """Return the best fit; negative factors are fixed at zero and the others fitted again."""
         squares, products = self._squares.copy(), self._products.copy()
         # The second term keeps the matrix regular after cost changes of many orders of magnitude.
         pull = max(self.RIDGE / common**2, 1e-9 * float(squares.trace()))

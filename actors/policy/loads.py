@@ -1,9 +1,7 @@
 """Unfinished work of this router on one engine: queued prompts and running streams."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from actors.policy.estimates import Components
 
@@ -11,19 +9,30 @@ OVERRUN_SHARE = 0.1
 """Remaining time of overdue work as a fraction of its age, so that a stuck engine looks busier."""
 
 TOGETHER_SHARE = 0.2
-"""Fraction of a prompt's expected time.
+"""Fraction of its expected time within which a prompt counts as computed with the previous one."""
 
-A prompt that ends sooner than this after the previous one is measured together with the next
-prompt, if another one is queued.
+FAILING_S = 5.0
+"""An engine is ranked last for this time after a failed call.
+
+Without calls, it would seem idle until Serve detects its failure.
+"""
+
+SILENT_S = 300.0
+"""An engine that sent nothing is ranked last for this time, or until it computes.
+
+A hung engine accepts calls, and each would wait for `silence_timeout_s`. With the default
+`transfer.step_s`, Serve replaces the engine in this time (`HUNG_MARGIN_S` in
+`actors/engine/heartbeat.py`); with a longer one, one request in each SILENT_S may wait for it.
 """
 
 
-@dataclass
-class _Work:
-    """Cost parts and expected seconds of one prompt."""
+Measured = tuple[Components, float]
+"""Assumed seconds of each part of a cost, and the measured seconds of all."""
 
-    parts: Components
-    seconds: float
+
+class _Work(NamedTuple):
+    parts: Components = ()
+    seconds: float = 0.0  # expected
 
 
 class PromptQueue:
@@ -32,10 +41,8 @@ class PromptQueue:
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, _Work] = OrderedDict()
         self._waiting_s = 0.0
-        """Sum of the expected seconds of the work in `_waiting`."""
         self._busy_since = 0.0
-        self._unmeasured: Components = ()
-        self._unmeasured_s = 0.0
+        self._unmeasured = _Work()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -43,8 +50,7 @@ class PromptQueue:
     def add(self, key: int, parts: Components, seconds: float, now: float) -> None:
         """Add work with the cost parts `parts`; expect it to take `seconds` once it is first."""
         if not self._waiting:
-            self._busy_since = now
-            self._unmeasured, self._unmeasured_s = (), 0.0
+            self._begin_next(now)
         self._waiting[key] = _Work(parts, seconds)
         self._waiting_s += seconds
 
@@ -56,71 +62,62 @@ class PromptQueue:
         first_s = next(iter(self._waiting.values())).seconds
         return max(first_s - age_s, age_s * OVERRUN_SHARE) + max(self._waiting_s - first_s, 0.0)
 
-    def finish(self, key: int, now: float, parts: Components | None = None) -> tuple[Components, float] | None:
-        """Remove finished work; return the cost parts and the seconds of a measurement.
+    def finish(self, key: int, now: float, parts: Components = ()) -> Measured | None:
+        """Remove work; return a measurement if it is one.
 
-        ``parts``  cost parts known only now; None: those given to `add`
+        Work that ended out of order or too soon (TOGETHER_SHARE) was computed together with other
+        work, so its parts are added to the next measurement.
 
-        Return None for an unknown key, or if no time has passed. While other work is queued, return
-        None for work that ended out of order or too soon (TOGETHER_SHARE): the engine computed it
-        together with other work, so its parts are added to the next measurement.
+        ``parts``  cost parts known only now; empty: those given to `add`
         """
-        work = self._waiting.get(key)
-        if work is None:
+        if key not in self._waiting:
             return None
-        first = next(iter(self._waiting)) == key
-        self._remove(key)
-        total = _sum(self._unmeasured, parts or work.parts)
-        seconds = self._unmeasured_s + work.seconds
+        first, work = self._remove(key)
+        before = self._unmeasured
+        total = _Work(_sum(before.parts, parts or work.parts), before.seconds + work.seconds)
         elapsed_s = now - self._busy_since
-        if not first or elapsed_s < seconds * TOGETHER_SHARE:
+        if not first or elapsed_s < total.seconds * TOGETHER_SHARE:
             if self._waiting:
-                self._unmeasured, self._unmeasured_s = total, seconds
+                self._unmeasured = total
                 return None
             if elapsed_s <= 0:
                 return None
-        self._unmeasured, self._unmeasured_s = (), 0.0
-        self._busy_since = now
-        return total, elapsed_s
+        self._begin_next(now)
+        return total.parts, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
-        """Remove work, but make no measurement; ignore an unknown key."""
-        if key in self._waiting:
-            if next(iter(self._waiting)) == key:
-                self._busy_since = now
-                self._unmeasured, self._unmeasured_s = (), 0.0
-            self._remove(key)
+        """Remove work without a measurement; ignore an unknown key."""
+        if key in self._waiting and self._remove(key)[0]:
+            self._begin_next(now)
 
-    def _remove(self, key: int) -> None:
-        self._waiting_s -= self._waiting.pop(key).seconds
+    def _begin_next(self, now: float) -> None:
+        self._busy_since = now
+        self._unmeasured = _Work()
+
+    def _remove(self, key: int) -> tuple[bool, _Work]:
+        first = next(iter(self._waiting)) == key
+        work = self._waiting.pop(key)
+        self._waiting_s -= work.seconds
         if not self._waiting:
             self._waiting_s = 0.0  # without the rounding errors of earlier work
+        return first, work
 
 
 class EngineLoad:
-    """Work that this router has assigned to one engine, from the routing decision on.
-
-    ``prompts``          prompts assigned to the engine and not known to be computed
-    ``calls``            keys of the requests with an open or expected call to the engine
-    ``streams``          keys of the calls whose stream has started
-    ``computed_tokens``  prompt tokens that a decode engine has computed so far for local streams
-    ``failed_at``        time in seconds of the last failed call; None before the first
-    ``silent_at``        time in seconds at which the last call ended because the engine sent
-                         nothing; None before the first, and once the engine computes again
-    """
+    """Work that this router has assigned to one engine, from the routing decision on."""
 
     def __init__(self) -> None:
-        self.prompts = PromptQueue()
-        self.calls: set[int] = set()
-        self.streams: set[int] = set()
-        self.computed_tokens = 0
-        self.failed_at: float | None = None
-        self.silent_at: float | None = None
+        self.prompts = PromptQueue()  # not known to be computed
+        self.calls: set[int] = set()  # keys of the requests with an open or expected call
+        self.streams: set[int] = set()  # keys of the calls whose stream has started
+        self.computed_tokens = 0  # of prompts, by a decode engine for local streams
+        self.failed_at: float | None = None  # last failed call
+        self.silent_at: float | None = None  # end of a silent call; None once the engine computes
         self._stream_seconds = 0.0
         self._at = 0.0
 
     def stream_seconds(self, now: float) -> float:
-        """Return the running time of all streams so far, summed, in seconds."""
+        """Return the running time of all streams so far, summed."""
         self._stream_seconds += len(self.streams) * max(now - self._at, 0.0)
         self._at = max(now, self._at)
         return self._stream_seconds
@@ -132,6 +129,10 @@ class EngineLoad:
     def streams_end(self, key: int, now: float) -> None:
         self.stream_seconds(now)
         self.streams.discard(key)
+
+    def failing(self, now: float) -> bool:
+        failed = self.failed_at is not None and now - self.failed_at < FAILING_S
+        return failed or (self.silent_at is not None and now - self.silent_at < SILENT_S)
 
 
 def _sum(first: Components, second: Components) -> Components:

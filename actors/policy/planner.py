@@ -1,25 +1,22 @@
 """Route each request, and update cost estimates from its outcome.
 
-The caller passes the time of any monotonic clock in seconds (`now`) and reports events: `begin`
-when replicas for the legs are chosen, `prefilled`, `opened` with the first token of a stream,
-`computed`, `handed_over`, and always `ended`; also `failed` for an engine. Costs are learnt only
-from stages that a request reached.
+Callers pass the time of a monotonic clock in seconds, and report events. Costs are learnt only from
+stages that a request reached.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import count
 
 from actors.policy.choice import Asked, choose
-from actors.policy.costs import Costs
+from actors.policy.costs import HANDOVER, LOCAL, PREFILL, STEP, Costs, prompt_quantities
 from actors.policy.decision import Decision
+from actors.policy.estimates import Components
 from actors.policy.inflight import InflightRequest
-from actors.policy.loads import EngineLoad
-from actors.policy.options import Options
+from actors.policy.loads import EngineLoad, Measured
+from actors.policy.options import Candidate, Options, candidate
 from actors.policy.prefixes import Prefixes
 from actors.policy.prompts import ID_BYTES, PIECE_BYTES, Passage, Prompt
 from actors.policy.stores import EngineStore, Stores
@@ -37,10 +34,6 @@ Defer = Callable[[Callable[[], None]], None]
 """Function that runs a callable, at once or later."""
 
 
-def _immediately(do: Callable[[], None]) -> None:
-    do()
-
-
 class Planner:
     """State of one model's engines in a router: running work, costs and cached prefixes.
 
@@ -51,7 +44,7 @@ class Planner:
     settings: RoutingSettings
     _costs: Costs
 
-    def __init__(self, settings: RoutingSettings, later: Defer = _immediately) -> None:
+    def __init__(self, settings: RoutingSettings, later: Defer = lambda do: do()) -> None:
         self._later = later
         self._reset(settings)
         self._prefill: defaultdict[str, EngineLoad] = defaultdict(EngineLoad)
@@ -62,14 +55,9 @@ class Planner:
         self._decisions = 0
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """Apply new settings.
-
-        Discard all measurements if an assumption (`assumed_*`) or `fades_s` has changed; keep
-        running work and cached prefixes.
-        """
+        """Apply new settings; discard all measurements if `assumed_*` or `fades_s` has changed."""
         if _assumptions(settings) == _assumptions(self.settings):
             self.settings = settings
-            self._costs.settings = settings
         else:
             self._reset(settings)
         self._prefixes.most_pieces = _pieces(settings, settings.prefix_tokens_per_engine)
@@ -97,55 +85,46 @@ class Planner:
         stores: Mapping[str, EngineStore] | None = None,
         identities: Mapping[str, str] | None = None,
     ) -> Decision:
-        """Decide where to send `prompt`.
+        """Decide where to send `prompt`. Forget engines that have stopped and have no open call.
 
-        If the replicas of both roles are known, also forget engines that no longer run and have no
-        open call.
-
-        ``prefill``, ``decode``  ongoing sequences of each role's replicas that accept calls; None:
+        ``prefill``, ``decode``  ongoing sequences of each role's engines that accept calls; None:
                                  not known yet
         ``whole``                reason why decode must serve all of the request, or None
-        ``session``              session of the request, or None
-        ``avoid``                replicas of either role that must not be chosen
-        ``prefill_failed``       whether a prefill replica has failed this request
-        ``stores``               KV store of each replica; replicas without one are absent. None:
-                                 unchanged
-        ``identities``           identity of each replica; empty or None if all are equal
+        ``avoid``                engines of either role that must not be chosen
+        ``prefill_failed``       whether a prefill engine has failed this request
+        ``stores``               KV store of each engine that has one; None: unchanged
+        ``identities``           identity of each engine; empty or None if all are equal
         """
         self._decisions += 1
         if stores is not None:
             self._stores.announce(stores)
         if prefill is not None and decode is not None:
             self._forget_others(prefill.keys(), decode.keys())
-        tokens = self.prompt_tokens(prompt)
-        decode_held = self._held(decode or (), prompt)
-        prefill_held = self._held(prefill or () if whole is None else (), prompt)
-        options = Options(
-            prompt_tokens=tokens,
-            answer_tokens=self.answer_tokens(prompt),
-            decode=_running(decode, avoid, self._decisions),
-            prefill=_running(prefill, avoid, self._decisions),
-            decode_held=decode_held,
-            prefill_held=prefill_held,
-            decode_stored=self._stored_beyond(decode_held, prompt),
-            prefill_stored=self._stored_beyond(prefill_held, prompt),
-            decode_loads=self._decode,
-            prefill_loads=self._prefill,
-            costs=self._costs,
-            now=now,
-            identities=identities or {},
+        candidates = self._candidates(
+            _turned(decode or {}, avoid, self._decisions),
+            _turned(prefill or {}, avoid, self._decisions) if whole is None else {},
+            prompt,
+            now,
         )
-        return choose(self.settings, options, Asked(whole, session, prefill is not None, prefill_failed))
+        options = Options(self.prompt_tokens(prompt), self.answer_tokens(prompt), *candidates, self._costs, now)
+        asked = Asked(whole, session, prefill is not None, prefill_failed, identities or {})
+        return choose(self.settings, options, asked)
+
+    def _candidates(
+        self, decode: Mapping[str, int], prefill: Mapping[str, int], prompt: Prompt, now: float
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        engines = [*decode, *prefill]
+        ongoing = [*decode.values(), *prefill.values()]
+        loads = [self._decode.get(engine) for engine in decode] + [self._prefill.get(engine) for engine in prefill]
+        held = self._cached(self._prefixes, engines, prompt)
+        loaded = self._loaded(engines, held, prompt)
+        found = [candidate(*state, now) for state in zip(engines, loads, ongoing, held, loaded, strict=True)]
+        return found[: len(decode)], found[len(decode) :]
 
     def begin(self, prompt: Prompt, decode: str, prefill: str | None, now: float) -> InflightRequest:
-        """Record the replicas chosen for the legs; return the state of the request.
-
-        ``prefill``  prefill replica; None if decode computes the prompt
-        """
-        held = self._held((decode, prefill or decode), prompt)
+        """Record the engines chosen for the legs; decode alone if `prefill` is None."""
         computes = prefill or decode
-        held_tokens = held[computes]
-        loaded_tokens = self._stored_beyond({computes: held_tokens}, prompt).get(computes, 0)
+        decode_held, held = self._cached(self._prefixes, (decode, computes), prompt)
         load = self._decode[decode]
         inflight = InflightRequest(
             key=next(self._keys),
@@ -153,73 +132,63 @@ class Planner:
             decode=decode,
             prefill=prefill,
             prompt_tokens=self.prompt_tokens(prompt),
-            held_tokens=held_tokens,
-            loaded_tokens=loaded_tokens,
-            decode_held_tokens=held[decode],
+            held_tokens=held,
+            loaded_tokens=self._loaded((computes,), (held,), prompt)[0],
+            decode_held_tokens=decode_held,
             streams=len(load.streams),
-            began_at=now,
         )
         load.calls.add(inflight.key)
-        if prefill is None:
-            parts = self._local_parts(inflight, now)
-            load.prompts.add(inflight.key, parts, self._costs.local.predict_s(decode, parts, now), now)
-        else:
-            parts = self._costs.prefill_parts(inflight.new_tokens, held_tokens, loaded_tokens)
-            self._prefill[prefill].calls.add(inflight.key)
-            prefill_s = self._costs.prefill.predict_s(prefill, parts, now)
-            self._prefill[prefill].prompts.add(inflight.key, parts, prefill_s, now)
-        for engine in filter(None, (decode, prefill)):
+        engines: tuple[str, str | None, str | None] = (LOCAL, decode, None)
+        if prefill is not None:
+            load, engines = self._prefill[prefill], (PREFILL, None, prefill)
+            load.calls.add(inflight.key)
+        parts = self._prompt_parts(inflight, now)
+        load.prompts.add(inflight.key, parts, self._costs.expect_s(*engines, parts, now), now)
+        for engine in {decode, computes}:
             new = [piece for passage in prompt.passages for piece in self._prefixes.add(engine, passage)]
             inflight.added[engine] = tuple(new)
         return inflight
 
     def prefilled(self, inflight: InflightRequest, now: float, prompt_tokens: int | None = None) -> None:
-        """Record that prefill has computed the prompt; ignore later calls, and calls after `ended`.
-
-        ``prompt_tokens``  token count in the prefill engine's answer, if it has one
-        """
+        """Record that prefill has computed the prompt; `prompt_tokens` if its answer has them."""
         if inflight.prefill is None or inflight.prefilled_at is not None or inflight.over:
             return
         inflight.prefilled_at = now
-        self._prefill[inflight.prefill].silent_at = None
+        load = self._prefill[inflight.prefill]
+        load.silent_at = None
         if prompt_tokens is not None:
             self._count_tokens(inflight, prompt_tokens)
-        parts = self._costs.prefill_parts(inflight.new_tokens, inflight.held_tokens, inflight.loaded_tokens)
-        if measured := self._prefill[inflight.prefill].prompts.finish(inflight.key, now, parts):
-            self._later(partial(self._costs.prefill.observe, inflight.prefill, *measured, now))
+        if measured := load.prompts.finish(inflight.key, now, self._prompt_parts(inflight, now)):
+            self._learn(PREFILL, None, inflight.prefill, measured, now)
         self._later(partial(self._stores.add, inflight.prefill, inflight.prompt))
 
     def handed_over(self, inflight: InflightRequest) -> None:
-        """Stop counting the request on its prefill replica after decode's first token."""
+        """Stop counting the request on its prefill engine after decode's first token."""
         if inflight.prefill is not None:
             self._prefill[inflight.prefill].calls.discard(inflight.key)
 
     def opened(self, inflight: InflightRequest, now: float) -> None:
-        """Record the first token of a stream; ignore later calls, and calls after `ended`."""
+        """Record the first token of a stream."""
         if inflight.opened_at is not None or inflight.over:
             return
         load = self._decode[inflight.decode]
         if inflight.prefill is None:
             if measured := load.prompts.finish(inflight.key, now):
-                self._later(partial(self._costs.local.observe, inflight.decode, *measured, now))
+                self._learn(LOCAL, inflight.decode, None, measured, now)
             load.computed_tokens += inflight.new_tokens
         elif inflight.prefilled_at is not None:
-            parts = self._costs.handover_parts(inflight.moved_tokens, inflight.streams)
-            pair, seconds = (inflight.prefill, inflight.decode), now - inflight.prefilled_at
-            self._later(partial(self._costs.observe_handover, pair, parts, seconds, now))
+            parts = self._costs.parts(HANDOVER, (1.0, inflight.moved_tokens, inflight.streams), now)
+            self._learn(HANDOVER, inflight.decode, inflight.prefill, (parts, now - inflight.prefilled_at), now)
         inflight.opened_at = now
         load.streams_begin(inflight.key, now)
         inflight.opened_stream_seconds = load.stream_seconds(now)
         inflight.opened_computed_tokens = load.computed_tokens
 
     def ended(self, inflight: InflightRequest, now: float, answer_tokens: int = 0, broken: bool = False) -> None:
-        """Record the end of the legs; ignore later calls.
+        """Record the end of the legs; later reports about the request are ignored.
 
-        If the prefill engine has not computed the prompt, its prefixes lose the pieces in `added`.
-
-        ``answer_tokens``  recorded tokens in the decode engine's stream
-        ``broken``         whether decode may have no KV of the prompt; its prefixes then lose
-                           these pieces, too, unless its stream was `opened`
+        ``answer_tokens``  tokens in the decode engine's stream
+        ``broken``         whether decode may have no KV of the prompt, unless its stream was opened
         """
         if inflight.over:
             return
@@ -237,10 +206,9 @@ class Planner:
             self._answer_tokens = (self._answer_tokens * kept + answer_tokens) / (kept + 1)
             self._answers = kept + 1
             if len(inflight.prompt.passages) == 1:
-                self._prefixes.add_answer(inflight.decode, inflight.prompt.passages[0], answer_tokens)
-                self._later(
-                    partial(self._stores.add_answer, inflight.decode, inflight.prompt.passages[0], answer_tokens)
-                )
+                passage = inflight.prompt.passages[0]
+                self._prefixes.add_answer(inflight.decode, passage, answer_tokens)
+                self._later(partial(self._stores.add_answer, inflight.decode, passage, answer_tokens))
         load.prompts.drop(inflight.key, now)
         load.streams_end(inflight.key, now)
         load.calls.discard(inflight.key)
@@ -250,11 +218,9 @@ class Planner:
         inflight.over = True
 
     def failed(self, engine: str, now: float, silent: bool = False) -> None:
-        """Record that `engine` has failed a call or was too late; ignore an unknown engine.
+        """Record that `engine` has failed a call, was too late or, if `silent`, sent nothing.
 
         Refused, rejected and cancelled calls are no failures.
-
-        ``silent``  whether the engine sent nothing; it may hang
         """
         for loads in (self._prefill, self._decode):
             if engine in loads:
@@ -279,10 +245,7 @@ class Planner:
         return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
 
     def answer_tokens(self, prompt: Prompt) -> int:
-        """Return the expected number of tokens of all answers, at least 1.
-
-        Each answer is expected to have the recent mean, or the client's limit if that is less.
-        """
+        """Return the expected number of tokens of all answers, from the mean and the limit."""
         most = prompt.most_answer_tokens
         each = self._answer_tokens if most is None else min(self._answer_tokens, most)
         return max(round(each * prompt.answers), 1)
@@ -292,71 +255,58 @@ class Planner:
         seconds, steps = now - inflight.opened_at, answer_tokens - 1
         streams = (load.stream_seconds(now) - inflight.opened_stream_seconds) / seconds
         computed = (load.computed_tokens - inflight.opened_computed_tokens) / steps
-        parts = self._costs.step_parts(streams, computed, now)
-        self._later(partial(self._costs.step.observe, inflight.decode, parts, seconds / steps, now))
+        parts = self._costs.parts(STEP, (1.0, streams, computed), now)
+        self._learn(STEP, inflight.decode, None, (parts, seconds / steps), now)
 
-    def _local_parts(self, inflight: InflightRequest, now: float) -> tuple[float, ...]:
-        held, loaded = inflight.held_tokens, inflight.loaded_tokens
-        return self._costs.local_parts(inflight.new_tokens, held, loaded, inflight.streams, now)
+    def _prompt_parts(self, inflight: InflightRequest, now: float) -> Components:
+        new, loaded = inflight.new_tokens, inflight.loaded_tokens
+        prompt = prompt_quantities(new, inflight.held_tokens, loaded)
+        if inflight.prefill is not None:
+            return self._costs.parts(PREFILL, prompt, now)
+        return self._costs.parts(LOCAL, (*prompt, new * inflight.streams), now)
 
-    def _held(self, engines: Collection[str], prompt: Prompt) -> dict[str, int]:
-        """Return the estimated number of cached tokens of `prompt` on each engine."""
-        return self._known(self._prefixes, engines, prompt)
+    def _learn(self, cost: str, decode: str | None, prefill: str | None, measured: Measured, now: float) -> None:
+        self._later(partial(self._costs.observe, cost, decode, prefill, *measured, now))
 
-    def _stored_beyond(self, held: Mapping[str, int], prompt: Prompt) -> dict[str, int]:
-        """Return the estimated tokens of `prompt` in each engine's KV store but not in its cache.
-
-        Engines without such tokens are absent.
-
-        ``held``  estimated cached tokens of each engine
-        """
-        by_engine = self._stores.by_engine
-        if not by_engine:
-            return {}
+    def _loaded(self, engines: Sequence[str], held: Sequence[int], prompt: Prompt) -> list[int]:
+        """Return the tokens in each engine's KV store beyond those `held` in its cache."""
+        loaded = [0] * len(engines)
+        if not self._stores.by_engine:
+            return loaded
         # Skip engines whose cache has as many tokens as a store can have: lookups are the cost of
         # a decision in a large fleet.
-        most = sum(max(self._tokens(passage, len(passage.data)) - 1, 0) for passage in prompt.passages)
-        stores = {}
-        for engine, tokens in held.items():
-            one = by_engine.get(engine)
-            if one is not None and most // one.chunk_tokens * one.chunk_tokens > tokens:
-                stores[engine] = one
-        if not stores:
-            return {}
-        stored = self._known(self._stores.prefixes, {store.id for store in stores.values()}, prompt)
-        found = {}
-        for engine, (store, _, chunk_tokens) in stores.items():
-            if (beyond := stored[store] // chunk_tokens * chunk_tokens - held[engine]) > 0:
-                found[engine] = beyond
-        return found
+        most = sum(self._most_cached(passage) for passage in prompt.passages)
+        loading = []
+        for index, engine in enumerate(engines):
+            store = self._stores.by_engine.get(engine)
+            if store is not None and _whole(most, store.chunk_tokens) > held[index]:
+                loading.append((index, store))
+        stores = list({store.id for _, store in loading})
+        stored = dict(zip(stores, self._cached(self._stores.prefixes, stores, prompt), strict=True))
+        for index, store in loading:
+            loaded[index] = max(_whole(stored[store.id], store.chunk_tokens) - held[index], 0)
+        return loaded
 
-    def _known(self, prefixes: Prefixes, holders: Collection[str], prompt: Prompt) -> dict[str, int]:
-        """Return the estimated tokens of `prompt` that each holder has.
-
-        The last token of each passage never counts: engines always compute it.
-
-        ``holders``  engines or stores
-        """
-        found = dict.fromkeys(holders, 0)
+    def _cached(self, prefixes: Prefixes, caches: Sequence[str], prompt: Prompt) -> list[int]:
+        tokens = [0] * len(caches)
         for passage in prompt.passages:
-            most = self._tokens(passage, len(passage.data)) - 1
             last, own = None, 0
-            for holder, held in zip(found, prefixes.held_by(found, passage), strict=True):
-                if held is not last:  # `held_by` repeats one object for most engines
-                    own = self._tokens(passage, held.data_bytes) + held.answer_tokens
-                    last, own = held, max(min(own, most), 0)
-                found[holder] += own
-        return found
+            for index, held in enumerate(prefixes.held(caches, passage)):
+                if held is not last:  # the result repeats one object for most caches
+                    last, own = held, self._tokens(passage, held.data_bytes) + held.answer_tokens
+                    own = min(own, self._most_cached(passage))
+                tokens[index] += own
+        return tokens
+
+    def _most_cached(self, passage: Passage) -> int:
+        # Engines always compute the last token.
+        return max(self._tokens(passage, len(passage.data)) - 1, 0)
 
     def _tokens(self, passage: Passage, data_bytes: int) -> int:
         return round(data_bytes / (ID_BYTES if passage.ids else self._text_bytes / self._text_tokens))
 
     def _count_tokens(self, inflight: InflightRequest, prompt_tokens: int) -> None:
-        """Replace the estimated token count by `prompt_tokens`, which the engine counted.
-
-        Scales the estimated cached and stored tokens by the same ratio. A request with a single
-        text prompt also updates the bytes per token of text.
-        """
+        """Correct the estimates by the engine's token count; learn the bytes per token of text."""
         passages = inflight.prompt.passages
         if len(passages) == 1 and not passages[0].ids and passages[0].data and prompt_tokens > 0:
             kept = max(1 - prompt_tokens / REMEMBERED_TOKENS, 0.0)
@@ -364,12 +314,10 @@ class Planner:
             self._text_tokens = self._text_tokens * kept + prompt_tokens
         share = prompt_tokens / inflight.prompt_tokens
         inflight.prompt_tokens = prompt_tokens
-        inflight.held_tokens = round(inflight.held_tokens * share)
-        inflight.loaded_tokens = round(inflight.loaded_tokens * share)
-        inflight.decode_held_tokens = round(inflight.decode_held_tokens * share)
+        for name in ("held_tokens", "loaded_tokens", "decode_held_tokens"):
+            setattr(inflight, name, round(getattr(inflight, name) * share))
 
     def _forget_others(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
-        """Remove engines that no longer run and have no open call."""
         if self._prefill.keys() <= prefill and self._decode.keys() <= decode:
             return
         for loads, running in ((self._prefill, prefill), (self._decode, decode)):
@@ -379,11 +327,15 @@ class Planner:
         self._costs.keep_only({*self._prefill, *prefill}, {*self._decode, *decode})
 
 
-def _running(replicas: Mapping[str, int] | None, avoid: AbstractSet[str], turn: int) -> dict[str, int]:
-    """Return the candidate replicas, rotated by `turn` to spread requests over equal ones."""
-    names = sorted((replicas or {}).keys() - avoid)
+def _turned(ongoing: Mapping[str, int], avoid: AbstractSet[str], turn: int) -> dict[str, int]:
+    """Return the usable engines, rotated by `turn` to spread requests over equal ones."""
+    names = sorted(ongoing.keys() - avoid)
     first = turn % len(names) if names else 0
-    return {name: (replicas or {})[name] for name in names[first:] + names[:first]}
+    return {name: ongoing[name] for name in names[first:] + names[:first]}
+
+
+def _whole(tokens: int, chunk_tokens: int) -> int:
+    return tokens // chunk_tokens * chunk_tokens
 
 
 def _pieces(settings: RoutingSettings, tokens: int) -> int:

@@ -1,12 +1,8 @@
 """Read the prompts of a request as chained hashes of fixed-size pieces, to find cached prefixes.
 
-The router does not tokenize. Text is measured in bytes, and the planner estimates the bytes per
-token; a token id has four bytes. A chat is the bytes of its messages in order, so the next turn of
-a conversation extends it. An image, a recording or a file counts as MEDIA_BYTES bytes, which repeat
-the hash of its data or URL.
+The router does not tokenize: the planner estimates the bytes per token. A chat is the bytes of its
+messages in order, so the next turn of a conversation extends it.
 """
-
-from __future__ import annotations
 
 import json
 from array import array
@@ -22,10 +18,9 @@ PIECE_BYTES = 256
 ID_BYTES = 4
 
 MEDIA_BYTES = 1024
-"""Bytes that stand for an image, a recording or a file of any size; about 256 tokens."""
+"""Bytes that stand for an image, a recording or a file: the repeated hash of its data or URL."""
 
 _MEDIA_KEYS = frozenset({"url", "data", "image_url", "file_data"})
-"""Keys of a content part that hold an image, a recording or a file, as a URL or in base64."""
 
 _END_OF_FIELD = b"\x1e"
 _END_OF_MESSAGE = b"\x1f"
@@ -33,18 +28,12 @@ _END_OF_MESSAGE = b"\x1f"
 
 @dataclass(frozen=True)
 class Passage:
-    """One prompt.
-
-    ``data``    bytes of its text or token ids
-    ``ids``     whether the data are token ids
-    ``seed``    hash of the other fields that separate caches (`_seed`)
-    ``pieces``  pieces[i] is the hash of the seed and the first i + 1 pieces
-    """
+    """One prompt, as text or as token ids."""
 
     data: bytes = field(repr=False)
     ids: bool
-    seed: int
-    pieces: tuple[int, ...] = field(repr=False)
+    seed: int  # hash of the other fields that separate caches (`_seed`)
+    pieces: tuple[int, ...] = field(repr=False)  # [i]: hash of the seed and the first i + 1 pieces
 
     @property
     def tail(self) -> bytes:
@@ -54,20 +43,14 @@ class Passage:
 
 @dataclass(frozen=True)
 class Prompt:
-    """All prompts of one request.
+    """All prompts of one request."""
 
-    ``passages``            prompts; empty if the body has no readable prompt
-    ``answers``             number of answers, at least 1
-    ``most_answer_tokens``  the client's limit of each answer in tokens; None without one
-    """
-
-    passages: tuple[Passage, ...] = ()
+    passages: tuple[Passage, ...] = ()  # empty if the body has no readable prompt
     answers: int = 1
-    most_answer_tokens: int | None = None
+    most_answer_tokens: int | None = None  # the client's limit of each answer
 
 
 def read_prompt(body: Mapping[str, Any]) -> Prompt:
-    """Return the prompts of a request's body; no passages for a body without a readable prompt."""
     seed = _seed(body)
     limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((limit for limit in limits if limit is not None), None)
@@ -125,10 +108,7 @@ def _passages(body: Mapping[str, Any], seed: int) -> Iterable[Passage]:
 
 
 def _messages_of_response(body: Mapping[str, Any]) -> list[Any] | None:
-    """Return the `input` of a body as messages, as in `/v1/responses`.
-
-    None if it is empty, or neither text nor a list of objects.
-    """
+    """Return the `input` of `/v1/responses` as messages; None if it is no text or messages."""
     given = body.get("input")
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
@@ -149,10 +129,7 @@ def _message(message: Any) -> bytes:
 
 
 def _hashed_media(content: Any, key: str = "") -> Any:
-    """Return content parts with hashes in place of images, recordings and files.
-
-    The recursion is bounded: the HTTP layer limits the depth of bodies.
-    """
+    # The HTTP layer limits the depth of bodies.
     if isinstance(content, dict):
         return {name: _hashed_media(value, name) for name, value in content.items()}
     if isinstance(content, list):
@@ -164,10 +141,7 @@ def _hashed_media(content: Any, key: str = "") -> Any:
 
 
 def _seed(body: Mapping[str, Any]) -> int:
-    """Return a hash of the fields that separate caches: model or adapter, salt, template inputs.
-
-    Return 0 if all are absent.
-    """
+    """Return a hash of the fields that separate caches; 0 if all are absent."""
     named = {key: body[key] for key in ("model", "cache_salt", "tools", "chat_template", "documents") if body.get(key)}
     return xxhash.xxh3_64_intdigest(_json(named)) if named else 0
 

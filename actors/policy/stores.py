@@ -1,10 +1,7 @@
 """Prefixes of prompts in each KV store, estimated from this router's own requests.
 
-A store holds a prompt after the engine's prefix cache has evicted it and after the engine has
-restarted, and all engines that use the store can load it (docs/decisions/0058).
+A store keeps prompts beyond evictions and restarts, for all its engines (docs/decisions/0058).
 """
-
-from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -19,23 +16,15 @@ STORES_KEPT = 64
 
 
 class EngineStore(NamedTuple):
-    """The KV store of an engine, as the engine announces it.
+    """The KV store of an engine, as the engine announces it."""
 
-    ``id``            equal for engines that load each other's objects
-    ``tokens``        number of tokens whose KV fits into the store
-    ``chunk_tokens``  tokens of one object; the store loads multiples of it
-    """
-
-    id: str
-    tokens: int
-    chunk_tokens: int
+    id: str  # equal for engines that load each other's objects
+    tokens: int  # whose KV fits into the store
+    chunk_tokens: int  # of one object; the store loads multiples of it
 
 
 class Stores:
-    """Prompt prefixes that each KV store is assumed to have, and the engines that use the store.
-
-    Each store is limited by its capacity and `prefix_tokens_per_store`, least recently used first.
-    """
+    """Prompt prefixes that each KV store is assumed to have, and the store of each engine."""
 
     def __init__(self, settings: RoutingSettings) -> None:
         self.prefixes = Prefixes(0)
@@ -44,15 +33,13 @@ class Stores:
         self.reconfigure(settings)
 
     def reconfigure(self, settings: RoutingSettings) -> None:
-        """Apply new limits to later prompts."""
         self._most_tokens = settings.prefix_tokens_per_store
         self._bytes_per_token = settings.assumed_bytes_per_token
 
     def announce(self, stores: Mapping[str, EngineStore]) -> None:
-        """Replace the stores of all running engines.
+        """Replace the stores of all running engines, and keep the prefixes of earlier ones.
 
-        Keeps the prefixes of the STORES_KEPT stores that were announced last, so that an engine
-        that restarts finds those of its predecessor.
+        An engine that restarts then finds those of its predecessor.
         """
         if stores == self.by_engine:
             return
@@ -74,6 +61,5 @@ class Stores:
                 self.prefixes.add(store.id, passage, most_pieces)
 
     def add_answer(self, engine: str, passage: Passage, tokens: int) -> None:
-        """Record that `engine` has generated an answer of `tokens` tokens after `passage`."""
         if (store := self.by_engine.get(engine)) is not None:
             self.prefixes.add_answer(store.id, passage, tokens)

@@ -13,8 +13,13 @@ from actors.policy.stores import STORES_KEPT, EngineStore
 from configs.settings.router import RoutingSettings
 
 P = {"p": 0}
+PQ = {"p": 0, "q": 0}
 D = {"d": 0}
-TWO = {"d": 0, "e": 0}
+DE = {"d": 0, "e": 0}
+
+
+def planner_of(policy: str = "always_remote", **more) -> Planner:
+    return Planner(RoutingSettings(policy=policy, **more))
 
 
 def ids(count: int, first: int = 0):
@@ -27,7 +32,7 @@ def known(estimate: Estimate | None) -> Estimate:
     return estimate
 
 
-def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefill_s=1.0, handover_s=0.1, tokens=0):
+def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefill_s=0.4, handover_s=0.1, tokens=0):
     """Run one request from begin to end; return the time of its end."""
     inflight = planner.begin(prompt, decode, prefill, now)
     if prefill:
@@ -39,55 +44,60 @@ def serve(planner: Planner, prompt, now: float, decode="d", prefill=None, prefil
 
 
 def test_before_it_knows_the_fleet():
-    """The decision lists no replicas while the replicas are unknown."""
     decision = Planner(RoutingSettings()).decide(ids(1000), None, None, 0.0)
     assert (decision.route, decision.reason, decision.decode, decision.prefill) == ("remote", "unseen", (), ())
 
 
 def test_a_slow_transfer_is_learnt():
-    """At first a long prompt beside streams is sent to prefill; after transfers of 5 s each, it
-    is not.
-    """
+    """A long prompt beside streams is sent to prefill, until transfers have taken 5 s each."""
     planner = Planner(RoutingSettings())
-    streaming = planner.begin(ids(1), "d", None, 0.0)
-    planner.opened(streaming, 0.1)
+    planner.opened(planner.begin(ids(1), "d", None, 0.0), 0.1)
     now, routes = 1.0, []
     for n in range(6):
         routes.append(planner.decide(ids(4000, n * 4000), P, D, now).route)
         if routes[-1] == "remote":
-            now = serve(planner, ids(4000, n * 4000), now, prefill="p", prefill_s=0.4, handover_s=5.0)
-    assert routes[0] == "remote"
-    assert routes[-1] == "local"
+            now = serve(planner, ids(4000, n * 4000), now, prefill="p", handover_s=5.0)
+    assert (routes[0], routes[-1]) == ("remote", "local")
 
 
-def test_a_slow_prefill_replica_is_left_alone():
-    """Of two replicas, the one that is four times as slow gets only what the other has no room
-    for.
-    """
-    planner = Planner(RoutingSettings(policy="always_remote"))
-    now = 0.0
+def test_a_slow_prefill_engine_is_left_alone():
+    """An engine that is four times as slow gets only what the other has no room for."""
+    planner, now = planner_of(), 0.0
     for n in range(20):
         for prefill, seconds in (("p", 0.4), ("q", 1.6)):
             now = serve(planner, ids(4000, n * 4000), now, prefill=prefill, prefill_s=seconds)
-    first, second = (planner.decide(ids(4000, 10**6 + n), {"p": 0, "q": 0}, D, now) for n in range(2))
+    first, second = (planner.decide(ids(4000, 10**6 + n), PQ, D, now) for n in range(2))
     assert first.prefill == second.prefill == ("p", "q")
     assert known(first.chosen).compute_s == pytest.approx(0.4, rel=0.1)
     for n in range(4):
         planner.begin(ids(4000, 2 * 10**6 + n), "d", "p", now)
-    assert planner.decide(ids(4000, 3 * 10**6), {"p": 0, "q": 0}, D, now).prefill == ("q", "p")
+    assert planner.decide(ids(4000, 3 * 10**6), PQ, D, now).prefill == ("q", "p")
 
 
-FLEET = {"p": 0, "q": 0}
+def test_slow_steps_and_slow_prompts_on_decode_are_learnt():
+    """d takes 0.1 s for each token and 2 s for each prompt. Both are still costs of its role."""
+    planner, now = Planner(RoutingSettings()), 0.0
+    for n in range(10):
+        slow = planner.begin(ids(1000, 1000 * n), "d", None, now)
+        planner.opened(slow, now := now + 2.0)
+        planner.ended(slow, now := now + 5.0, 51)
+    chosen = known(planner.decide(ids(1000, 10**6), {}, DE, now, avoid=frozenset("e")).chosen)
+    assert chosen.decoding_s == pytest.approx(0.1 * (planner.answer_tokens(ids(9)) - 1), rel=0.1)
+    assert chosen.compute_s == pytest.approx(2.0, rel=0.1)
+    planner.opened(planner.begin(ids(9), "d", None, now), now)
+    for engine, other in (("d", "e"), ("e", "d")):
+        chosen = known(planner.decide(ids(1000, 10**6), {}, DE, now, avoid=frozenset(other)).chosen)
+        assert (chosen.interference_s > 2) == (engine == "d"), "the stream there waits for the prompt"
 
 
 def store(name: str, tokens: int = 10**6, chunk_tokens: int = 64) -> EngineStore:
     return EngineStore(name, tokens, chunk_tokens)
 
 
-def served(planner: Planner, prompt, now: float, stores, fleet=FLEET, prefill="p") -> float:
+def stored(planner: Planner, prompt, now: float, stores, prefill="p") -> float:
     """Serve a prompt by a prefill engine, as planned with these stores."""
-    planner.decide(prompt, fleet, D, now, stores=stores)
-    return serve(planner, prompt, now, prefill=prefill, prefill_s=0.4)
+    planner.decide(prompt, dict.fromkeys(stores, 0), D, now, stores=stores)
+    return serve(planner, prompt, now, prefill=prefill)
 
 
 def loaded(planner: Planner, prompt, now: float, engine: str, of: EngineStore) -> int:
@@ -100,45 +110,39 @@ def test_a_restarted_engine_has_its_stored_prefixes():
 
     The router knows 62 pieces of 64 tokens of 4000; objects have 256 tokens: 15 x 256 = 3840.
     """
-    planner = Planner(RoutingSettings(policy="always_remote"))
+    planner = planner_of()
     first, second = store("first", chunk_tokens=256), store("second", chunk_tokens=256)
-    now = served(planner, ids(4000), 0.0, {"p": first, "q": second})
+    now = stored(planner, ids(4000), 0.0, {"p": first, "q": second})
     decision = planner.decide(ids(4000), {"q": 0, "p2": 0}, D, now, stores={"q": second, "p2": first})
     assert decision.prefill[0] == "p2"
-    chosen = known(decision.chosen)
-    assert (chosen.loaded_tokens, chosen.uncached_tokens) == (3840, 160)
+    assert (known(decision.chosen).loaded_tokens, known(decision.chosen).uncached_tokens) == (3840, 160)
     without = planner.decide(ids(4000), {"q": 0, "p2": 0}, D, now, stores={})
     assert known(without.chosen).loaded_tokens == 0
 
 
 @pytest.mark.parametrize(
     ("capacity", "setting", "expected"),
-    [
-        (10**6, 10**6, 3968),
-        # 1024 tokens are 16 pieces; the prompt's last pieces are dropped first.
-        (1024, 10**6, 1024),
-        (10**6, 1024, 1024),
-        (10**6, 0, 0),
-    ],
+    # 1024 tokens are 16 pieces; the prompt's last pieces are dropped first.
+    [(10**6, 10**6, 3968), (1024, 10**6, 1024), (10**6, 1024, 1024), (10**6, 0, 0)],
 )
 def test_a_store_has_no_more_than_fits(capacity, setting, expected):
-    planner = Planner(RoutingSettings(policy="always_remote", prefix_tokens_per_store=setting))
-    now = served(planner, ids(4000), 0.0, {"p": store("first", capacity)})
+    planner = planner_of(prefix_tokens_per_store=setting)
+    now = stored(planner, ids(4000), 0.0, {"p": store("first", capacity)})
     assert loaded(planner, ids(4000), now, "p2", store("first", capacity)) == expected
 
 
 def test_a_store_drops_the_least_recently_used_prompt():
     """Two prompts fit; a third replaces the second, because the first was used again."""
-    planner = Planner(RoutingSettings(policy="always_remote"))
-    small, prompts, now = store("first", 2048), [ids(1024, 10**4 * n) for n in range(3)], 0.0
+    planner, now = planner_of(), 0.0
+    small, prompts = store("first", 2048), [ids(1024, 10**4 * n) for n in range(3)]
     for number in (0, 1, 0, 2):
-        now = served(planner, prompts[number], now, {"p": small})
+        now = stored(planner, prompts[number], now, {"p": small})
     assert [loaded(planner, prompt, now, f"p{n}", small) for n, prompt in enumerate(prompts)] == [960, 0, 960]
 
 
 def test_decode_has_its_stored_answer_after_a_restart():
     """Decode's store has the prompt of 4000 tokens and the answer of 200."""
-    planner = Planner(RoutingSettings(policy="never_remote"))
+    planner = planner_of("never_remote")
     stores = {"p": store("first", chunk_tokens=1), "d": store("second", chunk_tokens=1)}
     planner.decide(ids(4000), P, D, 0.0, stores=stores)
     now = serve(planner, ids(4000), 0.0, tokens=200)
@@ -147,33 +151,29 @@ def test_decode_has_its_stored_answer_after_a_restart():
 
 
 def test_a_store_outlives_its_engines_for_a_while():
-    planner = Planner(RoutingSettings(policy="always_remote"))
-    now = served(planner, ids(4000), 0.0, {"p": store("first")})
-    for other in range(STORES_KEPT - 1):
-        planner.decide(ids(1), {"q": 0}, D, now, stores={"q": store(f"other {other}")})
-    assert loaded(planner, ids(4000), now, "p2", store("first")) == 3968
-    for other in range(STORES_KEPT):
-        planner.decide(ids(1), {"q": 0}, D, now, stores={"q": store(f"other {other}")})
-    assert loaded(planner, ids(4000), now, "p2", store("first")) == 0
+    planner = planner_of()
+    now = stored(planner, ids(4000), 0.0, {"p": store("first")})
+    for others, expected in ((STORES_KEPT - 1, 3968), (STORES_KEPT, 0)):
+        for other in range(others):
+            planner.decide(ids(1), {"q": 0}, D, now, stores={"q": store(f"other {other}")})
+        assert loaded(planner, ids(4000), now, "p2", store("first")) == expected
 
 
 def test_engines_share_a_store():
     """A prompt that p has stored is loaded by q on the same host, if p is busy."""
-    planner = Planner(RoutingSettings(policy="always_remote"))
-    stores = {"p": store("host"), "q": store("host")}
-    now = served(planner, ids(4000), 0.0, stores)
-    assert planner.decide(ids(4000), FLEET, D, now, stores=stores).prefill == ("p", "q")
+    planner, stores = planner_of(), {"p": store("host"), "q": store("host")}
+    now = stored(planner, ids(4000), 0.0, stores)
+    assert planner.decide(ids(4000), PQ, D, now, stores=stores).prefill == ("p", "q")
     for n in range(3):
         planner.begin(ids(4000, 10**6 * (n + 1)), "d", "p", now)
-    decision = planner.decide(ids(4000), FLEET, D, now, stores=stores)
+    decision = planner.decide(ids(4000), PQ, D, now, stores=stores)
     assert decision.prefill == ("q", "p")
     assert known(decision.chosen).loaded_tokens == 3968
 
 
 def test_a_prompt_is_stored_once_it_is_computed():
     """Until then, another engine with the same store cannot load it; after a failure never."""
-    planner = Planner(RoutingSettings(policy="always_remote"))
-    host = store("host")
+    planner, host = planner_of(), store("host")
     planner.decide(ids(4000), P, D, 0.0, stores={"p": host})
     failing = planner.begin(ids(4000), "d", "p", 0.0)
     assert loaded(planner, ids(4000), 0.5, "p2", host) == 0
@@ -186,18 +186,15 @@ def test_a_prompt_is_stored_once_it_is_computed():
 
 def test_slow_loads_are_learnt():
     """After loads that take as long as the computation, a stored prefix attracts no requests."""
-    planner = Planner(RoutingSettings(policy="always_remote"))
+    planner, fast, now = planner_of(), planner_of(), 0.0
     first, second = store("first"), store("second")
-    now, stores = 0.0, {"p": first, "q": second}
     for n in range(8):
         prompt = ids(4000, 10_000 * n)
-        now = served(planner, prompt, now, stores)
-        planner.decide(prompt, {f"p{n}": 0, "q": 0}, D, now, stores={f"p{n}": first, "q": second})
-        now = serve(planner, prompt, now, prefill=f"p{n}", prefill_s=0.4)
-    fast = Planner(RoutingSettings(policy="always_remote"))
+        now = stored(planner, prompt, now, {"p": first, "q": second})
+        now = stored(planner, prompt, now, {f"p{n}": first, "q": second}, f"p{n}")
     seconds = []
     for each in (planner, fast):
-        at = served(each, ids(4000, 10**6), now, stores)
+        at = stored(each, ids(4000, 10**6), now, {"p": first, "q": second})
         again = each.decide(ids(4000, 10**6), {"p9": 0}, D, at, stores={"p9": first})
         seconds.append(known(again.chosen).compute_s)
     assert seconds[0] > 0.3
@@ -205,8 +202,8 @@ def test_slow_loads_are_learnt():
 
 
 def test_equals_take_turns():
-    planner = Planner(RoutingSettings(policy="always_remote"))
-    firsts = [planner.decide(ids(10), {"p": 0, "q": 0}, TWO, 0.0) for _ in range(4)]
+    planner = planner_of()
+    firsts = [planner.decide(ids(10), PQ, DE, 0.0) for _ in range(4)]
     assert [one.prefill[0] for one in firsts] in (["p", "q", "p", "q"], ["q", "p", "q", "p"])
     assert len({one.decode[0] for one in firsts}) == 2
 
@@ -215,26 +212,25 @@ def test_a_second_turn_goes_where_the_first_is():
     """e has the first turn's prompt and answer: it computes 100 of 1,700 tokens."""
     planner = Planner(RoutingSettings())
     now = serve(planner, ids(1000), 0.0, decode="e", prefill="p", tokens=600)
-    decision = planner.decide(ids(1700), P, TWO, now)
+    decision = planner.decide(ids(1700), P, DE, now)
     assert (decision.route, decision.decode[0]) == ("local", "e")
     assert known(decision.chosen).uncached_tokens == 100
     assert known(decision.other).prefill == "p"
     assert known(decision.other).uncached_tokens == pytest.approx(740, abs=64)
 
 
-def test_a_shared_beginning_is_found_on_prefill_replicas():
-    planner = Planner(RoutingSettings(policy="always_remote"))
+def test_a_shared_beginning_is_found_on_prefill_engines():
+    planner = planner_of()
     serve(planner, ids(4000), 0.0, prefill="q")
     again = read_prompt({"prompt": [*range(3000), 7, 8, 9]})
-    assert planner.decide(again, {"p": 0, "q": 0}, D, 10.0).prefill[0] == "q"
+    assert planner.decide(again, PQ, D, 10.0).prefill[0] == "q"
 
 
 def test_tokens_of_text_are_counted_by_the_engine():
     """Two bytes per token, not four; a measurement makes the estimate nearly exact."""
     planner = Planner(RoutingSettings())
     for n in range(20):
-        prompt = read_prompt({"prompt": f"{n:08}" * 1000})
-        inflight = planner.begin(prompt, "d", "p", n)
+        inflight = planner.begin(read_prompt({"prompt": f"{n:08}" * 1000}), "d", "p", n)
         planner.prefilled(inflight, n + 0.5, 4000)
         planner.ended(inflight, n + 0.6)
     assert planner.prompt_tokens(read_prompt({"prompt": "z" * 1000})) == pytest.approx(500, rel=0.02)
@@ -253,80 +249,65 @@ def test_tokens_of_text_are_counted_by_the_engine():
 )
 def test_how_large_a_request_is(body, prompt_tokens, answer_tokens):
     """Before any measurement, the planner estimates the tokens of every kind of prompt."""
-    planner = Planner(RoutingSettings())
-    prompt = read_prompt(body)
-    assert planner.prompt_tokens(prompt) == prompt_tokens
-    assert planner.answer_tokens(prompt) == answer_tokens
+    planner, prompt = Planner(RoutingSettings()), read_prompt(body)
+    assert (planner.prompt_tokens(prompt), planner.answer_tokens(prompt)) == (prompt_tokens, answer_tokens)
     assert planner.decide(prompt, P, D, 0.0).decode == ("d",)
 
 
-def test_replicas_to_avoid():
-    decision = Planner(RoutingSettings(policy="always_remote")).decide(
-        ids(100), {"p": 0, "q": 0}, TWO, 0.0, avoid=frozenset("qd")
-    )
+def test_engines_to_avoid():
+    decision = planner_of().decide(ids(100), PQ, DE, 0.0, avoid=frozenset("qd"))
     assert (decision.prefill, decision.decode) == (("p",), ("e",))
     alone = Planner(RoutingSettings()).decide(ids(100), P, D, 0.0, avoid=frozenset("p"))
     assert (alone.route, alone.reason) == ("local", "no_prefill")
 
 
-def test_a_replica_whose_call_broke_off_comes_last():
-    """A failed replica looks idle and still ranks last for a while, unless it is the only one."""
-    planner = Planner(RoutingSettings(policy="always_remote"))
-    streaming = planner.begin(ids(1), "d", None, 0.0)
-    planner.opened(streaming, 0.1)
-    for engine in ("e", "p"):
-        planner.ended(planner.begin(ids(100), "e", "p", 0.2), 0.3, broken=True)
-        planner.failed(engine, 0.3)
-    both = {"p": 0, "q": 9}
-    assert planner.decide(ids(100), both, TWO, 1.0).decode == ("d", "e")
-    assert planner.decide(ids(100), both, TWO, 1.0).prefill == ("q", "p")
-    assert planner.decide(ids(100), P, {"e": 0}, 1.0).decode == ("e",)
-    assert planner.decide(ids(100), both, TWO, 6.0).decode == ("e", "d")
+def test_a_failed_engine_comes_last_and_a_silent_one_for_longer():
+    """They look idle, and the silent one accepts calls that time out, until it answers."""
+    planner = planner_of()
+
+    def ranked(now: float, prefill=None, decode=None) -> tuple[str, str]:
+        decision = planner.decide(ids(100), prefill or {"p": 0, "q": 9}, decode or {"d": 9, "e": 0}, now)
+        return "".join(decision.decode), "".join(decision.prefill)
+
+    call = planner.begin(ids(1), "e", "p", 0.0)
+    assert ranked(0.0) == ("ed", "pq")
+    for silent, at, later in ((False, 0.0, 4.9), (True, 10.0, 200.0)):
+        for engine in "ep":
+            planner.failed(engine, at, silent)
+        assert ranked(later) == ("de", "qp")
+        assert ranked(later, P, {"e": 0}) == ("e", "p"), "the only one is still used"
+        if not silent:
+            assert ranked(5.1)[0] == "ed"
+    planner.prefilled(call, 201.0)
+    assert ranked(201.0) == ("de", "pq")
+    planner.computed(call)
+    assert ranked(202.0) == ("ed", "pq")
+    planner.failed("e", 203.0, silent=True)
+    assert ranked(600.0)[0] == "ed", "Serve has replaced an engine that hung for this time"
 
 
 def test_prefill_is_idle_after_the_handover():
     """Prefill's calls have ended, although decode still generates."""
-    planner = Planner(RoutingSettings(policy="least_load"))
+    planner = planner_of("least_load")
     calls = [planner.begin(ids(100 + n), "d", "p", 0.0) for n in range(2)]
-    assert planner.decide(ids(1), {"p": 0, "q": 1}, TWO, 1.0).prefill == ("q", "p")
+    assert planner.decide(ids(1), {"p": 0, "q": 1}, DE, 1.0).prefill == ("q", "p")
     for call in calls:
         planner.handed_over(call)
-    assert planner.decide(ids(1), {"p": 0, "q": 1}, TWO, 1.0).prefill == ("p", "q")
+    assert planner.decide(ids(1), {"p": 0, "q": 1}, DE, 1.0).prefill == ("p", "q")
 
 
-def test_a_silent_replica_comes_last_until_it_answers():
-    """A silent replica stays last longer than a failed one: it accepts calls, which then time
-    out.
-    """
-    planner = Planner(RoutingSettings(policy="always_remote"))
-
-    def ranked(now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        decision = planner.decide(ids(100), {"p": 0, "q": 9}, {"d": 9, "e": 0}, now)
-        return decision.decode, decision.prefill
-
-    call = planner.begin(ids(1), "e", "p", 0.0)
-    assert ranked(0.0) == (("e", "d"), ("p", "q"))
-    for engine in ("e", "p"):
-        planner.failed(engine, 1.0, silent=True)
-    assert ranked(200.0) == (("d", "e"), ("q", "p"))
-    planner.prefilled(call, 201.0)
-    assert ranked(201.0) == (("d", "e"), ("p", "q"))
-    planner.computed(call)
-    assert ranked(202.0) == (("e", "d"), ("p", "q"))
-    planner.failed("e", 203.0, silent=True)
-    assert ranked(600.0)[0] == ("e", "d"), "Serve has replaced an engine that hung for this time"
-
-
-def test_a_replica_that_left_is_forgotten():
-    """The planner removes its costs, prefixes and load; a new replica of this name has none."""
+def test_an_engine_that_has_stopped_is_forgotten():
+    """The planner removes its costs, prefixes and load; a new engine of this name has none."""
     planner = Planner(RoutingSettings())
-    serve(planner, ids(1000), 0.0, decode="e", prefill="p")
+    serve(planner, ids(1000), 0.0, decode="e", prefill="p", prefill_s=9.0)
     hanging = planner.begin(ids(1000), "e", "p", 2.0)
     planner.decide(ids(1000), {"q": 0}, D, 3.0)
+    assert planner.engines()["decode"] == 1, "it has an open call"
     planner.ended(hanging, 3.0)
     planner.decide(ids(1000), {"q": 0}, D, 3.0)
-    decision = planner.decide(ids(1000), {"q": 0}, TWO, 3.0, avoid=frozenset("d"))
-    assert known(decision.chosen).uncached_tokens == 1000
+    p, q = (planner.decide(ids(1000), {name: 0}, DE, 3.0, avoid=frozenset("d")).other for name in "pq")
+    assert known(p).uncached_tokens == 1000
+    assert known(p).compute_s == known(q).compute_s
     assert planner.engines() == {"prefill": 0, "decode": 0, "pieces": 0}
 
 
@@ -344,8 +325,8 @@ def test_new_weights_keep_what_was_measured_and_new_assumptions_do_not():
 
 
 def test_what_broke_off_teaches_nothing():
-    """Neither a dead prefill replica nor a client disconnect teaches a cost or leaves state."""
-    planner = Planner(RoutingSettings(policy="always_remote"))
+    """Neither a dead prefill engine nor a client disconnect teaches a cost or leaves state."""
+    planner = planner_of()
     before = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     for n, answered in enumerate((False, True)):
         inflight = planner.begin(ids(1000), "d", "p", 100.0 * n)
@@ -356,11 +337,10 @@ def test_what_broke_off_teaches_nothing():
         planner.opened(inflight, 100.0 * n + 95)
     after = known(planner.decide(ids(1000, 5000), P, D, 500.0).chosen)
     assert after.compute_s == pytest.approx(before.compute_s, rel=0.01)
-    assert after.handover_s == before.handover_s
-    assert after.queue_s == 0
-    again = planner.decide(ids(1000), P, D, 500.0)
-    assert known(again.chosen).moved_tokens == 1000, "decode has not received the prompt"
-    assert known(again.chosen).uncached_tokens < 100, "prefill has computed the prompt the second time"
+    assert (after.handover_s, after.queue_s) == (before.handover_s, 0)
+    again = known(planner.decide(ids(1000), P, D, 500.0).chosen)
+    assert again.moved_tokens == 1000, "decode has not received the prompt"
+    assert again.uncached_tokens < 100, "prefill has computed the prompt the second time"
 
 
 bodies = st.one_of(
@@ -378,14 +358,13 @@ def test_any_day_ends_at_rest(days, seed):
 
     Every decision is complete.
     """
-    dice = random.Random(seed)
-    planner = Planner(RoutingSettings(prefix_tokens_per_engine=5000, policy=dice.choice(["cost", "least_load"])))
-    open_requests, now = [], 0.0
+    dice, open_requests, now = random.Random(seed), [], 0.0
+    planner = planner_of(dice.choice(["cost", "least_load"]), prefix_tokens_per_engine=5000)
     for body, later in days:
         now += later
         prompt = read_prompt(body)
         prefill = {name: dice.randrange(3) for name in "pq"[: dice.randrange(3)]}
-        decision = planner.decide(prompt, prefill, TWO, now, session=dice.choice([None, "s"]))
+        decision = planner.decide(prompt, prefill, DE, now, session=dice.choice([None, "s"]))
         assert decision.local == (not decision.prefill)
         assert set(decision.decode) == {"d", "e"}
         chosen = known(decision.chosen)

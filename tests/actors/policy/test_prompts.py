@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from actors.policy.prompts import MEDIA_BYTES, PIECE_BYTES, Prompt, passage, read_prompt
 
 LONG = "x" * 600
-LONG_PIECES = len(LONG) // PIECE_BYTES
+HI = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize(
@@ -22,47 +22,28 @@ LONG_PIECES = len(LONG) // PIECE_BYTES
         ({"prompt": ["ab", "c"]}, [b"ab", b"c"], [False, False]),
         ({"prompt": [[1], []]}, [bytes([1, 0, 0, 0]), b""], [True, True]),
         ({"prompt": ["ab", [1]]}, [b"ab", bytes([1, 0, 0, 0])], [False, True]),
-        ({"messages": [{"role": "user", "content": "hi"}]}, [b"user\x1ehi\x1f"], [False]),
+        ({"messages": [HI]}, [b"user\x1ehi\x1f"], [False]),
         ({"messages": [{"role": "user", "content": "é"}]}, ["user\x1eé\x1f".encode()], [False]),
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
             [b'assistant\x1enull\x1e{"tool_calls": []}\x1f'],
             [False],
         ),
-        ({"system": "s", "messages": [{"role": "user", "content": "hi"}]}, [b"system\x1es\x1fuser\x1ehi\x1f"], [False]),
+        ({"system": "s", "messages": [HI]}, [b"system\x1es\x1fuser\x1ehi\x1f"], [False]),
+        ({"instructions": "s", "input": "hi"}, [b"system\x1es\x1fuser\x1ehi\x1f"], [False]),
+        ({"instructions": "s", "input": [HI]}, [b"system\x1es\x1fuser\x1ehi\x1f"], [False]),
         ({"messages": [[{"role": "a", "content": "b"}], [1], 5]}, [b"a\x1eb\x1f", b"1\x1f"], [False, False]),
-        ({"messages": []}, [], []),
         ({"messages": ["hi"]}, [b'"hi"\x1f'], [False]),
-        ({}, [], []),
-        ({"prompt": None}, [], []),
-        ({"prompt": 7}, [], []),
-        ({"prompt": [1, "a"]}, [], []),
-        ({"prompt": [-1, 2]}, [], []),
-        ({"prompt": [2**32]}, [], []),
-        ({"prompt": [True, False]}, [], []),
         ({"prompt": "\ud800"}, [b"\xed\xa0\x80"], [False]),
+        # Invalid input is no prompt, and no error.
+        *(({"prompt": prompt}, [], []) for prompt in (None, 7, [1, "a"], [-1, 2], [2**32], [True, False])),
+        *((body, [], []) for body in ({}, {"messages": []}, {"input": []})),
     ],
 )
 def test_what_is_read(body, data, ids):
-    """Prompts are text, token ids, several or none; invalid input is no prompt, and no error."""
     passages = read_prompt(body).passages
     assert [one.data for one in passages] == data
     assert [one.ids for one in passages] == ids
-
-
-def test_the_input_of_a_response():
-    """The input is read as the chat with the same messages; its image parts contain strings."""
-    text = read_prompt({"instructions": "be brief", "input": LONG}).passages
-    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": LONG}]
-    assert text == read_prompt({"messages": chat}).passages
-    assert read_prompt({"instructions": "be brief", "input": [chat[1]]}).passages == text
-    images = [
-        read_prompt({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": name * 10_000}]}]})
-        for name in "ab"
-    ]
-    assert images[0].passages != images[1].passages
-    assert len(images[0].passages[0].data) == len(images[1].passages[0].data) < 10_000
-    assert read_prompt({"input": []}).passages == ()
 
 
 @pytest.mark.parametrize(
@@ -95,45 +76,47 @@ def test_pieces_are_chained():
 @pytest.mark.parametrize("field", ["model", "cache_salt", "tools", "chat_template", "documents"])
 def test_caches_that_are_not_shared(field):
     """The same text with another adapter, salt or set of tools has another cache entry."""
-    plain, one, two = (
-        read_prompt({"prompt": LONG, **more}).passages[0] for more in ({}, {field: ["a"]}, {field: ["b"]})
-    )
-    assert len({plain.pieces, one.pieces, two.pieces}) == 3
+    bodies = ({"prompt": LONG, **more} for more in ({}, {field: ["a"]}, {field: ["b"]}))
+    assert len({read_prompt(body).passages[0].pieces for body in bodies}) == 3
 
 
-@given(st.lists(st.text(max_size=700), min_size=1, max_size=4), st.lists(st.text(max_size=300), min_size=1, max_size=3))
+texts = st.lists(st.text(max_size=700), min_size=1, max_size=4)
+
+
+@given(texts, texts)
 def test_a_conversations_next_turn_begins_with_this_one(said, more):
     """All pieces of this turn are the first pieces of the next."""
-    first, next_turn = (
-        read_prompt({"messages": [{"role": "user", "content": text} for text in texts]}).passages[0]
-        for texts in (said, said + more)
-    )
-    assert next_turn.data.startswith(first.data)
-    assert next_turn.pieces[: len(first.pieces)] == first.pieces
+    chats = ([{"role": "user", "content": text} for text in turn] for turn in (said, said + more))
+    first, following = (read_prompt({"messages": chat}).passages[0] for chat in chats)
+    assert following.data.startswith(first.data)
+    assert following.pieces[: len(first.pieces)] == first.pieces
 
 
-def image_url(data):
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+@pytest.mark.parametrize(
+    "image",
+    [
+        lambda data: {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        lambda data: {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+        lambda data: {"type": "input_image", "image_url": data},
+    ],
+    ids=["OpenAI", "Anthropic", "responses"],
+)
+@pytest.mark.parametrize("field", ["messages", "input"])
+def test_images_are_hashed(image, field):
+    """Equal images have equal pieces, others of equal size have others from their first byte on.
 
-
-def image_source(data):
-    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
-
-
-@pytest.mark.parametrize("image", [image_url, image_source], ids=["OpenAI", "Anthropic"])
-def test_images_are_hashed(image):
-    """Equal images have equal pieces. Other images of equal size have different pieces, from their
-    first byte on. An image's bytes do not count as text.
+    An image's bytes do not count as text.
     """
     text = {"type": "text", "text": LONG}
 
     def read(*content):
-        return read_prompt({"messages": [{"role": "user", "content": list(content)}]}).passages[0]
+        return read_prompt({field: [{"role": "user", "content": list(content)}]}).passages[0]
 
     one, same, other = (read(text, image(data * 100_000), text) for data in ("AAAA", "AAAA", "AAAB"))
     assert one.pieces == same.pieces
     shared = sum(a == b for a, b in zip(one.pieces, other.pieces, strict=True))
-    assert LONG_PIECES <= shared <= LONG_PIECES + 1, "the text before the image, and its frame"
+    whole = len(LONG) // PIECE_BYTES
+    assert whole <= shared <= whole + 1, "the text before the image, and its frame"
     assert MEDIA_BYTES < len(one.data) - len(read(text, text).data) < MEDIA_BYTES + 200
 
 

@@ -21,8 +21,6 @@ def test_sources_import_no_clock_and_no_service():
 
 def test_a_fresh_interpreter_finds_no_ray():
     modules = ", ".join(f"actors.policy.{path.stem}" for path in SOURCES if path.stem != "__init__")
-    code = f"import sys, {modules}; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
+    run = [sys.executable, "-c", f"import sys, {modules}; print(*sys.modules)"]
+    loaded = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout
     assert not {name.split(".")[0] for name in loaded.split()} & {"ray", "vllm", "torch", "nixl", "starlette"}
