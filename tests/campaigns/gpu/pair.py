@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -15,15 +16,47 @@ import torch
 
 from connectors.errors import TandemError
 from connectors.planning.descriptors import Runs
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.transport.device_digest import CacheMemory
 from connectors.transport.nixl import NixlTransport
-from tests.campaigns.gpu.device import memory_kind_of, set_current, synchronize, until
 
-PAGE_BYTES = 4096
-PAGES = 256
-CANARY = 0xA5
-_POLL_S = 0.0005
+PAGE_BYTES, PAGES, CANARY = 4096, 256, 0xA5
+DEADLINE_S, POLL_S = 60.0, 0.0005
+BUSY_CYCLES = 2_000_000_000
+
+
+def memory_kind_of(device: torch.device) -> MemoryKind:
+    return MemoryKind("DRAM", 0) if device.type == "cpu" else MemoryKind("VRAM", device.index or 0)
+
+
+def set_current(device: torch.device) -> None:
+    """Make ``device`` current in this thread with its context, as
+    ``vllm_hma.worker_side.accelerator`` does.
+    """
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all queued work of the device. NIXL does not order writes by CUDA streams."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def keep_busy(device: torch.device, share: float = 1.0) -> None:
+    """Queue a kernel of about ``share`` seconds on the current stream; nothing on a CPU."""
+    if device.type != "cpu":
+        torch.cuda._sleep(int(share * BUSY_CYCLES))  # noqa: SLF001 (torch's own tests use it; nothing public sleeps)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Poll ``condition``. Raises TimeoutError after DEADLINE_S."""
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"{what}: not within {DEADLINE_S:g} s")
+        time.sleep(0)
 
 
 @dataclass(frozen=True)
@@ -36,9 +69,7 @@ class Address:
 
 
 class Agent:
-    """A transport with two registered buffers on ``device``: PAGES pages, and ``bulk_bytes`` for
-    measurements.
-    """
+    """A transport with two registered buffers: PAGES pages, and ``bulk_bytes`` to measure."""
 
     def __init__(self, name: str, device: torch.device, bulk_bytes: int) -> None:
         set_current(device)
@@ -54,6 +85,7 @@ class Agent:
         self.transport = NixlTransport(name, devices=("lo",))
         self.transport.register(regions)
         self.inbox: list[tuple[str, bytes]] = []
+        self.meet, self.notify = self.transport.add_peer, self.transport.notify
 
     @property
     def address(self) -> Address:
@@ -61,8 +93,7 @@ class Agent:
 
     def fill(self, content: bytes) -> None:
         """Fill the pages with repetitions of ``content``."""
-        whole = np.resize(np.frombuffer(content, np.uint8), PAGES * PAGE_BYTES)
-        self.pages.copy_(torch.from_numpy(whole))
+        self.pages.copy_(torch.from_numpy(np.resize(np.frombuffer(content, np.uint8), PAGES * PAGE_BYTES)))
         synchronize(self.device)
 
     def read(self) -> bytes:
@@ -70,9 +101,7 @@ class Agent:
         return self.pages.cpu().numpy().tobytes()
 
     def digest(self, ids: Sequence[int]) -> bytes:
-        """Return the digest of some pages, as a worker computes it for a peer on a device of the
-        same kind.
-        """
+        """Return the digest of some pages for a peer on a device of the same kind."""
         stream = self.memory.shared_with(self.memory_kind).new_stream()
         stream.feed(self.pages.data_ptr() + np.asarray(ids, np.int64) * PAGE_BYTES, PAGE_BYTES)
         return stream.digest()
@@ -85,12 +114,6 @@ class Agent:
         self.collect()
         taken, self.inbox = self.inbox, []
         return taken
-
-    def meet(self, metadata: bytes) -> str:
-        return self.transport.add_peer(metadata)
-
-    def notify(self, peer: str, payload: bytes) -> None:
-        self.transport.notify(peer, payload)
 
     def modules(self) -> list[str]:
         """Return the names of the top-level modules that this process has imported."""
@@ -106,7 +129,7 @@ def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
     connection.send(agent.address)
     while True:
         agent.collect()
-        if not connection.poll(_POLL_S):
+        if not connection.poll(POLL_S):
             continue
         try:
             method, arguments = connection.recv()
@@ -156,10 +179,7 @@ class Pair:
         self.ours.transport.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the other agent.
-
-        Raises RuntimeError if it fails or the process has ended.
-        """
+        """Call a method of the other agent. RuntimeError: it fails, or the process has ended."""
         self._connection.send((method, arguments))
         answer = self._answer()
         if isinstance(answer, Exception):
