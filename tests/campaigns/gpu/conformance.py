@@ -101,13 +101,7 @@ def messages_arrive_whole_and_once(pair: Pair) -> str:
     assert sorted(found) == sorted((pair.us, each) for each in payloads), "other messages came"
     assert pair.call("take_messages") == [], "a message came twice"
     pair.call("notify", pair.us, b"answer")
-    answers: list[tuple[str, bytes]] = []
-
-    def answered() -> bool:
-        answers.extend(pair.ours.take_messages())
-        return bool(answers)
-
-    until(answered, "an answer")
+    answers = until(pair.ours.take_messages, "an answer")
     assert answers == [(pair.peer, b"answer")], "another answer came"
     return f"{len(payloads)} messages and an answer"
 

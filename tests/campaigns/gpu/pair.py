@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from connectors.transport.nixl import NixlTransport
 PAGE_BYTES, PAGES, CANARY = 4096, 256, 0xA5
 DEADLINE_S, POLL_S = 60.0, 0.0005
 BUSY_CYCLES = 2_000_000_000
+Found = TypeVar("Found")
 
 
 def memory_kind_of(device: torch.device) -> MemoryKind:
@@ -50,13 +51,25 @@ def keep_busy(device: torch.device, share: float = 1.0) -> None:
         torch.cuda._sleep(int(share * BUSY_CYCLES))  # noqa: SLF001 (torch's own tests use it; nothing public sleeps)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll ``condition``. Raises TimeoutError after DEADLINE_S."""
+def until(condition: Callable[[], Found], what: str) -> Found:
+    """Poll ``condition`` until it returns something true. Raises TimeoutError after DEADLINE_S."""
     give_up_at = time.monotonic() + DEADLINE_S
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"{what}: not within {DEADLINE_S:g} s")
         time.sleep(0)
+    return found
+
+
+def layout_of(layers: Sequence[torch.Tensor], page_bytes: int) -> EngineLayout:
+    """Return the layout of tensors of pages, one for each layer, as vLLM allocates them."""
+    regions = tuple(Region(each.data_ptr(), each.numel(), memory_kind_of(each.device)) for each in layers)
+    pages = tuple(
+        LayerPages(f"layer{k}", region.address, page_bytes, 1, 1, page_bytes, 1, page_bytes, page_bytes, "p")
+        for k, region in enumerate(regions)
+    )
+    count = regions[0].length_bytes // page_bytes
+    return EngineLayout(0, 1, count, regions, (Group(0, GroupKind.FULL, 1, None, pages),))
 
 
 @dataclass(frozen=True)
@@ -77,13 +90,10 @@ class Agent:
         self.pages = torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=device)
         self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
         synchronize(device)
-        buffers = (self.pages, self.bulk)
-        regions = tuple(Region(each.data_ptr(), each.numel(), self.memory_kind) for each in buffers)
-        page = LayerPages("layer", regions[0].address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
-        self.layout = EngineLayout(0, 1, PAGES, regions[:1], (Group(0, GroupKind.FULL, 1, None, (page,)),))
-        self.memory = CacheMemory(self.layout, buffers)
+        layout = layout_of([self.pages], PAGE_BYTES)
+        self.memory = CacheMemory(layout, [self.pages])
         self.transport = NixlTransport(name, devices=("lo",))
-        self.transport.register(regions)
+        self.transport.register([*layout.regions, Region(self.bulk.data_ptr(), bulk_bytes, self.memory_kind)])
         self.inbox: list[tuple[str, bytes]] = []
         self.meet, self.notify = self.transport.add_peer, self.transport.notify
 
@@ -216,10 +226,11 @@ class Pair:
         """Wait for ``count`` messages at the other process, and return them."""
         found: list[tuple[str, bytes]] = []
 
-        def arrived() -> bool:
+        def arrived() -> list[tuple[str, bytes]]:
             self.ours.collect()
-            found.extend(self.call("take_messages"))
-            return len(found) >= count
+            taken: list[tuple[str, bytes]] = self.call("take_messages")
+            return taken
 
-        until(arrived, f"{count} messages")
+        while len(found) < count:
+            found += until(arrived, f"{count} messages")
         return found

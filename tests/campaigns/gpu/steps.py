@@ -10,14 +10,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
 from connectors.planning.plan import plan_pair
 from connectors.transport.device_digest import CacheMemory, DeviceMemory
 from connectors.transport.digest import End
 from connectors.transport.digest import digests as transfer_digests
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
-from tests.campaigns.gpu.pair import keep_busy, memory_kind_of, set_current, synchronize, until
+from tests.campaigns.gpu.pair import keep_busy, layout_of, memory_kind_of, set_current, synchronize, until
 
 LAYERS, PAGE_BYTES, PAGES = 4, 40_000, 64
 """Pages of three segments, the last one short."""
@@ -30,12 +29,7 @@ class Cache:
         self.device = device
         self.layers = [torch.zeros(count * PAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
         synchronize(device)
-        regions = tuple(Region(each.data_ptr(), each.numel(), memory_kind_of(device)) for each in self.layers)
-        pages = tuple(
-            LayerPages(f"layer{k}", region.address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
-            for k, region in enumerate(regions)
-        )
-        self.layout = EngineLayout(0, 1, count, regions, (Group(0, GroupKind.FULL, 1, None, pages),))
+        self.layout = layout_of(self.layers, PAGE_BYTES)
 
     def filled_with(self, layer: int) -> set[int]:
         """Return the values of a layer's bytes, read on a stream that waits for no other."""
@@ -49,20 +43,20 @@ def an_event_passes_after_its_kernels(device: torch.device) -> str:
     """Another thread polls, like the progress thread, and finds the bytes computed before the
     event.
     """
-    cache, fence, seen = Cache(device), StepFence(device), []
+    cache, fence = Cache(device), StepFence(device)
     keep_busy(device)
     cache.layers[0].fill_(7)
     event = fence.mark()
     waited = not fence.passed(event)
 
-    def poll() -> None:
+    def poll() -> set[int]:
         set_current(device)
         until(lambda: fence.passed(event), "the event")
-        seen.append(cache.filled_with(0))
+        return cache.filled_with(0)
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(poll).result()
-    assert seen == [{7}], f"the event has passed, and the bytes are {seen}"
+        seen = pool.submit(poll).result()
+    assert seen == {7}, f"the event has passed, and the bytes are {seen}"
     assert waited or device.type == "cpu", "the event had passed before its kernels could end: this shows nothing"
     return "it had not passed while the kernel ran" if waited else "a CPU has computed when a call returns"
 
