@@ -16,7 +16,8 @@ import yaml
 from configs.settings.parsing import parse_settings
 from connectors.vllm_hma.worker_side.trace import read_trace
 from tests.campaigns.gpu import __main__ as gpu_check
-from tests.campaigns.gpu.pair import Pair, set_current
+from tests.campaigns.gpu.device import set_current
+from tests.campaigns.gpu.pair import Pair
 from tests.campaigns.gpu.programs import configuration, stages_ms
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")

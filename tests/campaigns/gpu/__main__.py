@@ -124,7 +124,7 @@ def cases(part: Part) -> list[Callable[[Any], Any]]:
 def _run_steps(device: str) -> Iterator[Result]:
     import torch
 
-    from tests.campaigns.gpu.pair import set_current
+    from tests.campaigns.gpu.device import set_current
 
     set_current(torch.device(device))
     for case in cases(STEPS):

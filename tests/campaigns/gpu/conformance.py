@@ -14,7 +14,8 @@ import torch
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
-from tests.campaigns.gpu.pair import CANARY, PAGE_BYTES, PAGES, Pair, keep_busy, synchronize, until
+from tests.campaigns.gpu.device import keep_busy, synchronize, until
+from tests.campaigns.gpu.pair import CANARY, PAGE_BYTES, PAGES, Pair
 
 SIZE = PAGES * PAGE_BYTES
 RUN_KIB = (32, 256, 2048)

@@ -16,7 +16,8 @@ from connectors.transport.digest import End
 from connectors.transport.digest import digests as transfer_digests
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
-from tests.campaigns.gpu.pair import keep_busy, layout_of, memory_kind_of, set_current, synchronize, until
+from tests.campaigns.gpu.device import keep_busy, memory_kind_of, set_current, synchronize, until
+from tests.campaigns.gpu.pair import layout_of
 
 LAYERS, PAGE_BYTES, PAGES = 4, 40_000, 64
 """Pages of three segments, the last one short."""
