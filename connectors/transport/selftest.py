@@ -4,7 +4,8 @@ A receiver and a sender register memory. The sender writes, then sends a message
 parent process compares digests of both memories. The output is one JSON object: `seconds`, the time
 of the write, and `bytes`; or `error`. It also has `plugins`, the backends of this NIXL build, if
 the transfer succeeds or a child process itself reports the error. UCX reads its settings from the
-environment; `--sender-env` and `--receiver-env` (JSON objects) add to it.
+environment; `--sender-env` and `--receiver-env` (JSON objects) add to it. The memory is the host's,
+or that of a CUDA GPU for the ends that `--gpu` names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import select
 import subprocess
 import sys
 import time
-from typing import IO, Any
+from collections.abc import Callable, Collection
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from connectors.planning.layout import Region
 
 START_S = 120.0
 """Limit in seconds for a process to import NIXL, which imports torch, and to start its agent."""
@@ -26,6 +33,7 @@ START_S = 120.0
 END_S = 10.0
 """Limit in seconds for a process to end after it has closed its output."""
 
+ENDS = ("sender", "receiver")
 TRANSFER_BYTES = 16 * 2**20
 RUN_BYTES = 2**16
 POLL_S = 0.0005
@@ -45,24 +53,36 @@ def main(argv: list[str] | None = None) -> int:
         "--receiver-env", type=json.loads, default={}, help="environment variables of the receiver (JSON)"
     )
     parser.add_argument(
+        "--gpu",
+        nargs="*",
+        choices=ENDS,
+        default=[],
+        help="ends with GPU memory: the sender's first GPU, the receiver's last",
+    )
+    parser.add_argument(
         "--show", action="store_true", help="show the processes' stderr, for example with UCX_PROTO_INFO=y"
     )
-    parser.add_argument("--end", choices=["sender", "receiver"], help=argparse.SUPPRESS)
+    parser.add_argument("--end", choices=ENDS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     backends, devices = options.backends.split(","), [one for one in options.devices.split(",") if one]
     if options.end:
         # NIXL writes to stdout, where the parent expects only this module's lines.
         pipe, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
         os.dup2(2, 1)
-        return _end(options.end, backends, devices, options.timeout_s, pipe)
+        return _end(options.end, backends, devices, options.timeout_s, options.end in options.gpu, pipe)
     environments = {"sender": options.sender_env, "receiver": options.receiver_env}
-    report = run(backends, devices, options.timeout_s, environments, options.show)
+    report = run(backends, devices, options.timeout_s, environments, options.show, options.gpu)
     print(json.dumps(report))
     return 1 if "error" in report else 0
 
 
 def run(
-    backends: list[str], devices: list[str], timeout_s: float, environments: dict[str, dict[str, str]], show: bool
+    backends: list[str],
+    devices: list[str],
+    timeout_s: float,
+    environments: dict[str, dict[str, str]],
+    show: bool,
+    on_gpu: Collection[str] = (),
 ) -> dict[str, Any]:
     """Run both child processes and return the result: the JSON object of the module's docstring.
 
@@ -72,11 +92,14 @@ def run(
     ``timeout_s``     limit of the transfer itself, in seconds
     ``environments``  environment variables that `sender` and `receiver` get in addition
     ``show``          whether the processes' stderr is shown
+    ``on_gpu``        ends whose memory is a GPU's: `sender`, `receiver`
     """
+    arguments = ["--backends", ",".join(backends), "--devices", ",".join(devices), "--timeout-s", str(timeout_s)]
+    arguments += ["--gpu", *on_gpu]
     ends: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, own in environments.items():
-            ends[name] = _start(name, backends, devices, timeout_s, own, show)
+            ends[name] = _start(name, arguments, own, show)
         receiver, sender = ends["receiver"], ends["sender"]
         ready = _answer("receiver", receiver, START_S)
         if "error" in ready:
@@ -101,22 +124,9 @@ def run(
             process.communicate()
 
 
-def _start(
-    end: str, backends: list[str], devices: list[str], timeout_s: float, environment: dict[str, str], show: bool
-) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        __spec__.name,
-        "--end",
-        end,
-        "--backends",
-        ",".join(backends),
-        "--devices",
-        ",".join(devices),
-    ]
+def _start(end: str, arguments: list[str], environment: dict[str, str], show: bool) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*command, "--timeout-s", str(timeout_s)],
+        [sys.executable, "-m", __spec__.name, "--end", end, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if show else subprocess.PIPE, bufsize=0,
         env=os.environ | environment,
     )  # fmt: skip
@@ -150,7 +160,7 @@ def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dic
     return {"error": f"the {end} ended with status {process.returncode}: {stderr_lines[-1] if stderr_lines else '?'}"}
 
 
-def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> int:
+def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, gpu: bool, pipe: IO[str]) -> int:
     """Run one end in this child process and return its exit status.
 
     The end writes JSON lines to `pipe` and reads the parent's JSON lines from stdin.
@@ -158,43 +168,42 @@ def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, pi
     from connectors.errors import TandemError
 
     try:
-        (_send if end == "sender" else _receive)(backends, devices, timeout_s, pipe)
+        (_send if end == "sender" else _receive)(backends, devices, timeout_s, gpu, pipe)
     except (TandemError, TimeoutError) as error:
         print(json.dumps({"error": f"the {end}: {error}", "plugins": _plugins()}), file=pipe)
         return 1
     return 0
 
 
-def _receive(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> None:
+def _receive(backends: list[str], devices: list[str], timeout_s: float, gpu: bool, pipe: IO[str]) -> None:
     import numpy as np
 
-    from connectors.planning.layout import MemoryKind, Region
     from connectors.transport.nixl import NixlTransport
 
-    memory = np.zeros(TRANSFER_BYTES, np.uint8)
+    region, digest = _memory(np.zeros(TRANSFER_BYTES, np.uint8), gpu, last=True)
     transport = NixlTransport("selftest-receiver/0", backends, devices)
-    transport.register([Region(memory.ctypes.data, memory.nbytes, MemoryKind("DRAM", 0))])
-    ready = {"metadata": transport.metadata().hex(), "address": memory.ctypes.data, "plugins": _plugins()}
+    transport.register([region])
+    ready = {"metadata": transport.metadata().hex(), "address": region.address, "plugins": _plugins()}
+    ready |= {"memory": region.memory_kind.memory, "device": region.memory_kind.device}
     print(json.dumps(ready), file=pipe)
     sys.stdin.readline()  # the sender has started
     give_up_at = time.monotonic() + timeout_s
     while not transport.notifications():
         _rest(give_up_at, "the message after the write did not arrive in time")
-    print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest()}), file=pipe)
+    print(json.dumps({"digest": digest()}), file=pipe)
     sys.stdin.read()  # until the parent closes the pipe
 
 
-def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[str]) -> None:
+def _send(backends: list[str], devices: list[str], timeout_s: float, gpu: bool, pipe: IO[str]) -> None:
     import numpy as np
 
     from connectors.planning.descriptors import Runs
-    from connectors.planning.layout import MemoryKind, Region
+    from connectors.planning.layout import MemoryKind
     from connectors.transport.nixl import NixlTransport
 
-    memory_kind = MemoryKind("DRAM", 0)
-    memory = np.random.default_rng(0).integers(0, 256, TRANSFER_BYTES, np.uint8)
+    region, digest = _memory(np.random.default_rng(0).integers(0, 256, TRANSFER_BYTES, np.uint8), gpu, last=False)
     transport = NixlTransport("selftest-sender/0", backends, devices)
-    transport.register([Region(memory.ctypes.data, memory.nbytes, memory_kind)])
+    transport.register([region])
     receiver = json.loads(sys.stdin.readline())
     peer = transport.add_peer(bytes.fromhex(receiver["metadata"]))
     starts = np.arange(0, TRANSFER_BYTES, RUN_BYTES, dtype=np.int64)
@@ -202,18 +211,42 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, pipe: IO[st
     print(json.dumps({}), file=pipe)
     began = time.monotonic()
     give_up_at = began + timeout_s
-    handle = transport.write(
-        peer, Runs(memory.ctypes.data + starts, receiver["address"] + starts, lengths), memory_kind, memory_kind
-    )
+    runs = Runs(region.address + starts, receiver["address"] + starts, lengths)
+    handle = transport.write(peer, runs, region.memory_kind, MemoryKind(receiver["memory"], receiver["device"]))
     while not transport.poll(handle):
         _rest(give_up_at, "the write did not finish in time")
     seconds = time.monotonic() - began
     transport.notify(peer, b"written")
-    print(json.dumps({"digest": hashlib.blake2b(memory.data).hexdigest(), "seconds": seconds}), file=pipe)
+    print(json.dumps({"digest": digest(), "seconds": seconds}), file=pipe)
     # NIXL makes progress only during calls, so keep calling it; the parent ends this process.
     while time.monotonic() < give_up_at:
         transport.notifications()
         time.sleep(POLL_S)
+
+
+def _memory(content: np.ndarray[Any, np.dtype[np.uint8]], gpu: bool, last: bool) -> tuple[Region, Callable[[], str]]:
+    """Return memory with `content`, and the function that computes its digest.
+
+    ``last``  of the GPUs, whether the last one: sender and receiver have different ones if they can
+    """
+    from connectors.errors import ConfigurationError
+    from connectors.planning.layout import MemoryKind, Region
+
+    if not gpu:
+        region = Region(content.ctypes.data, content.nbytes, MemoryKind("DRAM", 0))
+        return region, lambda: hashlib.blake2b(content.data).hexdigest()
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigurationError("torch finds no CUDA GPU")
+    device = count - 1 if last else 0
+    # NIXL registers the memory in the context that is current.
+    torch.cuda.set_device(device)
+    memory = torch.from_numpy(content).to(f"cuda:{device}")
+    torch.cuda.synchronize()
+    region = Region(memory.data_ptr(), memory.nbytes, MemoryKind("VRAM", device))
+    return region, lambda: hashlib.blake2b(memory.cpu().numpy().data).hexdigest()
 
 
 def _rest(give_up_at: float, otherwise: str) -> None:

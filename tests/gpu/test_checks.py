@@ -16,11 +16,9 @@ import yaml
 from configs.settings.parsing import parse_settings
 from connectors.vllm_hma.worker_side.trace import read_trace
 from tests.campaigns.gpu import __main__ as gpu_check
-from tests.campaigns.gpu import conformance, steps
 from tests.campaigns.gpu.device import set_current
 from tests.campaigns.gpu.pair import Pair
-from tests.campaigns.gpu.pairs import stages_ms
-from tests.campaigns.gpu.service import configuration
+from tests.campaigns.gpu.programs import configuration, stages_ms
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,13 +38,13 @@ def pair(device: torch.device) -> Iterator[Pair]:
         yield both
 
 
-@pytest.mark.parametrize("case", conformance.CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", gpu_check.cases(gpu_check.CONFORMANCE), ids=lambda case: case.__name__)
 def test_between_two_processes(pair: Pair, case: Callable[[Pair], str]) -> None:
     pair.refill()
     assert case(pair)
 
 
-@pytest.mark.parametrize("case", steps.CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", gpu_check.cases(gpu_check.STEPS), ids=lambda case: case.__name__)
 def test_of_steps(device: torch.device, case: Callable[[torch.device], str]) -> None:
     assert case(device)
 
@@ -69,12 +67,6 @@ def test_engines_on_a_gpu(tmp_path: Path) -> None:
     assert [each.verdict for each in result] == ["ok"], result
 
 
-def test_the_list_of_checks_is_complete() -> None:
-    """``make gpu-check`` lists them without importing torch."""
-    assert gpu_check.CONFORMANCE.names == tuple(case.__name__ for case in conformance.CASES)
-    assert gpu_check.STEPS.names == tuple(case.__name__ for case in steps.CASES)
-
-
 def test_without_a_gpu_the_checks_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,7 +83,7 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name in ("nixl", "vllm") else object())
     results = list(gpu_check.run(gpu_check.CONFORMANCE, "cpu"))
     assert {(each.verdict, each.found) for each in results} == {("skipped", "needs nixl")}
-    assert len(results) == len(conformance.CASES)
+    assert len(results) == len(gpu_check.CONFORMANCE.names)
 
 
 def test_a_check_that_fails_is_told() -> None:

@@ -12,7 +12,7 @@ from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from app.http.http_server import SERVICE_PATH
 from app.launch_environment import ENGINE_QUEUE_BYTES
-from app.run import load
+from app.run import load, ours
 from configs.settings.base import SettingsError
 from configs.settings.deployment import PlacementSettings, RoleSettings
 from configs.settings.router import RouterSettings
@@ -45,7 +45,11 @@ def problems(service: dict[str, Any]) -> list[str]:
         *_http(config, cluster, settings),
         *_router_port(groups, settings),
         *_head(cluster["headGroupSpec"]),
-        *(line for name, own in deployments(settings) for line in _placed(name, own, groups)),
+        *(
+            line
+            for (name, own), wanted in zip(deployments(settings), scaling(config, settings), strict=True)
+            for line in _placed(name, own, wanted, groups)
+        ),
         *(line for group in groups for line in _timeouts(group, settings)),
         *_cluster_timeouts(service["spec"], settings),
         *(line for group in groups for line in _ports(group, settings)),
@@ -68,6 +72,18 @@ def embedded(service: dict[str, Any]) -> tuple[dict[str, Any], ServiceSettings]:
 def deployments(settings: ServiceSettings) -> list[tuple[str, RouterSettings | RoleSettings]]:
     """Return the deployments, each with the key of its settings."""
     return [("router", settings.router), *settings.roles()]
+
+
+def scaling(config: dict[str, Any], settings: ServiceSettings) -> list[int | dict[str, Any]]:
+    """Return `num_replicas` or `autoscaling_config` of each deployment: options under the file's
+    `deployments` override `args`.
+    """
+    names = ["Router", *(f"{role.capitalize()}{suffix}" for suffix in settings.each_model() for role in ROLES[1:])]
+    options = {one["name"]: one for one in ours(config).get("deployments") or ()}
+    return [
+        options.get(name, {}).get("autoscaling_config") or options.get(name, {}).get("num_replicas") or own.replicas
+        for name, (_, own) in zip(names, deployments(settings), strict=True)
+    ]
 
 
 def groups_for(placed: PlacementSettings, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,14 +154,18 @@ def _head(head: dict[str, Any]) -> Iterator[str]:
         yield "head: has a GPU that no replica may use"
 
 
-def _placed(role: str, own: RouterSettings | RoleSettings, groups: list[dict[str, Any]]) -> Iterator[str]:
+def _placed(
+    role: str, own: RouterSettings | RoleSettings, wanted: int | dict[str, Any], groups: list[dict[str, Any]]
+) -> Iterator[str]:
     fitting = groups_for(own, groups)
     if len(fitting) != 1:
         names = ", ".join(one["groupName"] for one in fitting) or "none"
         yield f"{role}: label_selector {own.label_selector} must match one worker group, not {names}"
         return
     (group,) = fitting
-    low, high = replicas(own.replicas)
+    low, high = replicas(wanted)
+    if wanted is not own.replicas and isinstance(wanted, dict) and "policy" not in wanted:
+        yield f"{role}: autoscaling_config has no policy: Serve's own does not count Tandem's requests"
     if own.placement != "apart":
         yield f"{role}: placement must be apart: one replica to a pod"
     if high > group["maxReplicas"] or low > group["minReplicas"]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from connectors.transport import selftest
 
@@ -50,3 +51,14 @@ def test_a_process_that_hangs(
     environments = {"sender": {}, "receiver": started_with(tmp_path, code)}
     assert selftest.run(["UCX"], [], 30.0, environments, show=False) == {"error": error}
     assert running() == []
+
+
+@pytest.mark.parametrize("ends", [["sender"], ["receiver"], ["sender", "receiver"]])
+def test_memory_of_gpus(ends: list[str]) -> None:
+    """GPU memory is registered, written and compared; without a GPU the process says why not."""
+    report = selftest.run(["UCX"], [], 30.0, {"sender": {}, "receiver": {}}, show=False, on_gpu=ends)
+    if torch.cuda.is_available():
+        assert "error" not in report
+        assert report["bytes"] == selftest.TRANSFER_BYTES
+    else:
+        assert report["error"] == f"the {ends[-1]}: torch finds no CUDA GPU"

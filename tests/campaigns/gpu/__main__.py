@@ -10,6 +10,7 @@ missing packages are skipped by name. Without a GPU it lists the checks and exit
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import math
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -41,52 +43,30 @@ PACKAGE = __spec__.parent if __spec__ else "tests.campaigns.gpu"
 class Part:
     """Checks of one module: names, and the packages that they need.
 
-    ``program``: each check is a process of this module, because vLLM starts its engine cores before
-    it uses a GPU.
+    ``program``: each check is a process of ``programs.py``, because vLLM starts its engine cores
+    before it uses a GPU.
     """
 
     title: str
     names: tuple[str, ...]
     needs: tuple[str, ...]
-    program: str = ""
+    program: bool = False
 
 
-STEPS = Part(
-    "steps",
-    (
-        "an_event_passes_after_its_kernels",
-        "layers_come_out_in_order",
-        "digests_are_a_cpus",
-        "a_digest_does_not_wait_for_the_forward_pass",
-        "speed_of_a_digest",
-    ),
-    ("torch", "numpy", "xxhash"),
-)
-CONFORMANCE = Part(
-    "conformance",
-    (
-        "a_write_moves_its_bytes_and_no_others",
-        "a_whole_region_is_written",
-        "ten_thousand_fragments",
-        "many_writes_at_once",
-        "writes_outside_registered_memory_are_refused",
-        "poll_waits_for_the_last_byte",
-        "messages_arrive_whole_and_once",
-        "a_connection_is_made_anew",
-        "digests_agree",
-        "a_busy_device_does_not_delay_a_write",
-        "bandwidth",
-    ),
-    ("torch", "numpy", "xxhash", "nixl"),
-)
-_SERVED = ("torch", "numpy", "xxhash", "nixl", "vllm", "transformers", "ray", "uvicorn")
-SERVICE = Part("service", ("the_service_answers",), _SERVED, "service")
-ENGINES = Part("engines", ("identity_of_two_shapes",), _SERVED[:-2], "engines")
-PAIRS = tuple(
-    Part(f"TTFT of {arm}", (arm,), _SERVED[:-2], "pairs") for arm in ("tandem", "nixl_connector", "one_engine")
-)
-PROGRAMS = (SERVICE, ENGINES, *PAIRS)
-PARTS = (STEPS, CONFORMANCE, *PROGRAMS)
+def _names(module: str) -> tuple[str, ...]:
+    """Return the public functions of a module; imports nothing, as torch may be missing."""
+    body = ast.parse(Path(__file__).with_name(f"{module}.py").read_text()).body
+    return tuple(each.name for each in body if isinstance(each, ast.FunctionDef) and each.name[0] != "_")
+
+
+_TENSORS = ("torch", "numpy", "xxhash")
+_ENGINES = (*_TENSORS, "nixl", "vllm", "transformers")
+STEPS = Part("steps", _names("steps"), _TENSORS)
+CONFORMANCE = Part("conformance", _names("conformance"), (*_TENSORS, "nixl"))
+SERVICE = Part("service", ("the_service_answers",), (*_ENGINES, "ray", "uvicorn"), program=True)
+ENGINES = Part("engines", ("identity_of_two_shapes",), _ENGINES, program=True)
+ARMS = ("tandem", "nixl_connector", "one_engine")
+PARTS = (STEPS, CONFORMANCE, SERVICE, ENGINES, *(Part(f"TTFT of {arm}", (arm,), _ENGINES, True) for arm in ARMS))
 
 
 @dataclass(frozen=True)
@@ -111,14 +91,11 @@ def gpus() -> list[str]:
     return [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for package in ("torch", "nixl", "vllm", "numpy", "xxhash"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def run(part: Part, device: str, folder: Path = Path(), give_up_at: float = math.inf) -> Iterator[Result]:
@@ -126,55 +103,49 @@ def run(part: Part, device: str, folder: Path = Path(), give_up_at: float = math
 
     ``folder``, ``give_up_at``  of parts with a program: files, and when it is killed
     """
-    missing = [name for name in part.needs if find_spec(name) is None]
-    if missing:
+    if missing := [name for name in part.needs if find_spec(name) is None]:
         yield from (Result(name, "skipped", f"needs {', '.join(missing)}", 0.0) for name in part.names)
         return
     try:
         if part.program:
             yield _timed(part.names[0], lambda: _program(part, device, folder, give_up_at))
-        elif part is STEPS:
-            yield from _run_steps(device)
         else:
-            yield from _run_conformance(device)
+            yield from (_run_steps if part is STEPS else _run_conformance)(device)
     except Exception:
         yield Result(part.title, "FAILED", f"the checks could not start:\n{traceback.format_exc()}", 0.0)
+
+
+def cases(part: Part) -> list[Callable[[Any], Any]]:
+    """Return the functions of a part without a program."""
+    module = importlib.import_module(f"{PACKAGE}.{part.title}")
+    return [getattr(module, name) for name in part.names]
 
 
 def _run_steps(device: str) -> Iterator[Result]:
     import torch
 
-    from tests.campaigns.gpu import steps
     from tests.campaigns.gpu.device import set_current
 
     set_current(torch.device(device))
-    for case in steps.CASES:
+    for case in cases(STEPS):
         yield _timed(case.__name__, lambda case=case: case(torch.device(device)))  # type: ignore[misc]
 
 
 def _run_conformance(device: str) -> Iterator[Result]:
     import torch
 
-    from tests.campaigns.gpu import conformance
     from tests.campaigns.gpu.pair import Pair
 
-    peers = [device] if device == "cpu" or torch.cuda.device_count() < 2 else [device, "cuda:1"]
-    for peer in peers:
+    for peer in [device] if device == "cpu" or torch.cuda.device_count() < 2 else [device, "cuda:1"]:
         with Pair(torch.device(device), BULK_BYTES, torch.device(peer)) as pair:
-
-            def play(case: Callable[[Pair], Any], pair: Pair = pair) -> Any:
-                pair.refill()
-                return case(pair)
-
-            for case in conformance.CASES:
+            for case in cases(CONFORMANCE):
                 name = case.__name__ if peer == device else f"{case.__name__}, {device} to {peer}"
-                yield _timed(name, lambda case=case: play(case))  # type: ignore[misc]
+                yield _timed(name, lambda case=case, pair=pair: (pair.refill(), case(pair))[1])  # type: ignore[misc]
 
 
 def _program(part: Part, device: str, folder: Path, give_up_at: float) -> tuple[str, dict[str, Any]]:
     """Run a part in a process of its own, which vLLM's engine cores are started from."""
-    command = [sys.executable, "-m", f"{PACKAGE}.{part.program}", str(folder)]
-    command += [*part.names[: part in PAIRS], "--device", device]
+    command = [sys.executable, "-m", f"{PACKAGE}.programs", str(folder), part.names[0], device]
     log = folder / f"{part.names[0]}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -241,7 +212,8 @@ def main(argv: list[str] | None = None) -> int:
         if problem := _unusable():
             print(f"tandem: {found[0]} is here, and cannot be used: {problem}")
             return 1
-    about: dict[str, Any] = {"device": options.device, "gpus": found, "cores": os.cpu_count(), "versions": versions()}
+    versions = {package: _version(package) for package in ("torch", "nixl", "vllm", "numpy", "xxhash")}
+    about: dict[str, Any] = {"device": options.device, "gpus": found, "cores": os.cpu_count(), "versions": versions}
     print(json.dumps(about), flush=True)
     results = []
     parts = PARTS if options.device != "cpu" or options.engines else (STEPS, CONFORMANCE)
@@ -250,10 +222,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{result.verdict:8} {result.seconds:7.2f} s  {result.check}: {result.found}", flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(about | {"results": [asdict(each) for each in results]}, indent=1) + "\n")
-    failed = sum(result.verdict == "FAILED" for result in results)
-    skipped = sum(result.verdict == "skipped" for result in results)
-    print(f"{len(results) - failed - skipped} checks passed, {failed} failed, {skipped} skipped; report: {options.out}")
-    return 1 if failed else 0
+    counts = Counter(result.verdict for result in results)
+    told = f"{counts['ok']} checks passed, {counts['FAILED']} failed, {counts['skipped']} skipped"
+    print(f"{told}; report: {options.out}")
+    return 1 if counts["FAILED"] else 0
 
 
 def _unusable() -> str:

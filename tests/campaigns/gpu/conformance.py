@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,68 +22,50 @@ RUN_KIB = (32, 256, 2048)
 REPEATS = 5
 
 
-def check(condition: bool, problem: str) -> None:
-    """Raise AssertionError with ``problem`` unless ``condition``; these checks also run without
-    pytest.
-    """
-    if not condition:
-        raise AssertionError(problem)
+def _compare(pair: Pair, rows: Sequence[tuple[int, int, int]]) -> None:
+    """Check that the other process's pages have our bytes of ``rows``, and canaries elsewhere."""
+    ours, expected = np.frombuffer(pair.ours.read(), np.uint8), np.full(SIZE, CANARY, np.uint8)
+    for src, dst, length in rows:
+        expected[dst : dst + length] = ours[src : src + length]
+    wrong = np.flatnonzero(np.frombuffer(pair.call("read"), np.uint8) != expected)
+    assert not len(wrong), f"{len(wrong)} bytes of {SIZE} are wrong, the first at {wrong[:1].tolist()}"
 
 
-def compare(pair: Pair, expected: np.ndarray) -> None:
-    """Check that the other process's pages hold exactly ``expected``."""
-    found = np.frombuffer(pair.call("read"), np.uint8)
-    wrong = np.flatnonzero(found != expected)
-    check(not len(wrong), f"{len(wrong)} bytes of {SIZE} are wrong, the first at {wrong[:1].tolist()}")
-
-
-def source(pair: Pair) -> np.ndarray:
-    return np.frombuffer(pair.ours.read(), np.uint8)
+def _write(pair: Pair, *rows: tuple[int, int, int]) -> None:
+    pair.write(pair.runs(*rows))
+    _compare(pair, rows)
 
 
 def a_write_moves_its_bytes_and_no_others(pair: Pair) -> str:
     """Odd addresses and lengths; the bytes around them do not change."""
-    pair.write(pair.runs((3, 1001, 777), (5000, 0, 1)))
-    expected, ours = np.full(SIZE, CANARY, np.uint8), source(pair)
-    expected[1001:1778] = ours[3:780]
-    expected[0] = ours[5000]
-    compare(pair, expected)
+    _write(pair, (3, 1001, 777), (5000, 0, 1))
     return f"778 of {SIZE} bytes"
 
 
 def a_whole_region_is_written(pair: Pair) -> str:
     """A write covers a region from the first byte to the last."""
-    pair.write(pair.runs((0, 0, SIZE)))
-    compare(pair, source(pair))
+    _write(pair, (0, 0, SIZE))
     return f"{SIZE} bytes"
 
 
 def ten_thousand_fragments(pair: Pair) -> str:
     """One write of 10,000 runs of 64 bytes in reverse order."""
-    at = np.arange(10_000, dtype=np.int64) * 100
-    length = np.full(10_000, 64, np.int64)
-    pair.write(Runs(pair.ours.pages.data_ptr() + at[::-1], pair.theirs.pages + at, length))
-    expected, ours = np.full(SIZE, CANARY, np.uint8), source(pair)
-    for src, dst in zip(at[::-1].tolist(), at.tolist(), strict=True):
-        expected[dst : dst + 64] = ours[src : src + 64]
-    compare(pair, expected)
+    _write(pair, *((100 * (9_999 - k), 100 * k, 64) for k in range(10_000)))
     return "10000 runs"
 
 
 def many_writes_at_once(pair: Pair) -> str:
     """Post 50 writes at once; each handle ends independently."""
-    open_handles = {pair.post(pair.runs((64 * k, 128 * k, 64))) for k in range(50)}
-    check(len(open_handles) == 50, "handles are not distinct")
+    rows = [(64 * k, 128 * k, 64) for k in range(50)]
+    open_handles = {pair.post(pair.runs(row)) for row in rows}
+    assert len(open_handles) == 50, "handles are not distinct"
 
     def ended() -> bool:
         open_handles.difference_update({each for each in open_handles if pair.ours.transport.poll(each)})
         return not open_handles
 
     until(ended, "50 writes")
-    expected, ours = np.full(SIZE, CANARY, np.uint8), source(pair)
-    for k in range(50):
-        expected[128 * k : 128 * k + 64] = ours[64 * k : 64 * k + 64]
-    compare(pair, expected)
+    _compare(pair, rows)
     return "50 writes"
 
 
@@ -95,7 +77,7 @@ def writes_outside_registered_memory_are_refused(pair: Pair) -> str:
         except TransportError:
             continue
         raise AssertionError(f"a write of {row} (our offset, their offset, bytes) was not refused")
-    compare(pair, np.full(SIZE, CANARY, np.uint8))
+    _compare(pair, ())
     pair.write(pair.runs((0, 0, 8)))
     return "4 refused, the next write arrives"
 
@@ -106,8 +88,8 @@ def poll_waits_for_the_last_byte(pair: Pair) -> str:
         pair.ours.fill(bytes([number]))
         pair.write(pair.runs((0, 0, SIZE)))
         pair.ours.transport.notify(pair.peer, b"written")
-        check(pair.messages(1) == [(pair.us, b"written")], "another message came")
-        compare(pair, np.full(SIZE, number, np.uint8))
+        assert pair.messages(1) == [(pair.us, b"written")], "another message came"
+        _compare(pair, [(0, 0, SIZE)])
     return "10 writes"
 
 
@@ -117,29 +99,20 @@ def messages_arrive_whole_and_once(pair: Pair) -> str:
     for payload in payloads:
         pair.ours.transport.notify(pair.peer, payload)
     found = pair.messages(len(payloads))
-    check(sorted(found) == sorted((pair.us, each) for each in payloads), "other messages came")
-    check(pair.call("take_messages") == [], "a message came twice")
+    assert sorted(found) == sorted((pair.us, each) for each in payloads), "other messages came"
+    assert pair.call("take_messages") == [], "a message came twice"
     pair.call("notify", pair.us, b"answer")
-    answers: list[tuple[str, bytes]] = []
-
-    def answered() -> bool:
-        answers.extend(pair.ours.take_messages())
-        return bool(answers)
-
-    until(answered, "an answer")
-    check(answers == [(pair.peer, b"answer")], "another answer came")
+    answers = until(pair.ours.take_messages, "an answer")
+    assert answers == [(pair.peer, b"answer")], "another answer came"
     return f"{len(payloads)} messages and an answer"
 
 
 def a_connection_is_made_anew(pair: Pair) -> str:
     """After ``reconnect``, writes and messages arrive."""
     pair.ours.transport.reconnect(pair.peer)
-    pair.write(pair.runs((0, 512, 512)))
-    expected = np.full(SIZE, CANARY, np.uint8)
-    expected[512:1024] = source(pair)[:512]
-    compare(pair, expected)
+    _write(pair, (0, 512, 512))
     pair.ours.transport.notify(pair.peer, b"there")
-    check(pair.messages(1) == [(pair.us, b"there")], "another message came")
+    assert pair.messages(1) == [(pair.us, b"there")], "another message came"
     return "a write and a message"
 
 
@@ -148,9 +121,9 @@ def digests_agree(pair: Pair) -> str:
     src, dst = list(range(0, 100, 2)), list(range(200, 100, -2))
     pair.write(pair.runs(*((PAGE_BYTES * a, PAGE_BYTES * b, PAGE_BYTES) for a, b in zip(src, dst, strict=True))))
     sent = pair.ours.digest(src)
-    check(pair.call("digest", dst) == sent, "the digests of the two ends differ")
+    assert pair.call("digest", dst) == sent, "the digests of the two ends differ"
     pair.write(pair.runs((1, PAGE_BYTES * dst[7] + 100, 1)))
-    check(pair.call("digest", dst) != sent, "a byte was overwritten, and the digest is the same")
+    assert pair.call("digest", dst) != sent, "a byte was overwritten, and the digest is the same"
     return f"{len(src)} pages"
 
 
@@ -164,32 +137,26 @@ def a_busy_device_does_not_delay_a_write(pair: Pair) -> str:
     pair.write(pair.runs((0, 0, SIZE)))
     still_busy = busy is not None and not busy.query()
     synchronize(pair.device)
-    compare(pair, source(pair))
+    _compare(pair, [(0, 0, SIZE)])
     return "the write ended first" if still_busy else "the device was idle, or the write waited for it"
 
 
 def bandwidth(pair: Pair) -> tuple[str, dict[str, Any]]:
-    """Writes of scattered runs between the processes, and the device's own copy.
-
-    Medians, without a limit.
-    """
-    measured = []
-    half = pair.bulk_bytes // 2
-    copied_s = []
+    """Medians of writes of scattered runs between the processes, and of the device's own copy."""
+    half, copied_s = pair.bulk_bytes // 2, []
     for _ in range(REPEATS):
         synchronize(pair.device)
         began = time.perf_counter()
         pair.ours.bulk[half:].copy_(pair.ours.bulk[:half])
         synchronize(pair.device)
         copied_s.append(time.perf_counter() - began)
+    own = half / np.median(copied_s) / 1e9
+    shown, figures = [], {}
     for kib in RUN_KIB:
         length = kib * 1024
         at = np.arange(0, pair.bulk_bytes - length + 1, 2 * length, dtype=np.int64)
-        runs = Runs(
-            pair.ours.bulk.data_ptr() + at,
-            pair.theirs.bulk + np.random.default_rng(kib).permutation(at),
-            np.full(len(at), length, np.int64),
-        )
+        targets = pair.theirs.bulk + np.random.default_rng(kib).permutation(at)
+        runs = Runs(pair.ours.bulk.data_ptr() + at, targets, np.full(len(at), length, np.int64))
         took_s, posting_s = [], []
         for _ in range(REPEATS):
             began = time.perf_counter()
@@ -197,28 +164,7 @@ def bandwidth(pair: Pair) -> tuple[str, dict[str, Any]]:
             posting_s.append(time.perf_counter() - began)
             until(lambda handle=handle: pair.ours.transport.poll(handle), "a write")  # type: ignore[misc]
             took_s.append(time.perf_counter() - began)
-        measured.append((kib, runs.total_bytes / np.median(took_s) / 1e9, 1e6 * np.median(posting_s) / len(at)))
-    own = half / np.median(copied_s) / 1e9
-    shown = ", ".join(
-        f"{kib} KiB {speed:.2f} GB/s ({speed / own:.2f}), {us:.2f} us a run" for kib, speed, us in measured
-    )
-    figures = {f"{kib} KiB": {"GB_s": round(speed, 2), "post_us_a_run": round(us, 2)} for kib, speed, us in measured}
-    return f"{shown}; own copy {own:.2f} GB/s (1)", figures | {"own copy": {"GB_s": round(own, 2)}}
-
-
-CASES: tuple[Callable[[Pair], Any], ...] = (
-    a_write_moves_its_bytes_and_no_others,
-    a_whole_region_is_written,
-    ten_thousand_fragments,
-    many_writes_at_once,
-    writes_outside_registered_memory_are_refused,
-    poll_waits_for_the_last_byte,
-    messages_arrive_whole_and_once,
-    a_connection_is_made_anew,
-    digests_agree,
-    a_busy_device_does_not_delay_a_write,
-    bandwidth,
-)
-"""Checks; each is called after ``Pair.refill`` and returns its observation, or raises. The last one
-returns figures, too.
-"""
+        speed, us = runs.total_bytes / np.median(took_s) / 1e9, 1e6 * np.median(posting_s) / len(at)
+        shown.append(f"{kib} KiB {speed:.2f} GB/s ({speed / own:.2f}), {us:.2f} us a run")
+        figures[f"{kib} KiB"] = {"GB_s": round(speed, 2), "post_us_a_run": round(us, 2)}
+    return f"{', '.join(shown)}; own copy {own:.2f} GB/s (1)", figures | {"own copy": {"GB_s": round(own, 2)}}

@@ -1,18 +1,18 @@
-"""The device of a check: its memory kind for NIXL, kernels that keep it busy, and
-synchronisation.
-"""
+"""The device of a check: its memory kind for NIXL, a kernel that keeps it busy, synchronisation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from connectors.planning.layout import MemoryKind
 
 DEADLINE_S = 60.0
-_BUSY_CYCLES = 2_000_000_000
+BUSY_CYCLES = 2_000_000_000
+Found = TypeVar("Found")
 
 
 def memory_kind_of(device: torch.device) -> MemoryKind:
@@ -35,17 +35,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def keep_busy(device: torch.device, share: float = 1.0) -> None:
-    """Queue a kernel that runs for about ``share`` seconds on the current stream; nothing on a
-    CPU.
-    """
+    """Queue a kernel of about ``share`` seconds on the current stream; nothing on a CPU."""
     if device.type != "cpu":
-        torch.cuda._sleep(int(share * _BUSY_CYCLES))  # noqa: SLF001 (torch's own tests use it; nothing public sleeps)
+        torch.cuda._sleep(int(share * BUSY_CYCLES))  # noqa: SLF001 (torch's own tests use it; nothing public sleeps)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll ``condition``. Raises TimeoutError after DEADLINE_S."""
+def until(condition: Callable[[], Found], what: str) -> Found:
+    """Poll ``condition`` until it returns something true. Raises TimeoutError after DEADLINE_S."""
     give_up_at = time.monotonic() + DEADLINE_S
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"{what}: not within {DEADLINE_S:g} s")
         time.sleep(0)
+    return found

@@ -20,10 +20,19 @@ from connectors.transport.device_digest import CacheMemory
 from connectors.transport.nixl import NixlTransport
 from tests.campaigns.gpu.device import memory_kind_of, set_current, synchronize, until
 
-PAGE_BYTES = 4096
-PAGES = 256
-CANARY = 0xA5
-_POLL_S = 0.0005
+PAGE_BYTES, PAGES, CANARY = 4096, 256, 0xA5
+POLL_S = 0.0005
+
+
+def layout_of(layers: Sequence[torch.Tensor], page_bytes: int) -> EngineLayout:
+    """Return the layout of tensors of pages, one for each layer, as vLLM allocates them."""
+    regions = tuple(Region(each.data_ptr(), each.numel(), memory_kind_of(each.device)) for each in layers)
+    pages = tuple(
+        LayerPages(f"layer{k}", region.address, page_bytes, 1, 1, page_bytes, 1, page_bytes, page_bytes, "p")
+        for k, region in enumerate(regions)
+    )
+    count = regions[0].length_bytes // page_bytes
+    return EngineLayout(0, 1, count, regions, (Group(0, GroupKind.FULL, 1, None, pages),))
 
 
 @dataclass(frozen=True)
@@ -36,9 +45,7 @@ class Address:
 
 
 class Agent:
-    """A transport with two registered buffers on ``device``: PAGES pages, and ``bulk_bytes`` for
-    measurements.
-    """
+    """A transport with two registered buffers: PAGES pages, and ``bulk_bytes`` to measure."""
 
     def __init__(self, name: str, device: torch.device, bulk_bytes: int) -> None:
         set_current(device)
@@ -46,14 +53,12 @@ class Agent:
         self.pages = torch.zeros(PAGES * PAGE_BYTES, dtype=torch.uint8, device=device)
         self.bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=device)
         synchronize(device)
-        buffers = (self.pages, self.bulk)
-        regions = tuple(Region(each.data_ptr(), each.numel(), self.memory_kind) for each in buffers)
-        page = LayerPages("layer", regions[0].address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
-        self.layout = EngineLayout(0, 1, PAGES, regions[:1], (Group(0, GroupKind.FULL, 1, None, (page,)),))
-        self.memory = CacheMemory(self.layout, buffers)
+        layout = layout_of([self.pages], PAGE_BYTES)
+        self.memory = CacheMemory(layout, [self.pages])
         self.transport = NixlTransport(name, devices=("lo",))
-        self.transport.register(regions)
+        self.transport.register([*layout.regions, Region(self.bulk.data_ptr(), bulk_bytes, self.memory_kind)])
         self.inbox: list[tuple[str, bytes]] = []
+        self.meet, self.notify = self.transport.add_peer, self.transport.notify
 
     @property
     def address(self) -> Address:
@@ -61,8 +66,7 @@ class Agent:
 
     def fill(self, content: bytes) -> None:
         """Fill the pages with repetitions of ``content``."""
-        whole = np.resize(np.frombuffer(content, np.uint8), PAGES * PAGE_BYTES)
-        self.pages.copy_(torch.from_numpy(whole))
+        self.pages.copy_(torch.from_numpy(np.resize(np.frombuffer(content, np.uint8), PAGES * PAGE_BYTES)))
         synchronize(self.device)
 
     def read(self) -> bytes:
@@ -70,9 +74,7 @@ class Agent:
         return self.pages.cpu().numpy().tobytes()
 
     def digest(self, ids: Sequence[int]) -> bytes:
-        """Return the digest of some pages, as a worker computes it for a peer on a device of the
-        same kind.
-        """
+        """Return the digest of some pages for a peer on a device of the same kind."""
         stream = self.memory.shared_with(self.memory_kind).new_stream()
         stream.feed(self.pages.data_ptr() + np.asarray(ids, np.int64) * PAGE_BYTES, PAGE_BYTES)
         return stream.digest()
@@ -85,12 +87,6 @@ class Agent:
         self.collect()
         taken, self.inbox = self.inbox, []
         return taken
-
-    def meet(self, metadata: bytes) -> str:
-        return self.transport.add_peer(metadata)
-
-    def notify(self, peer: str, payload: bytes) -> None:
-        self.transport.notify(peer, payload)
 
     def modules(self) -> list[str]:
         """Return the names of the top-level modules that this process has imported."""
@@ -106,7 +102,7 @@ def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
     connection.send(agent.address)
     while True:
         agent.collect()
-        if not connection.poll(_POLL_S):
+        if not connection.poll(POLL_S):
             continue
         try:
             method, arguments = connection.recv()
@@ -156,10 +152,7 @@ class Pair:
         self.ours.transport.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the other agent.
-
-        Raises RuntimeError if it fails or the process has ended.
-        """
+        """Call a method of the other agent. RuntimeError: it fails, or the process has ended."""
         self._connection.send((method, arguments))
         answer = self._answer()
         if isinstance(answer, Exception):
@@ -196,10 +189,11 @@ class Pair:
         """Wait for ``count`` messages at the other process, and return them."""
         found: list[tuple[str, bytes]] = []
 
-        def arrived() -> bool:
+        def arrived() -> list[tuple[str, bytes]]:
             self.ours.collect()
-            found.extend(self.call("take_messages"))
-            return len(found) >= count
+            taken: list[tuple[str, bytes]] = self.call("take_messages")
+            return taken
 
-        until(arrived, f"{count} messages")
+        while len(found) < count:
+            found += until(arrived, f"{count} messages")
         return found

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
 from connectors.planning.plan import plan_pair
 from connectors.transport.device_digest import CacheMemory, DeviceMemory
 from connectors.transport.digest import End
 from connectors.transport.digest import digests as transfer_digests
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
-from tests.campaigns.gpu.conformance import check
 from tests.campaigns.gpu.device import keep_busy, memory_kind_of, set_current, synchronize, until
+from tests.campaigns.gpu.pair import layout_of
 
 LAYERS, PAGE_BYTES, PAGES = 4, 40_000, 64
 """Pages of three segments, the last one short."""
@@ -32,12 +30,7 @@ class Cache:
         self.device = device
         self.layers = [torch.zeros(count * PAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
         synchronize(device)
-        regions = tuple(Region(each.data_ptr(), each.numel(), memory_kind_of(device)) for each in self.layers)
-        pages = tuple(
-            LayerPages(f"layer{k}", region.address, PAGE_BYTES, 1, 1, PAGE_BYTES, 1, PAGE_BYTES, PAGE_BYTES, "p")
-            for k, region in enumerate(regions)
-        )
-        self.layout = EngineLayout(0, 1, count, regions, (Group(0, GroupKind.FULL, 1, None, pages),))
+        self.layout = layout_of(self.layers, PAGE_BYTES)
 
     def filled_with(self, layer: int) -> set[int]:
         """Return the values of a layer's bytes, read on a stream that waits for no other."""
@@ -51,20 +44,21 @@ def an_event_passes_after_its_kernels(device: torch.device) -> str:
     """Another thread polls, like the progress thread, and finds the bytes computed before the
     event.
     """
-    cache, fence, seen = Cache(device), StepFence(device), []
+    cache, fence = Cache(device), StepFence(device)
     keep_busy(device)
     cache.layers[0].fill_(7)
     event = fence.mark()
     waited = not fence.passed(event)
 
-    def poll() -> None:
+    def poll() -> set[int]:
         set_current(device)
         until(lambda: fence.passed(event), "the event")
-        seen.append(cache.filled_with(0))
+        return cache.filled_with(0)
 
-    _in_another_thread(poll)
-    check(seen == [{7}], f"the event has passed, and the bytes are {seen}")
-    check(waited or device.type == "cpu", "the event had passed before its kernels could end: this shows nothing")
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(poll).result()
+    assert seen == {7}, f"the event has passed, and the bytes are {seen}"
+    assert waited or device.type == "cpu", "the event had passed before its kernels could end: this shows nothing"
     return "it had not passed while the kernel ran" if waited else "a CPU has computed when a call returns"
 
 
@@ -77,7 +71,7 @@ def layers_come_out_in_order(device: torch.device) -> str:
     for number, layer in enumerate(cache.layers):
         keep_busy(device, 0.3)
         layer.fill_(number + 1)
-        check(steps.layer(f"layer{number}"), f"layer {number} completes nothing")
+        assert steps.layer(f"layer{number}"), f"layer {number} completes nothing"
     steps.end(chunks)
 
     def poll() -> None:
@@ -91,17 +85,18 @@ def layers_come_out_in_order(device: torch.device) -> str:
                 if isinstance(entry, LayersComputed):
                     for layer in range(entry.stop):
                         values = cache.filled_with(layer)
-                        check(values == {layer + 1}, f"layer {layer} was returned, but its bytes are {values}")
+                        assert values == {layer + 1}, f"layer {layer} was returned, but its bytes are {values}"
                     early += cache.filled_with(LAYERS - 1) == {0}
             return bool(found) and isinstance(found[-1], Ended)
 
         until(ended, "the step's end")
 
-    _in_another_thread(poll)
-    check(isinstance(found[0], Begun), "the step's begin does not come first")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(poll).result()
+    assert isinstance(found[0], Begun), "the step's begin does not come first"
     stops = [entry.stop for entry in found if isinstance(entry, LayersComputed)]
-    check(stops == [1, 2, 3, 4], f"layers came out as {stops}")
-    check(early > 0 or device.type == "cpu", "no layer came out before the last one was computed: this shows nothing")
+    assert stops == [1, 2, 3, 4], f"layers came out as {stops}"
+    assert early > 0 or device.type == "cpu", "no layer came out before the last one was computed: this shows nothing"
     return f"{LAYERS} layers, {early} of them before the last one was computed"
 
 
@@ -129,7 +124,7 @@ def digests_are_a_cpus(device: torch.device) -> str:
                 ours.feed(pages.address + ids * PAGE_BYTES, length)
                 theirs.feed(on_host.layers[layer].data_ptr() + ids * PAGE_BYTES, length)
                 compared += len(ids)
-        check(ours.digest() == theirs.digest(), f"digests of pieces of {length} bytes differ")
+        assert ours.digest() == theirs.digest(), f"digests of pieces of {length} bytes differ"
     ids, kind = np.random.default_rng(0).permutation(PAGES)[:40], ""
     found = []
     for layout, at in ((cache.layout, memory), (on_host.layout, reference)):
@@ -137,7 +132,7 @@ def digests_are_a_cpus(device: torch.device) -> str:
         kind = kind or type(of_transfer).__name__
         of_transfer.add(0, ids, np.zeros_like(ids))
         found.append(of_transfer.hexdigest())
-    check(found[0] == found[1], "the digests of a transfer differ")
+    assert found[0] == found[1], "the digests of a transfer differ"
     return f"{compared} pieces of up to {PAGE_BYTES} bytes; a transfer, by {kind}"
 
 
@@ -155,8 +150,8 @@ def a_digest_does_not_wait_for_the_forward_pass(device: torch.device) -> str:
     second = stream.digest()
     beside = not fence.passed(event)
     synchronize(device)
-    check(first == second, "two pages of zeros have different digests")
-    check(beside or device.type == "cpu", "the digest came after the kernel that was queued before it")
+    assert first == second, "two pages of zeros have different digests"
+    assert beside or device.type == "cpu", "the digest came after the kernel that was queued before it"
     return "it ended while a kernel ran" if beside else "a CPU has one queue"
 
 
@@ -177,29 +172,3 @@ def speed_of_a_digest(device: torch.device) -> tuple[str, dict[str, Any]]:
     size = LAYERS * count * PAGE_BYTES
     speed = size / float(np.median(took_s[1:])) / 1e9
     return f"{speed:.1f} GB/s of {size} bytes", {"GB_s": round(speed, 1), "bytes": size}
-
-
-def _in_another_thread(work: Callable[[], None]) -> None:
-    """Run ``work`` in a separate thread. Raises its exception."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-
-
-CASES: tuple[Callable[[torch.device], Any], ...] = (
-    an_event_passes_after_its_kernels,
-    layers_come_out_in_order,
-    digests_are_a_cpus,
-    a_digest_does_not_wait_for_the_forward_pass,
-    speed_of_a_digest,
-)
