@@ -15,7 +15,7 @@ from connectors.store.tiers.open_folder import OpenFolder
 
 PIECE_BYTES = 256 << 10
 """Maximum payload bytes per read call. A read reports progress after each call, so that the store
-can tell a slow disk from a hanging one (``reads.py``). A piece also fits into the CPU's L2
+can tell a slow disk from a hanging one (``lanes.py``). A piece also fits into the CPU's L2
 cache, so that its digest is computed there."""
 
 
@@ -32,11 +32,6 @@ class Files:
         """
         with _opened(folder, name) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
-
-    def read_ahead(self, folder: OpenFolder, name: str) -> None:
-        """Start to read a header into the page cache. Ignores errors; ``head`` raises them."""
-        with contextlib.suppress(OSError, CorruptObjectError), _opened(folder, name) as (fd, _):
-            os.posix_fadvise(fd, 0, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
 
     def read(
         self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]

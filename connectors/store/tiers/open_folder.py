@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import stat
 from collections import deque
@@ -15,7 +14,6 @@ from pathlib import Path
 _LINK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = _LINK | os.O_DIRECTORY
 _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_BATCH = 256
 _MAX_LINKS = 40
 
 
@@ -78,8 +76,8 @@ class OpenFolder:
     def stat(self, name: str) -> os.stat_result:
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
-    def touch(self, name: str) -> None:
-        os.utime(name, dir_fd=self.fd, follow_symlinks=False)
+    def set_mtime(self, name: str, mtime_ns: int) -> None:
+        os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=self.fd, follow_symlinks=False)
 
     def unlink(self, name: str) -> None:
         os.unlink(name, dir_fd=self.fd)
@@ -88,19 +86,12 @@ class OpenFolder:
         """Rename a file into another folder."""
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
-    def names(self) -> list[str]:
-        return [entry.name for batch in self.batches() for entry in batch]
-
-    def batches(self) -> Iterator[list[os.DirEntry[str]]]:
-        """Yield the entries in lists of at most _BATCH.
-
-        Their ``stat`` works until the next list is requested.
-        """
+    def entries(self) -> Iterator[os.DirEntry[str]]:
+        """Yield the entries. Their ``stat`` works until the next one is requested."""
         fd = os.open(".", _LISTED, dir_fd=self.fd)
         try:
             with os.scandir(fd) as entries:
-                while batch := list(itertools.islice(entries, _BATCH)):
-                    yield batch
+                yield from entries
         finally:
             os.close(fd)
 

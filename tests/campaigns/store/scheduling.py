@@ -42,8 +42,7 @@ from connectors.planning.layout import GroupKind
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.kv_store.orders import StoreOrders
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from tests.planning.builders import Rank, Shape, make_engine, with_field
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
