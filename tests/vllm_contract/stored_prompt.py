@@ -51,9 +51,9 @@ class Host:
         chain = PrefixChain(store.space, store.plan.spans, "", None, [])
         chain.extend(PROMPT)
         for ref in completed_objects(store.plan, 0, end_token):
-            offset = store.writer.reserve(ref)
+            offset = store.reserve(ref)
             assert offset is not None
-            store.writer.commit(ref, ObjectName(store.space, chain.key(ref), ref.group), offset, 1)
+            store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group, ref.end_token), offset)
         until(store.idle)
 
 
@@ -80,3 +80,11 @@ def tables(end_token: int = END) -> tuple[list[int], ...]:
 def left(scheduler: StoreScheduler) -> int:
     until(scheduler.store.idle)
     return scheduler.store.staging.used_bytes
+
+
+def reserve(scheduler: StoreScheduler, name: str, ref: ObjectRef) -> int:
+    """Reserve a slot of staging for an object of a request, as a step that completes it does."""
+    known = scheduler._requests[name]  # noqa: SLF001
+    blocks = [[*range(1, 10)], [*range(11, 20)]]
+    (offset,) = scheduler._reserve(known, [ref], blocks).values()  # noqa: SLF001
+    return offset

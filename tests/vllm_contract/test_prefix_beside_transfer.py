@@ -21,8 +21,7 @@ from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Orders
 from tests.campaigns.schedules.scheduling import Engine
 from tests.planning.builders import Shape, make_engine
@@ -142,13 +141,13 @@ def test_a_tier_that_hangs_does_not_hold_up_the_transfer(
 def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) -> None:
     host.fill(64)
     decode = host.start()
-    decode.costs.transferred(1 << 40, 1.0)
-    decode.costs.read("disk", 1, 1.0)
+    decode.store.costs.transferred(1 << 40, 1.0)
+    decode.store.costs.read("disk", 1, 1.0)
     request = new_request(decode)
     until(ready(decode, request))
     assert decode.load_prefix(request, tables(), 0, END) == 0
     assert decode.stats().data["counts"]["store_requests"] == {"declined": 1}
-    assert decode.costs.load_s({"disk": 1}) == 1.0, "no measurement: nothing was read"
+    assert decode.store.costs.load_s({"disk": 1}) == 1.0, "no measurement: nothing was read"
     # A prompt that prefill has not started waits in any case.
     other = new_request(decode, "queued")
     until(ready(decode, other, queued=True))
@@ -168,13 +167,13 @@ def test_a_read_that_a_due_transfer_cuts_short_measures_nothing(host: Host, monk
 
     monkeypatch.setattr(FolderTier, "read", read_later)
     decode = host.start(load_s=30.0)
-    decode.costs.transferred(1 << 40, 1.0)
-    decode.costs.read("disk", 1, 1.0)
+    decode.store.costs.transferred(1 << 40, 1.0)
+    decode.store.costs.read("disk", 1, 1.0)
     request = new_request(decode)
     until(lambda: ready(decode, request, queued=True)() or reading.is_set())
     assert decode.prefix_ready(request, 0, END, False)
     assert decode.load_prefix(request, tables(), 0, END) == 0
-    assert decode.costs.load_s({"disk": 1}) == 1.0
+    assert decode.store.costs.load_s({"disk": 1}) == 1.0
     release.set()
     assert left(decode) == 0
 
@@ -187,7 +186,7 @@ def test_a_queued_request_fetches_nothing_while_half_of_staging_is_used(host: Ho
     held = staging.take(staging.size_bytes * 6 // 10)
     assert held is not None
     assert not decode.prefix_ready(request, 0, END, True)
-    assert decode.store.fetches.pending == 0
+    assert not decode.store.running
     until(ready(decode, request))
     assert decode.load_prefix(request, tables(), 0, END) == 64
     staging.give_back(held)
@@ -274,6 +273,6 @@ def test_a_window_of_which_the_transfer_sent_a_part_is_not_stored(
     request = new_request(decode)
     decode.load_prefix(request, tables(), 0, end_token)
     known = decode._requests["r"]  # noqa: SLF001
-    refs = decode.filling.objects(known, 0 if failed else end_token, len(PROMPT))
+    refs = decode._to_store(known, 0 if failed else end_token, len(PROMPT))  # noqa: SLF001
     assert (ObjectRef(64, 1) in refs) is stored
     assert ObjectRef(64, 0) in refs

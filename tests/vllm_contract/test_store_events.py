@@ -17,12 +17,12 @@ from vllm.v1.request import Request
 from connectors.errors import ConfigurationError
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.settings import StoreSettings
-from connectors.vllm_hma.kv_store.capacity import check_sizes
+from connectors.vllm_hma.kv_store.opening import check_sizes
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.model.adapters import Adapter
-from tests.store.test_service import until
-from tests.vllm_contract.stored_prompt import CACHE, PROMPT
+from tests.vllm_contract.stored_prompt import CACHE, PROMPT, reserve
+from tests.vllm_contract.workers import until
 
 
 @pytest.fixture
@@ -40,9 +40,7 @@ def stored(scheduler: StoreScheduler, *refs: ObjectRef, **of_request: Any) -> li
     request = Request("r", PROMPT, SamplingParams(max_tokens=1), None, **of_request)
     scheduler.new_request(request)
     for ref in refs:
-        offset = scheduler.filling.reserve(scheduler._requests["r"], ref)  # noqa: SLF001
-        assert offset is not None
-        scheduler.take(StoreReport(filled={offset: 1}))
+        scheduler.take(StoreReport(filled={reserve(scheduler, "r", ref): 1}))
     until(scheduler.store.idle)
     scheduler.finished(request)
     return scheduler.take_events()

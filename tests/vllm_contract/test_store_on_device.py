@@ -21,8 +21,7 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.kv_store import worker as worker_module
 from connectors.vllm_hma.kv_store.orders import Load, Store, StoreOrders, StoreReport
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from tests.planning.builders import make_rank
 from tests.vllm_contract.stored_prompt import END, SHAPE, tables
 

@@ -221,7 +221,8 @@ class World:
             ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)
         }
         refs.update(possible_objects(self.plan, 0, tokens - 1))
-        return Prompt(tokens, {ref: ObjectName(SPACES[space], chain.key(ref), ref.group, ref.end_token) for ref in refs})
+        names = {ref: ObjectName(SPACES[space], chain.key(ref), ref.group, ref.end_token) for ref in refs}
+        return Prompt(tokens, names)
 
     # ---- requests -------------------------------------------------------------------------------
 
