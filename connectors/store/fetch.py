@@ -105,7 +105,6 @@ class Fetch:
 
     @property
     def offsets(self) -> Mapping[ObjectRef, int]:
-        """Offset in staging of each verified object that the load needs."""
         return self._offsets
 
     @property
@@ -132,12 +131,11 @@ class Fetch:
         return self.over
 
     def hand_over(self) -> dict[ObjectRef, int]:
-        """Return the offsets; the caller frees the slots when all ranks have ended the load."""
+        """Return the offsets; the caller frees the slots."""
         offsets, self._offsets = self._offsets, {}
         return offsets
 
     def close(self) -> None:
-        """End the fetch, and free its slots; that of a running read once the read has ended."""
         self._stop()
         for offset in self.hand_over().values():
             self._store.staging.give_back(offset)
@@ -187,7 +185,6 @@ class Fetch:
         self._decide(now)
 
     def _decide(self, now: float) -> None:
-        """Set how long to wait, once; end the fetch if it is not worth a wait."""
         self._fit()
         costs, sizes, self._decided_at = self._store.costs, Counter[str](), now
         for ref in self._needed():
@@ -244,7 +241,6 @@ class Fetch:
             self._store.staging.give_back(self._offsets.pop(ref))
 
     def _read(self, ref: ObjectRef) -> None:
-        """Start to read an object from the fastest tier left; without one, choose a prefix."""
         size = self._store.sizes[ref.group]
         offset = self._store.staging.take(size)
         if offset is None:
@@ -289,10 +285,7 @@ class Fetch:
             self._choose()
 
     def _idle_s(self, now: float) -> float:
-        """Return for how long no read of the fetch has made progress, in seconds.
-
-        Bytes of any read of a tier count for the queued reads of this tier.
-        """
+        """Return for how long no read of the fetch has made progress, in seconds."""
         return now - max(self._read_at, *(call.heard_at for _, call in self._reading.values()))
 
     # End.

@@ -32,8 +32,6 @@ _READ_THREADS, _WRITE_THREADS = 4, 2
 
 
 class TierLanes:
-    """A tier and the threads of its lookups, reads and writes."""
-
     def __init__(self, folder: FolderTier) -> None:
         self.folder = folder
         self.lookups = Lane(f"store-find-{folder.label}", 1, _QUEUED_LOOKUPS)
@@ -92,8 +90,7 @@ class KVStore:
     def reserve(self, ref: ObjectRef) -> int | None:
         """Reserve a slot of staging for an object to store; return its offset.
 
-        Return None, and count a dropped store, if staging has no room, if stores may not use more
-        of it (``_may_store``), or if no tier accepts writes.
+        None without room (``_may_store``), or if no tier accepts writes.
         """
         self.sweep()
         offset = None
@@ -106,24 +103,17 @@ class KVStore:
         return offset
 
     def commit(self, ref: ObjectRef, name: ObjectName, offset: int) -> None:
-        """Write an object to all tiers, after all ranks have filled its slot; then free the slot.
-
-        Counts a dropped store per tier that rejects it.
-        """
+        """Write an object that all ranks have filled to all tiers; then free its slot."""
         for tier in self.tiers:
             self.counts["dropped_stores"] += not self._write(tier, name, offset, self.sizes[ref.group])
         self._release(offset)
 
     def drop(self, offset: int) -> None:
-        """Free a reserved slot without a write, and count a dropped store."""
         self.counts["dropped_stores"] += 1
         self._release(offset)
 
     def promote(self, name: ObjectName, offset: int, size: int, tier: int) -> None:
-        """Write a verified object to all tiers faster than number ``tier``, from which it was read.
-
-        Skips a tier if stores may not use more of staging (``_may_store``).
-        """
+        """Write a verified object to all tiers faster than number ``tier``, if there is room."""
         for faster in self.tiers[:tier]:
             if self._may_store(size):
                 self._write(faster, name, offset, size)
@@ -166,27 +156,23 @@ class KVStore:
     # Results.
 
     def sweep(self) -> None:
-        """Handle the ends of all calls that are over."""
         for tier in self.tiers:
             for lane in tier.lanes:
                 lane.sweep()
 
     def idle(self) -> bool:
-        """Return whether no call is queued or running."""
         self.sweep()
         return all(lane.idle for tier in self.tiers for lane in tier.lanes)
 
     def record_changes(self) -> None:
-        """Start to record stored and removed objects for ``take_changes``."""
         self._stored = []
         for tier in self.tiers:
             tier.folder.removed = deque(maxlen=_KEPT_CHANGES)
 
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return the objects that this process has stored, and removed, since the last call.
+        """Return (tier label, object) of objects stored, and removed, since the last call.
 
-        Each entry is (tier label, object). A removed object was evicted or corrupt; at most the
-        last _KEPT_CHANGES removals of each tier are returned. Requires ``record_changes``.
+        A removed object was evicted or corrupt. At most the last _KEPT_CHANGES removals are kept.
         """
         self.sweep()
         stored, self._stored, removed = self._stored or [], [], []
@@ -196,7 +182,7 @@ class KVStore:
         return stored, removed
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return counts, bytes and seconds since the start: ``{counter: {label: number}}``."""
+        """Return counts, bytes and seconds since the start, by counter and label."""
         self.sweep()
         counts, tiers = self.counts, {tier.folder.label: tier.folder.counts for tier in self.tiers}
         return {
@@ -223,10 +209,7 @@ class KVStore:
         }
 
     def close(self) -> None:
-        """Fail queued calls, reject new ones, and remove the staging file.
-
-        Objects that are not written yet are lost.
-        """
+        """Fail queued calls and reject new ones: objects that are not written yet are lost."""
         for tier in self.tiers:
             for lane in tier.lanes:
                 lane.close()

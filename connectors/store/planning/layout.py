@@ -29,11 +29,7 @@ _ADDRESSES = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class RankPlans:
-    """Plans of one rank's copies, for the stored groups in the order of ``StorePlan.groups``.
-
-    ``store``  from the rank's cache into objects
-    ``load``   from objects into the rank's cache
-    """
+    """Plans of one rank's copies into and from objects of the stored groups."""
 
     store: PairPlan
     load: PairPlan
@@ -59,7 +55,7 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
 
 def stored_groups(plan: StorePlan) -> tuple[GroupSpans, ...]:
-    """Return the groups that have objects: ``RankPlans`` and the virtual layout have only these."""
+    """Return the groups that have objects: plans and the virtual layout have only these."""
     return tuple(spans for spans in plan.groups if spans.stored)
 
 
@@ -99,7 +95,7 @@ def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayou
 
 
 def object_bytes(store: EngineLayout) -> tuple[int, ...]:
-    """Return the payload size of one object, in bytes, for each stored group."""
+    """Return the payload bytes of one object, for each stored group."""
     return tuple(group.block_bytes for group in store.groups)
 
 

@@ -56,8 +56,6 @@ _GIVE_UP_S = _ID_S = 1.0
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts of this process's events in one tier."""
-
     hits: int = 0
     corrupt: int = 0
     stored: int = 0
@@ -94,7 +92,7 @@ class FolderTier:
         self.counts = TierCounts()
         self.removed: deque[ObjectName] | None = None
         self._durable = durable
-        self._files = files or Files()
+        self.files = files or Files()
         with opened_root(path, create=True) as root:
             self._folders: tuple[OpenFolder, OpenFolder] | None = (
                 root.folder("objects", create=True),
@@ -111,10 +109,9 @@ class FolderTier:
         self._usage = Usage(root, self._scan)
 
     def open(self) -> int:
-        """Read the eviction order from the files, if not done yet; return its number of objects.
+        """Read the eviction order, if not done yet; return its number of objects.
 
-        Only eviction needs it. Raises StoreError if the lock is not free within _OPEN_S, or the
-        files cannot be counted.
+        Raises StoreError if the lock is not free within _OPEN_S, or the files cannot be counted.
         """
         with self._usage.locked(time.monotonic() + _OPEN_S):
             return len(self._order)
@@ -125,14 +122,14 @@ class FolderTier:
             return folder_id(root)
 
     def used_bytes(self, deadline: float) -> int:
-        """Return the bytes of all files, including other processes'. Raises StoreError."""
+        """Return the bytes of all files. Raises StoreError."""
         with self._usage.locked(deadline):
             return self._usage.used_bytes
 
     def find(self, name: ObjectName) -> bool:
         """Return whether an object exists. Removes a file with a corrupt or another header."""
         try:
-            head, state = self._files.head(self._space(name.path), name.path[1])
+            head, state = self.files.head(self._space(name.path), name.path[1])
             check_name(parse_header(head, state.st_size), name)
         except CorruptObjectError:
             self._drop_corrupt(name)
@@ -163,7 +160,7 @@ class FolderTier:
             piece_read()
 
         try:
-            head, state, read = self._files.read(self._space(name.path), name.path[1], payload, add)
+            head, state, read = self.files.read(self._space(name.path), name.path[1], payload, add)
             header = parse_header(head, state.st_size)
             check_name(header, name)
             check_payload(header, read, digest.digest())
@@ -200,7 +197,7 @@ class FolderTier:
             raise
 
     def close(self) -> None:
-        """Make all later calls fail. Calls that run keep the folders open until they return."""
+        """Make later calls fail. Calls that run keep the folders open until they return."""
         self._folders = None
         self._usage.close()
 
@@ -212,7 +209,6 @@ class FolderTier:
         return self._folders
 
     def _space(self, path: tuple[str, str], create: bool = False) -> OpenFolder:
-        """Open a namespace's folder at each use, so that one that was created again is found."""
         return self._opened()[0].folder(path[0], create)
 
     def _state(self, path: tuple[str, str]) -> os.stat_result | None:
@@ -234,7 +230,7 @@ class FolderTier:
             fd = self._create(parts, part, len(header) + payload.nbytes, deadline)
             self._usage.used_bytes += size
         try:
-            self._files.write(fd, header, payload, self._durable)
+            self.files.write(fd, header, payload, self._durable)
             used_ns = _used_ns(name)
             os.utime(fd, ns=(used_ns, used_ns))
             with self._usage.locked(deadline):
@@ -242,7 +238,7 @@ class FolderTier:
                     parts.unlink(part)
                     self._usage.used_bytes -= size
                     return False
-                self._files.publish(parts, part, self._space(name.path, create=True), name.path[1])
+                self.files.publish(parts, part, self._space(name.path, create=True), name.path[1])
                 heapq.heappush(self._order, (used_ns, size, *name.path))
         except Exception as error:
             self._give_up(parts, part, size)
@@ -260,7 +256,7 @@ class FolderTier:
         unless a second try has found it full within the last _RESCAN_S.
         """
         try:
-            return self._files.create(parts, part, size_bytes)
+            return self.files.create(parts, part, size_bytes)
         except OSError as error:
             if error.errno not in _FULL or time.monotonic() - self._full_at < _RESCAN_S:
                 raise
@@ -271,14 +267,13 @@ class FolderTier:
                 raise StoreError(f"{self.path}: other files fill the file system; free space, or lower the budget")
             freed_bytes += freed
         try:
-            return self._files.create(parts, part, size_bytes)
+            return self.files.create(parts, part, size_bytes)
         except OSError as error:
             if error.errno in _FULL:
                 self._full_at = time.monotonic()
             raise
 
     def _give_up(self, parts: OpenFolder, part: str, size_bytes: int) -> None:
-        """Remove an unfinished file and return its bytes to the budget."""
         try:
             # The part is missing if it was renamed and only the write of the usage file failed.
             with self._usage.locked(time.monotonic() + _GIVE_UP_S), contextlib.suppress(FileNotFoundError):
@@ -290,11 +285,6 @@ class FolderTier:
             self._usage.distrust()
 
     def _make_room(self, size_bytes: int, deadline: float) -> None:
-        """Evict objects until ``size_bytes`` fit. Requires the lock.
-
-        Raises StoreError if they cannot fit or do not fit before ``deadline``, and OSError if files
-        cannot be removed or counted.
-        """
         if size_bytes > self.budget_bytes:
             raise StoreError(
                 f"{self.path}: the object's {size_bytes} bytes exceed the budget of {self.budget_bytes} bytes; raise "
@@ -310,10 +300,9 @@ class FolderTier:
     def _evict_next(self, deadline: float) -> int | None:
         """Evict the least recently used object; return the freed bytes. Requires the lock.
 
-        Frees nothing if the object is missing or has been used since its last known use. Without a
-        known object, counts the files again, in case other processes have stored objects, and
-        returns 0; or None if the last count is not older than _RESCAN_S. Raises StoreError after
-        ``deadline``, and OSError if files cannot be removed or counted.
+        Without a known object, counts the files again, in case other processes have stored objects,
+        and returns 0; or None if the last count is not older than _RESCAN_S. Raises StoreError
+        after ``deadline``, and OSError.
         """
         freed_bytes = 0
         if self._order:
@@ -405,7 +394,6 @@ def _used_ns(name: ObjectName) -> int:
 
 
 def _stated(entry: os.DirEntry[str]) -> Iterator[tuple[os.stat_result, int]]:
-    """Yield a file's state and its bytes of the budget; nothing if it is missing."""
     with contextlib.suppress(FileNotFoundError):
         state = entry.stat(follow_symlinks=False)
         yield state, allocated(state.st_size)

@@ -38,7 +38,6 @@ class Call:
         self.seconds = self.ended_at = self.progress_at = 0.0
 
     def progress(self) -> None:
-        """Report from the call's thread that the file system answers."""
         self.progress_at = self._lane.progress_at = time.monotonic()
 
     @property
@@ -48,10 +47,7 @@ class Call:
 
 
 class Lane:
-    """Daemon threads with a queue of at most ``queue_calls`` calls.
-
-    One thread owns a lane: it alone calls ``submit``, ``cancel`` and ``sweep``.
-    """
+    """Threads with a bounded queue. One thread calls ``submit``, ``cancel`` and ``sweep``."""
 
     def __init__(self, name: str, threads: int, queue_calls: int) -> None:
         self.progress_at = 0.0
@@ -70,7 +66,6 @@ class Lane:
 
     @property
     def accepts(self) -> bool:
-        """False if the lane is full, hangs or is closed."""
         with self._condition:
             now = time.monotonic()
             hangs = len(self._running) == self._threads and all(call.deadline < now for call in self._running.values())
@@ -78,16 +73,12 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        """Return whether ``sweep`` has ended all calls."""
         return not self._unswept
 
     def submit(
         self, function: Callable[[Call], Any], deadline: float, then: Callable[[Call], None] = lambda call: None
     ) -> Call | None:
-        """Queue a call; return None if the lane does not accept it.
-
-        ``then``  called by ``sweep`` once the call is over
-        """
+        """Queue a call, unless the lane does not accept it. ``sweep`` calls ``then`` at its end."""
         if not self.accepts:
             return None
         call = Call(self, function, deadline, then)
@@ -118,7 +109,6 @@ class Lane:
             call.then(call)
 
     def close(self) -> None:
-        """Fail all queued calls and reject new ones. Running calls go on."""
         with self._condition:
             self._closed = True
             left, self._queue = self._queue, deque()

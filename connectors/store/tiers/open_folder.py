@@ -51,7 +51,7 @@ class OpenFolder:
         return found
 
     def file(self, name: str, create: bool = False) -> int:
-        """Open a file in this folder for reading and writing; return its descriptor.
+        """Open a file for reading and writing.
 
         Raises OSError, also if it is a link, has other names or is not a regular file: the store
         would overwrite a file of others.
@@ -69,7 +69,7 @@ class OpenFolder:
         raise OSError(errno.EPERM, "it is a link, or not a regular file", f"{self.path}/{name}")
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file; return its descriptor. Raises OSError, ELOOP if it is a link."""
+        """Open a file. Raises OSError, ELOOP if it is a link."""
         # O_NONBLOCK: a named pipe must not block.
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self.fd)
 
@@ -83,7 +83,6 @@ class OpenFolder:
         os.unlink(name, dir_fd=self.fd)
 
     def move(self, name: str, target: OpenFolder, new_name: str) -> None:
-        """Rename a file into another folder."""
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
@@ -147,7 +146,6 @@ def _read_link(folder: OpenFolder, name: str) -> Path:
 
 
 def _check_writers(folder: OpenFolder) -> None:
-    """Raise PermissionError if another user could change the files in a folder."""
     state, path = os.fstat(folder.fd), folder.path or "/"
     if state.st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, f"it belongs to user {state.st_uid}, who could change KV (chown)", path)

@@ -30,7 +30,6 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def slot_bytes(size_bytes: int) -> int:
-    """Return the bytes of a slot for ``size_bytes``: whole memory pages, at least one."""
     return max(1, -(-size_bytes // _ALIGN)) * _ALIGN
 
 
@@ -46,13 +45,11 @@ class StagingLocation:
 
 
 class Staging:
-    """A range of shared memory, divided into slots.
+    """A range of shared memory, divided into slots. Thread-safe.
 
-    Thread-safe. The file has no name, so the kernel frees the memory when the engine's processes
-    have ended, also if they are killed. Workers, which run under the same user and in the same pid
-    namespace, open it at ``location`` (``AttachedStaging``). The constructor raises
-    ConfigurationError if ``size_bytes`` is less than a memory page or does not fit into ``folder``,
-    and OSError if the file cannot be created.
+    The file has no name, so the kernel frees the memory when the engine's processes have ended,
+    also if they are killed. Workers open it at ``location``. Raises ConfigurationError if
+    ``size_bytes`` is less than a memory page or does not fit into ``folder``, and OSError.
     """
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
@@ -88,7 +85,6 @@ class Staging:
             return sum(self._slots.values())
 
     def bytes_of(self, offsets: Iterable[int]) -> int:
-        """Return the total bytes of the slots at ``offsets``."""
         with self._lock:
             return sum(self._slots[offset] for offset in offsets)
 
@@ -129,7 +125,6 @@ class Staging:
         return self._view[offset : offset + size_bytes]
 
     def close(self) -> None:
-        """Close the file. The kernel frees the memory when the last process has unmapped it."""
         self._file.close()
 
 
@@ -139,10 +134,7 @@ def _identity(descriptor: int) -> tuple[str, int, int]:
 
 
 class AttachedStaging:
-    """A worker's mapping of its engine's staging memory, at ``address`` in this process.
-
-    Raises StoreError if the memory cannot be mapped, or if another file is at its path.
-    """
+    """A worker's mapping of its engine's staging memory, at ``address``. Raises StoreError."""
 
     def __init__(self, location: StagingLocation) -> None:
         try:

@@ -41,7 +41,6 @@ class Transferred:
         self._asked_at: float | None = time.monotonic()
 
     def succeeded(self) -> None:
-        """Record the transfer's duration. Later calls do nothing."""
         if self._asked_at is not None:
             self._store.costs.transferred(self._size_bytes, time.monotonic() - self._asked_at)
             self._asked_at = None
@@ -79,11 +78,9 @@ class Transferred:
 class StoreRequest:
     """State of one request.
 
-    ``chain``        digests of its prefixes
     ``fetch``        its fetch, until its load is ordered or the fetch is discarded
     ``present``      objects that a tier had at the request's last fetch; not stored again
     ``tier``         ``Fetch.tier`` of the last load that was ordered; empty before
-    ``transferred``  tokens that its last transfer supplies; None before a transfer
     ``void``         whether its KV must not be stored
     """
 
@@ -101,12 +98,7 @@ class StoreRequest:
             self.fetch = None
 
     def names(self, space: bytes, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Return the names of those of ``refs`` that end within the request's known tokens.
-
-        The last tokens of an answer may not be known yet.
-
-        ``space``  namespace of the objects
-        """
+        """Return the names of those of ``refs`` that end within the request's known tokens."""
         request, chain = self.request, self.chain
         try:
             chain.extend(request.all_token_ids[chain.tokens :])

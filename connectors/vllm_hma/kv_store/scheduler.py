@@ -100,16 +100,15 @@ class StoreScheduler:
 
     @property
     def copying(self) -> bool:
-        """Return whether a rank has not reported an ordered load or the filling of a slot yet."""
+        """True until all ranks have reported ordered loads and filled slots."""
         return bool(self._loading or self._filling)
 
     @property
     def remembered(self) -> int:
-        """Number of known requests, unfinished loads, and slots that ranks are filling."""
         return len(self._requests) + len(self._loading) + len(self._filling)
 
     def publish(self, rank_caches: Sequence[RankCache]) -> None:
-        """Open the store with the layouts of all ranks. Raises as ``open_store``."""
+        """Open the store. Raises as ``open_store``."""
         store = self._store = open_store(self._settings, self._max_model_len, rank_caches)
         self.description = describe_store(store)
         self._ranks = len(rank_caches)
@@ -120,10 +119,7 @@ class StoreScheduler:
     # Requests.
 
     def new_request(self, request: Request) -> None:
-        """Start to name a request's objects.
-
-        Ignores a request whose KV has no stable name; the store neither loads nor stores its KV.
-        """
+        """Start to name a request's objects; ignore one whose KV has no stable name."""
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
             # Names are digests of token ids, and prompt embeddings have none.
             return
@@ -146,9 +142,8 @@ class StoreScheduler:
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Start or continue a fetch; return the number of tokens to load after ``local_tokens``.
 
-        Return 0 if the store has nothing to load, or loads no KV for this request. Return None
-        while the fetch runs, until all ranks have mapped staging, and if the engine's own cache has
-        lost tokens during the fetch, so that the next call must start another fetch.
+        Return None while the fetch runs, until all ranks have mapped staging, and if the next call
+        must start another fetch.
         """
         known = self._reading(request)
         if known is None:
@@ -171,10 +166,7 @@ class StoreScheduler:
         return max(0, fetch.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        """Order the load of the fetched objects into the request's blocks, and end the fetch.
-
-        ``external_tokens``  number of tokens to load; 0: no load
-        """
+        """Order the load of ``external_tokens`` into the request's blocks; end the fetch."""
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -183,11 +175,9 @@ class StoreScheduler:
         known.end_fetch()
 
     def prefix_ready(self, request: Request, local_tokens: int, end_token: int, queued: bool) -> bool:
-        """Start or continue a fetch beside a request's transfer up to ``end_token``.
+        """Start or continue a fetch of full attention beside a request's transfer.
 
-        Return whether the transfer may start. The first call starts a fetch of full attention
-        beyond ``local_tokens``, unless no object can exist there. While more than half of staging
-        is used, a queued request starts none.
+        Return whether the transfer up to ``end_token`` may start.
 
         ``queued``  whether the transfer cannot start yet, so waiting costs nothing
         """
@@ -203,11 +193,10 @@ class StoreScheduler:
         return fetch is None or self._poll(known, fetch, queued)
 
     def load_prefix(self, request: Request, tables: tuple[list[int], ...], start_token: int, end_token: int) -> int:
-        """Order the load of the fetched prefix, if it covers ``start_token``.
+        """Order the load of the fetched prefix, if it covers ``start_token``; return its end.
 
-        A transfer supplies the rest up to ``end_token``. Return the end of the tokens whose
-        full-attention KV the store loads; ``start_token`` without a load. Full-attention KV from
-        the transfer is stored once the request runs.
+        A transfer supplies the rest up to ``end_token``, whose full-attention KV is stored once the
+        request runs.
         """
         known = self._requests.get(request.request_id)
         if known is None:
@@ -222,7 +211,6 @@ class StoreScheduler:
         return stop
 
     def received(self, request_ids: Iterable[str]) -> None:
-        """Record the durations of transfers that have ended without a failure."""
         for request_id in request_ids:
             known = self._requests.get(request_id)
             if known is not None and known.transferred is not None:
@@ -234,10 +222,7 @@ class StoreScheduler:
         return CacheHitSource.HOST if known is not None and known.tier == "memory" else CacheHitSource.DISK
 
     def finished(self, request: Request) -> None:
-        """Forget a request that vLLM has finished.
-
-        Workers still run its ordered load, before vLLM reuses the blocks, and fill its slots.
-        """
+        """Forget a request. Workers still run its load, before vLLM reuses the blocks."""
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             known.end_fetch()
@@ -245,7 +230,6 @@ class StoreScheduler:
     # Steps.
 
     def orders(self, output: SchedulerOutput) -> StoreOrders:
-        """Return a step's orders: pending loads before it, and objects to store after it."""
         orders = StoreOrders(self.store.staging.location, self._loads)
         self._loads = []
         scheduled, tokens = _scheduled(output), output.num_scheduled_tokens
@@ -313,10 +297,7 @@ class StoreScheduler:
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
     def stats(self) -> TandemStats:
-        """Return counts and fetches since the last call.
-
-        Also the number of fetches in progress, if it has changed.
-        """
+        """Return changes since the last call."""
         stats, self._unreported = self._unreported, TandemStats()
         if self._store is None:
             return stats
@@ -334,10 +315,6 @@ class StoreScheduler:
         return stats
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Return vLLM's KV events for objects stored and removed since the last call.
-
-        Empty if events are not enabled.
-        """
         return [] if self._events is None else self._events.take(*self.store.take_changes())
 
     def close(self) -> None:
@@ -347,14 +324,12 @@ class StoreScheduler:
     # Loads.
 
     def _reading(self, request: Request) -> StoreRequest | None:
-        """Return a request that may load stored KV."""
         known = self._requests.get(request.request_id)
         return None if request.skip_reading_prefix_cache or self._detached else known
 
     def _begin_fetch(
         self, known: StoreRequest, local_tokens: int, limit_token: int, beside_transfer: bool = False
     ) -> Fetch | None:
-        """Start a fetch beyond ``local_tokens``; return None if no object can exist there."""
         plan = self.store.plan.full_attention if beside_transfer else self.store.plan
         names = known.names(self.store.space, possible_objects(plan, local_tokens, limit_token))
         if names:
@@ -362,7 +337,6 @@ class StoreScheduler:
         return known.fetch
 
     def _poll(self, known: StoreRequest, fetch: Fetch, queued: bool = False) -> bool:
-        """Continue a fetch; return whether it is over."""
         if not fetch.over and fetch.poll(queued):
             known.present = fetch.present
             self._unreported.fetched(known.request.request_id, fetch.began_at, fetch.ended_at)
@@ -380,11 +354,7 @@ class StoreScheduler:
     # Stores.
 
     def _to_store(self, known: StoreRequest, before: int, after: int) -> list[ObjectRef]:
-        """Return the objects to store after a step that computes ``[before, after)`` of a request.
-
-        These are objects that the step completes and objects of transferred tokens, without those
-        that a tier had.
-        """
+        """Return the objects to store after a step that computes ``[before, after)``."""
         refs = [] if known.transferred is None else known.transferred.take_objects(before)
         if not self._answers:
             after = min(after, known.request.num_prompt_tokens)
@@ -396,7 +366,6 @@ class StoreScheduler:
     def _reserve(
         self, known: StoreRequest, refs: Iterable[ObjectRef], tables: Sequence[Sequence[int]]
     ) -> dict[ObjectRef, int]:
-        """Reserve slots for objects whose blocks are allocated; return their offsets."""
         offsets = {}
         for ref in refs:
             if object_in_blocks(self.store.plan.groups[ref.group], tables[ref.group], ref):
@@ -407,7 +376,6 @@ class StoreScheduler:
         return offsets
 
     def _filled(self, filling: _Filling, offset: int) -> None:
-        """Write or drop an object on which all ranks have reported."""
         store, known, ref = self.store, filling.known, filling.ref
         before = ObjectRef(ref.end_token - store.plan.groups[ref.group].span_tokens, ref.group)
         names = known.names(store.space, [ref, before] if before.end_token else [ref])
@@ -423,7 +391,6 @@ class StoreScheduler:
         return [*self._requests.values(), *(each.known for each in self._filling.values())]
 
     def _give_up(self, adapter: Adapter | None = None) -> None:
-        """Load and store no further KV of current requests, or of those with an adapter."""
         for known in self._known():
             if adapter is None or adapter_of(known.request.lora_request) == adapter:
                 known.void = True
@@ -437,7 +404,7 @@ def _frozen(tables: Sequence[Sequence[int]]) -> Tables:
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """Return (request id, tokens computed before this step) of all requests in this step."""
+    """Return (request id, tokens computed before this step) of all requests."""
     cached = output.scheduled_cached_reqs
     return [
         *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),

@@ -78,10 +78,7 @@ class _Step:
 
 
 class StoreWorker:
-    """Worker side of one rank's store. Ready after ``register``.
-
-    ``spoiled``  steps whose KV is not stored; the connector ends each step
-    """
+    """Worker side of one rank's store. Ready after ``register``; the connector ends ``spoiled``."""
 
     # Mark after the last copy from or to blocks of all stores of this process; they share a stream.
     _touched: ClassVar[tuple[Any, ...]] = ()
@@ -106,9 +103,7 @@ class StoreWorker:
         """Plan the copies between staging memory and this rank's KV blocks.
 
         Raises ConfigurationError if the cache does not fit the settings or its device is not
-        supported, and PlanError or CoverError if it cannot be mapped to objects (``plan_rank``).
-
-        ``tensors``  views of the cache; one in host memory needs none
+        supported, and PlanError or CoverError (``plan_rank``).
         """
         if layout.memory_kind.memory != "DRAM":
             self._copies = DeviceCopies(tensors)
@@ -116,7 +111,6 @@ class StoreWorker:
         self._layout, self._planned = layout, (plan, plan_rank(plan, layout))
 
     def rank_cache(self, model: ModelFingerprint) -> RankCache:
-        """Return this rank's layout and model, for the scheduler side."""
         assert self._layout is not None, "vLLM registers the cache before it reads the metadata"
         return RankCache(self._layout, model)
 
@@ -175,11 +169,7 @@ class StoreWorker:
         return broken
 
     def store(self, orders: StoreOrders) -> None:
-        """Copy objects from blocks into staging after the forward pass.
-
-        If a copy fails, the scheduler side drops the request's objects of this step; after a
-        spoiled step, it drops all objects of the step.
-        """
+        """Copy objects from blocks into staging, after the forward pass."""
         step = self._step
         if orders.timed_tokens and self._began is not None:
             step.report.timed_tokens = orders.timed_tokens
@@ -218,10 +208,9 @@ class StoreWorker:
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of ended copies, and changed identities of adapters, since the last
-        call.
+        """Return the results of ended copies, and changed adapters, since the last call.
 
-        None if there are neither. Raises StoreError, which ends the engine, if the device hangs.
+        Raises StoreError, which ends the engine, if the device hangs.
         """
         report, self._report = self._report, StoreReport()
         if self._step.report:
@@ -245,7 +234,6 @@ class StoreWorker:
         return report or None
 
     def _attach_once(self, orders: StoreOrders) -> None:
-        """Map the staging memory in the first step, and report whether that was possible."""
         if self._tried:
             return
         self._tried = True
