@@ -45,8 +45,8 @@ def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
 
 def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
     ask = (
-        "import sys; from pathlib import Path; from tests.store.test_marker import folder_id; "
-        "sys.stdin.readline(); print(folder_id(Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from connectors.store.tiers.folder import FolderTier; "
+        "sys.stdin.readline(); print(FolderTier(Path(sys.argv[1]), 1 << 20).id())"
     )
     command = [sys.executable, "-c", ask, str(tmp_path / "tier")]
     pipe = subprocess.PIPE
