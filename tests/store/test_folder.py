@@ -250,17 +250,6 @@ def test_a_disk_full_of_other_files_keeps_most_objects(tmp_path: Path) -> None:
     assert holds(tier, 3)
 
 
-def test_a_budget_that_shrank_is_kept_after_a_restart(tmp_path: Path) -> None:
-    first = FolderTier(tmp_path / "store", 20 * BLOCK, durable=False)
-    for number in range(20):
-        write(first, number)
-    second = FolderTier(tmp_path / "store", 5 * BLOCK, durable=False)
-    assert second.open() == 20
-    write(second, 100)
-    assert disk_bytes(second) <= 5 * BLOCK
-    assert holds(second, 100)
-
-
 # ---- the usage file ----------------------------------------------------------------------------
 
 
@@ -378,14 +367,6 @@ def test_an_object_behind_a_link_is_not_read(tier: FolderTier) -> None:
     (tier.path.parent / "space").rename(space)
     assert not tier.find(name(1)), "all users may write to the folder"
     space.chmod(0o700)
-    assert holds(tier, 1)
-
-
-def test_a_folder_of_objects_that_is_removed_is_made_anew(tier: FolderTier) -> None:
-    write(tier, 1)
-    file_of(tier, 1).unlink()
-    file_of(tier, 1).parent.rmdir()
-    assert write(tier, 1)
     assert holds(tier, 1)
 
 

@@ -134,11 +134,6 @@ def test_whatever_differs_changes_the_key(other: Callable[[], PrefixChain]) -> N
     assert other().key(ObjectRef(4, 0)) != chain([1, 2, 3, 4]).key(ObjectRef(4, 0))
 
 
-def test_groups_of_one_prefix_have_keys_of_their_own() -> None:
-    made = chain([1, 2, 3, 4, 5, 6, 7, 8])
-    assert len({made.key(ObjectRef(end, group)) for end in (4, 8) for group in range(5)}) == 10
-
-
 def test_what_comes_later_does_not_change_an_earlier_key() -> None:
     """Tokens and images after an object's end do not affect its key."""
     short = chain([1, 2, 3, 4]).key(ObjectRef(4, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,9 @@ from connectors.store.fetch import Fetch
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
-from connectors.store.tiers import lanes
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Lane
 from connectors.store.tiers.objects import ObjectName
-from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.staging import Staging
 from tests.campaigns.store import campaign
 from tests.campaigns.store.faults import extend
@@ -174,45 +171,6 @@ def test_a_disk_that_hangs_costs_the_lookup_deadline_and_then_nothing(host: Host
     assert store.counts["late"] == (calls == ("read",))
     files.heal()
     assert left(store) == 0
-
-
-class SlowFiles(FaultyFiles):
-    """Files that return each object in four pieces, with a pause before each on the clock of the
-    store.
-
-    That clock stands still otherwise.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = time.monotonic()
-        self._reader = 0
-        self._looks = 0
-
-    def monotonic(self) -> float:
-        self._looks += threading.get_ident() != self._reader
-        return self.now
-
-    def read(
-        self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
-    ) -> tuple[bytes, os.stat_result, int]:
-        self._reader = threading.get_ident()
-        for _ in range(4):
-            self.now += 0.2
-            looks = self._looks
-            until(lambda: self._looks > looks)  # noqa: B023 - ends before the next piece
-            piece_read(payload[:0])
-        return super().read(folder, name, payload, piece_read)
-
-
-def test_a_disk_that_is_slow_but_does_not_hang_is_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each object takes longer than ``lookup_s``, and no piece of it does."""
-    files = SlowFiles()
-    save(host.start(), FULL[0])
-    host.forget_memory()
-    for module in (fetch_module, lanes, service):
-        monkeypatch.setattr(module, "time", files)
-    assert fetched(host.start(files, lookup_s=0.7, load_s=3600.0), beside=True).end_token == 128
 
 
 def test_a_store_whose_disk_hangs_in_a_write_is_closed(host: Host) -> None:

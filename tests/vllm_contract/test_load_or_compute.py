@@ -56,14 +56,6 @@ def test_the_wait_is_counted_from_the_reads(host: Host) -> None:
     assert matched(engine, request) == 64
 
 
-def test_an_operator_may_prefer_loads_to_computation(host: Host) -> None:
-    host.fill(64)
-    engine = host.start(always_load=True)
-    engine.store.costs.read("disk", 1, 1.0)
-    engine.take(StoreReport(timed_tokens=1000, timed_s=1e-3))
-    assert matched(engine, new_request(engine)) == 64
-
-
 def test_a_load_ends_when_the_computation_would_have_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that has become slow costs one request the time of its computation, others nothing."""
     host.fill(64)

@@ -102,16 +102,6 @@ def test_a_stored_prefix_ends_with_the_blocks_of_a_first_token_transfer(host: Ho
         engine.close()
 
 
-def test_nothing_is_waited_for_where_nothing_can_be_stored(host: Host) -> None:
-    decode = host.start()
-    request = new_request(decode)
-    assert decode.prefix_ready(request, 64, END, False), "less than a chunk is left"
-    assert decode.load_prefix(request, tables(), 64, END) == 64
-    unknown = Request("unknown", PROMPT, SamplingParams(max_tokens=1), None)
-    assert decode.prefix_ready(unknown, 0, END, False)
-    assert decode.load_prefix(unknown, tables(), 0, END) == 0
-
-
 @pytest.mark.parametrize("call", ["find_all", "read"])
 def test_a_tier_that_hangs_does_not_hold_up_the_transfer(
     host: Host, monkeypatch: pytest.MonkeyPatch, call: str
@@ -152,30 +142,6 @@ def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) ->
     other = new_request(decode, "queued")
     until(ready(decode, other, queued=True))
     assert decode.load_prefix(other, tables(), 0, END) == 64
-
-
-def test_a_read_that_a_due_transfer_cuts_short_measures_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request was queued, and its transfer became due before the first byte of a slow tier."""
-    host.fill(64)
-    release, reading = threading.Event(), threading.Event()
-    read = FolderTier.read
-
-    def read_later(self: FolderTier, *arguments: object) -> object:
-        reading.set()
-        release.wait(30.0)
-        return read(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(FolderTier, "read", read_later)
-    decode = host.start(load_s=30.0)
-    decode.store.costs.transferred(1 << 40, 1.0)
-    decode.store.costs.read("disk", 1, 1.0)
-    request = new_request(decode)
-    until(lambda: ready(decode, request, queued=True)() or reading.is_set())
-    assert decode.prefix_ready(request, 0, END, False)
-    assert decode.load_prefix(request, tables(), 0, END) == 0
-    assert decode.store.costs.load_s({"disk": 1}) == 1.0
-    release.set()
-    assert left(decode) == 0
 
 
 def test_a_queued_request_fetches_nothing_while_half_of_staging_is_used(host: Host) -> None:

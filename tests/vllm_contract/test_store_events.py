@@ -127,26 +127,3 @@ def test_stores_leave_half_of_staging_to_loads(sizes: list[int], staging_mib: in
 def test_an_object_that_was_there_already_is_no_event(scheduler: StoreScheduler) -> None:
     assert len(stored(scheduler, ObjectRef(16, 0))) == 1
     assert stored(scheduler, ObjectRef(16, 0)) == []
-
-
-def test_the_tail_of_a_prompt_is_evicted_first(tmp_path: Path) -> None:
-    """Without its first chunk, a stored prompt would be of no use."""
-    pages = 8 * 4096 / (1 << 30)
-    scheduler = StoreScheduler(
-        StoreSettings(path=str(tmp_path / "store"), disk_gib=pages, chunk_tokens=8), 4096, events=True
-    )
-    scheduler.publish([CACHE])
-    prompt = stored(scheduler, *(ObjectRef(end, 0) for end in range(8, 65, 8)))
-    tail = next(event for event in prompt if isinstance(event, BlockStored) and event.token_ids == PROMPT[56:64])
-    _, removed = stored(scheduler, ObjectRef(64, 1))
-    assert removed == BlockRemoved(block_hashes=tail.block_hashes, medium="STORAGE")
-    scheduler.close()
-
-
-def test_without_kv_events_nothing_is_kept(tmp_path: Path) -> None:
-    scheduler = StoreScheduler(
-        StoreSettings(path=str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0), 4096
-    )
-    scheduler.publish([CACHE])
-    assert stored(scheduler, ObjectRef(16, 0)) == []
-    scheduler.close()
