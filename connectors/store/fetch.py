@@ -131,7 +131,7 @@ class Fetch:
         return self.over
 
     def hand_over(self) -> dict[ObjectRef, int]:
-        """Return the offsets; the caller frees the slots."""
+        """Return the offsets, whose slots the caller frees."""
         offsets, self._offsets = self._offsets, {}
         return offsets
 

@@ -44,7 +44,6 @@ class LoadCosts:
         self._tier(tier).record(seconds / size_bytes if size_bytes else math.inf)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
-        """Record copies into blocks."""
         if size_bytes > 0 and seconds > 0:
             if self._copies_on_trial:
                 self._copies.clear()
@@ -52,7 +51,6 @@ class LoadCosts:
             self._copies.append(seconds / size_bytes)
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
-        """Record a finished transfer."""
         if size_bytes > 0 and seconds > 0:
             self._transfers.append(seconds / size_bytes)
 
@@ -119,11 +117,7 @@ class LoadCosts:
 
 
 class _Tier:
-    """Measured reads of one tier, and the pauses between trials while it is slow.
-
-    ``declined``  number of loads declined since the last trial
-    ``pause``     number of declined loads before the next trial
-    """
+    """Measured reads of one tier; loads declined since the last trial and before the next one."""
 
     def __init__(self) -> None:
         self.declined = 0
@@ -152,7 +146,7 @@ class _Tier:
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope of a line through points, by medians (Theil and Sen)."""
+    """Return intercept and slope by medians (Theil and Sen)."""
     known = list(points)
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(known, 2) if a[0] != b[0]]
     slope = max(0.0, _median(slopes)) if slopes else 0.0

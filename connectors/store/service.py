@@ -43,14 +43,10 @@ class TierLanes:
 class KVStore:
     """One engine's access to stored objects in one or more tiers.
 
-    ``plan``     spans of the KV cache groups
     ``space``    namespace of the objects
     ``sizes``    payload bytes of an object, by index of each group that has objects
     ``tiers``    folders, fastest first
-    ``staging``  memory between files and blocks
-    ``costs``    measured rates that decide about loads
-    ``counts``   number of events since the start, by event
-    ``seconds``  total duration of reads, by tier label, in seconds
+    ``seconds``  total duration of reads, by tier label
     ``running``  fetches in progress
     """
 

@@ -87,13 +87,10 @@ def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> 
 class PrefixChain:
     """Digests of one request's prefixes at the ends of objects, extended as tokens become known.
 
-    A digest covers all tokens from the first one, and is the same for any division into ``extend``
-    calls. The chain keeps the digest at each multiple of each of ``spans`` (``StorePlan.spans``). A
-    feature is part of all digests of prefixes that end after its offset.
+    The chain keeps the digest at each multiple of each of ``spans``. A feature is part of all
+    digests of prefixes that end after its offset.
 
-    ``space``    namespace of the objects
     ``adapter``  identity of the LoRA adapter's content; empty without an adapter
-    ``salt``     cache salt of the request; None differs from an empty salt
     """
 
     def __init__(

@@ -28,10 +28,9 @@ class ObjectRef:
 
 
 def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) -> list[ObjectRef]:
-    """Return the objects that a step completes, sorted by end, then group.
+    """Return the objects that a step completes, sorted.
 
-    The step computes tokens ``[before_tokens, after_tokens)``. A state exists only between two
-    steps, so a step completes a state object only if ``after_tokens`` is the object's end.
+    A state exists only between two steps, so ``after_tokens`` must be its object's end.
     """
     refs = []
     for group in plan.groups:
@@ -50,9 +49,8 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
 
 
 def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
-    """Return the objects that a request must load to resume at ``end_token``.
+    """Return the objects that a request must load to resume at ``end_token``, sorted.
 
-    They are sorted by end, then group. Tokens ``[0, start_token)`` are in the engine's own cache.
     A load begins at the start of a block, so it also needs objects of this block's first tokens.
     """
     refs = [

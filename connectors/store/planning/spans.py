@@ -16,7 +16,7 @@ An object *keeps* the tokens that a reader needs:
     chunked attention  the whole chunk; nothing if attention chunks end at every chunk end
     state              the state at the chunk's end
 
-A windowed or chunked group whose span exceeds the chunk keeps its whole span.
+A group whose span exceeds the chunk keeps its whole span.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from connectors.planning.layout import WINDOWED, Group, GroupKind
 class GroupSpans:
     """Span and kept tokens of one group.
 
-    ``span_tokens``  tokens from one object's end to the next
-    ``kept_tokens``  number of a span's last tokens that an object keeps; 0 for a state, and for a
-                     group without objects
+    ``kept_tokens``  0 for a state, and for a group without objects
     ``whole``        whether the span exceeds the chunk because rows cannot be cut at chunk ends
     """
 
@@ -89,11 +87,7 @@ class StorePlan:
 
 
 def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -> StorePlan:
-    """Plan how an engine's ``groups`` are stored.
-
-    Raises ConfigurationError if ``chunk_tokens`` does not fit the groups, their block sizes or
-    ``max_model_len``.
-    """
+    """Plan how ``groups`` are stored. Raises ConfigurationError if ``chunk_tokens`` cannot fit."""
     if not groups:
         raise ConfigurationError("store: the model has no KV cache groups, so there is nothing to store; remove store")
     spans = tuple(_spans(group, chunk_tokens) for group in groups)

@@ -66,15 +66,10 @@ class TierCounts:
 
 
 class FolderTier:
-    """Objects in one folder. Thread-safe.
-
-    Creates the folder if necessary. Raises ConfigurationError if it cannot be used, or if the
-    budget is not positive.
+    """Objects in one folder, created if necessary. Thread-safe. Raises ConfigurationError.
 
     ``budget_bytes``  limit for the bytes of all files, including those of other processes
     ``durable``       whether to sync each file before it is renamed; tmpfs needs no sync
-    ``files``         system calls, replaced in tests
-    ``label``         name of the tier in metrics
     ``removed``       objects that this process has evicted or found corrupt, if the owner of this
                       tier sets a deque
     """
@@ -147,7 +142,6 @@ class FolderTier:
     ) -> ObjectHeader:
         """Read an object into ``payload`` and verify its header and digest.
 
-        Calls ``piece_read`` after each read call. A successful read is a use in the eviction order.
         Raises StoreError if the file is missing or unreadable. Removes a corrupt object, or one
         whose payload has another size than ``payload``, and raises CorruptObjectError. After an
         error, the content of ``payload`` is undefined.
@@ -353,10 +347,7 @@ class FolderTier:
                 self._space(name.path).set_mtime(name.path[1], used_ns)
 
     def _scan(self) -> int:
-        """Rebuild the eviction order; return the bytes of all parts and objects.
-
-        Removes abandoned parts. Raises OSError if the files cannot be counted.
-        """
+        """Rebuild the eviction order, and remove abandoned parts; return the bytes of all files."""
         objects, parts = self._opened()
         used, order = 0, []
         for part in parts.entries():
@@ -386,8 +377,7 @@ class FolderTier:
 def _used_ns(name: ObjectName) -> int:
     """Return the modification time for a use now: the period and, within it, the object's place.
 
-    Of one prompt, the last objects are evicted first: without its first object, the others would be
-    of no use.
+    So a prompt loses its last objects first: without its first one, the others would be of no use.
     """
     place = (_TOKENS - 1 - min(name.end_token, _TOKENS - 1)) * (_PERIOD_NS // _TOKENS)
     return time.time_ns() // _PERIOD_NS * _PERIOD_NS + place

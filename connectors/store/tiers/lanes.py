@@ -47,7 +47,7 @@ class Call:
 
 
 class Lane:
-    """Threads with a bounded queue. One thread calls ``submit``, ``cancel`` and ``sweep``."""
+    """One thread calls ``submit``, ``cancel`` and ``sweep``."""
 
     def __init__(self, name: str, threads: int, queue_calls: int) -> None:
         self.progress_at = 0.0

@@ -1,8 +1,7 @@
 """Staging memory between files and KV blocks, shared by an engine's scheduler and workers.
 
 Loaded objects are verified here before a worker copies them into blocks. Stored objects are
-gathered here from all ranks before they are written to files. The memory is bounded: without room,
-a store is dropped, and a load covers a shorter prefix or none.
+gathered here from all ranks before they are written to files.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ class Staging:
             self._users[offset] += 1
 
     def give_back(self, offset: int) -> None:
-        """Remove a user from a slot, and free the slot after its last user."""
         with self._lock:
             self._users[offset] -= 1
             if self._users[offset]:

@@ -47,8 +47,6 @@ Steps of generated tokens take longer per token than prompts.
 
 @dataclass(slots=True)
 class _Filling:
-    """Slot that ranks fill with an object. ``ranks``: number that have reported."""
-
     known: StoreRequest
     ref: ObjectRef
     ranks: int = 0
@@ -57,8 +55,6 @@ class _Filling:
 
 @dataclass(slots=True)
 class _Loading:
-    """Ordered load. ``ranks``: number that have ended it."""
-
     slots: list[int]
     size_bytes: int
     ranks: int = 0
@@ -69,7 +65,6 @@ class StoreScheduler:
 
     ``answers``      whether to store KV of answers; False with speculative decoding, which rejects
                      tokens after it has computed their KV
-    ``events``       whether ``take_events`` reports stored and removed objects
     ``description``  identity and capacity of the store, for routers; None if unknown
     """
 
@@ -217,7 +212,7 @@ class StoreScheduler:
                 known.transferred.succeeded()
 
     def source(self, request_id: str) -> CacheHitSource:
-        """Return the medium of the slowest tier of the request's last load; DISK without one."""
+        """Return the medium of the slowest tier of the request's last load."""
         known = self._requests.get(request_id)
         return CacheHitSource.HOST if known is not None and known.tier == "memory" else CacheHitSource.DISK
 
@@ -290,8 +285,7 @@ class StoreScheduler:
         """End all fetches and change the namespace: the weights in memory may have been changed.
 
         The namespace identifies the weights that the engine read when it started. Until it
-        restarts, this engine therefore uses a random namespace. The store loads and stores no
-        further KV of current requests; only loads that are already ordered still run.
+        restarts, this engine therefore uses a random one. Loads that are ordered still run.
         """
         self._give_up()
         self.store.space = os.urandom(NAMESPACE_BYTES)

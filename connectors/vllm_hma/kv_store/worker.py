@@ -65,10 +65,7 @@ class SpoiledSteps:
 
 @dataclass(slots=True)
 class _Step:
-    """Report of a step, due once ``mark`` has passed.
-
-    ``forward``, ``loads``  start and end, as ``now`` of the copies; None: not measured
-    """
+    """Report of a step, due once ``mark`` has passed; start and end of what is measured."""
 
     report: StoreReport
     mark: Any = None
@@ -115,7 +112,6 @@ class StoreWorker:
         return RankCache(self._layout, model)
 
     def spoil(self) -> None:
-        """Store no KV that this step and steps already scheduled compute."""
         self._report.broken = True
         self._spoiled.load_failed()
 
@@ -131,9 +127,8 @@ class StoreWorker:
         """Copy objects into blocks; return the ids of requests whose load beside a transfer failed.
 
         The caller makes the transfer fill all their blocks. If a load without a transfer failed,
-        vLLM computes the request's prompt (``not_loaded``), or ends an engine with several KV cache
-        groups. The scheduler has already counted the request's tokens as computed, so this step,
-        and others already scheduled, are spoiled (``SpoiledSteps``).
+        the scheduler has already counted the request's tokens as computed, so this step, and others
+        already scheduled, are spoiled.
         """
         broken: set[str] = set()
         step, loads_began, all_copied = self._step, self._copies.now(), bool(orders.loads)
@@ -198,11 +193,10 @@ class StoreWorker:
         self._copies.close()
 
     def not_loaded(self) -> set[int]:
-        """Return the block ids of requests whose load has failed since the last call.
+        """Return the blocks of requests whose load without a transfer has failed.
 
         vLLM computes the prompts of these requests; it ends an engine with several KV cache groups
-        (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``). Loads beside transfers are
-        not included.
+        (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``).
         """
         found, self._not_loaded = self._not_loaded, set()
         return found
