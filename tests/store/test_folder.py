@@ -52,14 +52,6 @@ def test_what_is_stored_is_read(tier: FolderTier) -> None:
     assert tier.used_bytes(soon()) == disk_bytes(tier)
 
 
-def test_objects_survive_their_process(tier: FolderTier) -> None:
-    """Another process, or the same after kill -9, reads the same path."""
-    write(tier, 1)
-    again = FolderTier(tier.path, tier.budget_bytes)
-    assert holds(again, 1), "before the index is read"
-    assert again.open() == 1
-
-
 def test_another_model_at_the_same_path_sees_nothing(tier: FolderTier) -> None:
     write(tier, 1)
     assert not tier.find(name(1, OTHER_SPACE))

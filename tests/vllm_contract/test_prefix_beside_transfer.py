@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from vllm.v1.request import Request
 
 from connectors.planning.layout import GroupKind
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
@@ -100,48 +98,6 @@ def test_a_stored_prefix_ends_with_the_blocks_of_a_first_token_transfer(host: Ho
         assert [(one.start_token, one.end_token, one.loaded_token) for one in orders.receives] == [(0, 64, 48)]
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize("call", ["find_all", "read"])
-def test_a_tier_that_hangs_does_not_hold_up_the_transfer(
-    host: Host, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """The transfer waits ``lookup_s`` once, and not at all if the fast link has been measured."""
-    host.fill(64)
-    release = threading.Event()
-    real = getattr(FolderTier, call)
-
-    def hang(self: FolderTier, *arguments: object) -> object:
-        release.wait(30.0)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(FolderTier, call, hang)
-    decode = host.start(lookup_s=0.02, load_s=30.0)
-    request = new_request(decode)
-    began = time.monotonic()
-    until(ready(decode, request))
-    assert time.monotonic() - began < 5.0, "far below load_s"
-    assert decode.load_prefix(request, tables(), 0, END) == 0
-    assert not decode.orders(SchedulerOutput.make_empty()).loads
-    decode.received(["r"])
-    release.set()
-    assert left(decode) == 0
-
-
-def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) -> None:
-    host.fill(64)
-    decode = host.start()
-    decode.store.costs.transferred(1 << 40, 1.0)
-    decode.store.costs.read("disk", 1, 1.0)
-    request = new_request(decode)
-    until(ready(decode, request))
-    assert decode.load_prefix(request, tables(), 0, END) == 0
-    assert decode.stats().data["counts"]["store_requests"] == {"declined": 1}
-    assert decode.store.costs.load_s({"disk": 1}) == 1.0, "no measurement: nothing was read"
-    # A prompt that prefill has not started waits in any case.
-    other = new_request(decode, "queued")
-    until(ready(decode, other, queued=True))
-    assert decode.load_prefix(other, tables(), 0, END) == 64
 
 
 def test_a_queued_request_fetches_nothing_while_half_of_staging_is_used(host: Host) -> None:
