@@ -21,8 +21,7 @@ from connectors.store.tiers.lanes import Lane
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import Staging
 from tests.campaigns.store import campaign
-from tests.campaigns.store.faults import extend
-from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles, World, content, store_plan
+from tests.campaigns.store.world import DISK_BUDGET, SIZES, SPACES, FaultyFiles, content, store_plan
 from tests.store.test_fetch import ALL, FULL, NEEDED
 
 NAMES = {ref: ObjectName(SPACES[0], bytes([ref.group]) * 28 + ref.end_token.to_bytes(4, "big")) for ref in ALL}
@@ -129,25 +128,6 @@ def test_lookups_behind_a_slow_one_are_counted_as_late(host: Host, monkeypatch: 
     until(store.idle)
     assert fetch.poll()
     assert store.counts["late_lookups"] >= 2 * len(ALL) - 2
-
-
-def test_what_disk_held_is_in_memory_afterwards(host: Host) -> None:
-    save(host.start(), *ALL)
-    host.forget_memory()
-    store = host.start()
-    fetched(store).close()
-    assert left(store) == 0
-    assert len(list((host.root / "memory" / "objects").glob("*/*"))) == len(NEEDED)
-
-
-def test_a_corrupt_object_in_memory_is_read_from_disk(host: Host) -> None:
-    save(host.start(), *ALL)
-    for path in (host.root / "memory" / "objects").glob("*/*"):
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-    store = host.start()
-    fetch = fetched(store)
-    assert (fetch.end_token, fetch.tier) == (384, "disk")
-    assert store.totals()["store_corrupt"] == {"memory": len(NEEDED), "disk": 0}
 
 
 @pytest.mark.parametrize("calls", [("head", "read"), ("read",)])
@@ -295,14 +275,3 @@ def test_a_cut_of_the_fault_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bool(outcome.wrong) == (not checks)
     assert outcome.right == checks, outcome
     assert outcome.hit_tokens > 0
-
-
-def test_files_that_the_campaign_extends_many_times_fit_into_the_budget(tmp_path: Path) -> None:
-    world = World(tmp_path, tmp_path, seed=1)
-    for turn in range(40):
-        world.ask(turn % 2)
-    for _ in range(40):
-        extend(world)
-        world.check_budget()
-    world.close()
-    assert world.outcome.right, world.outcome

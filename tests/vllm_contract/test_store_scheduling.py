@@ -117,22 +117,6 @@ def test_an_image_that_keys_leave_out_is_found(tmp_path: Path, monkeypatch: pyte
         scheduling.run(tmp_path / "store", 3, 200, TWO_ENGINES[:1] * 5)
 
 
-def test_a_dropped_object_is_stored_by_the_next_request(tmp_path: Path) -> None:
-    """The queue of writes was full when its slot was filled."""
-    folder = tmp_path / "store"
-    engine = scheduling.Engine(1, folder, 40, 16, False, False, 1, False)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for tier in engine.store.tiers:
-                patch.setattr(tier.writes, "submit", lambda *_: None)
-            compute(engine, "dropped")
-        assert list((folder / "objects").glob("*/*")) == []
-        compute(engine, "stored")
-        assert len(list((folder / "objects").glob("*/*"))) > 0
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ranks_that_cannot_map_the_staging_memory(tmp_path: Path, asynchronous: bool) -> None:
     """vLLM ends an engine with several KV cache groups if a load within a step fails."""

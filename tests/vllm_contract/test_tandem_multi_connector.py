@@ -362,6 +362,12 @@ def test_a_producer_has_no_receiving_child(make: Make) -> None:
         make(TandemMultiConnector, scripted(0), TANDEM, kv_role="kv_producer")
     make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_producer"}, kv_role="kv_producer")
     make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_consumer"})
+    make(
+        TandemMultiConnector,
+        scripted(0),
+        STORE | {"kv_connector_extra_config": {"store": {"path": "/unused"}}},
+        kv_role="kv_producer",
+    )
 
 
 def test_preemptions_reach_every_child(make: Make) -> None:
