@@ -470,6 +470,29 @@ def test_processes_share_a_path_and_may_be_killed(tmp_path: Path) -> None:
     assert write(again, 1000)
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from connectors.store.tiers.files import Files
+from connectors.store.tiers.folder import FolderTier
+from tests.store.folder_objects import BLOCK, write
+class Killed(Files):
+    def create(self, *arguments):
+        super().create(*arguments)
+        os._exit(0)
+write(FolderTier(Path(sys.argv[1]), 30 * BLOCK, files=Killed()), 2)
+"""
+
+
+def test_a_process_killed_between_a_file_and_its_count_is_counted(tier: FolderTier) -> None:
+    """It has created the file of an object, and not yet added its bytes."""
+    write(tier, 1)
+    assert tier.used_bytes(soon()) == BLOCK
+    subprocess.run([sys.executable, "-c", KILLED, str(tier.path)], cwd=ROOT, check=True)
+    assert len(list((tier.path / "parts").iterdir())) == 1
+    assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
+
+
 def disk_bytes_now(tier: FolderTier) -> int:
     """``disk_bytes`` locks, so that a file renamed by another process is not counted twice."""
     with tier._usage.locked(soon()):  # noqa: SLF001 - files hold still
