@@ -33,22 +33,19 @@ _LOOKUPS_PER_CALL = 64
 class Fetch:
     """Load of one request, in progress or with a result.
 
-    ``names``            names of the request's ``possible_objects``; an object without a name is
-                         missing
+    ``names``            names of the request's ``possible_objects``; others are missing
     ``start_token``      number of tokens in the engine's own cache
-    ``limit_token``      largest token at which the request may resume (``planning/prefix.py``)
-    ``beside_transfer``  whether a transfer supplies what is not loaded: the fetch then reads only
-                         full attention, and the transfer's time bounds the wait. Otherwise the time
-                         of the computation bounds it
+    ``limit_token``      largest token at which the request may resume
+    ``beside_transfer``  whether a transfer supplies windows, states and what is not loaded; its
+                         time then bounds the wait, else the time of the computation
 
     Once ``over``:
 
-    ``end_token``  number of tokens with KV after the load; ``start_token`` without a load
+    ``end_token``  number of tokens with KV after the load
     ``present``    objects that lookups found in time, without those that no tier could read. If
                    the load was declined, only those in the fastest tier: others are worth a copy
     ``tier``       label of the slowest tier from which an object was verified
-    ``reads``      verified payload bytes of each tier and the duration of lookups and reads, in
-                   seconds; 0 bytes for a tier of which no read had ended when the fetch ended late
+    ``reads``      verified bytes of each tier, and the duration of its lookups and reads
     """
 
     def __init__(

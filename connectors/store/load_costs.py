@@ -24,7 +24,6 @@ class LoadCosts:
 
     The time of a transfer includes prefill's computation, so the fastest transfer estimates the
     link's rate. The other estimates are medians: a pause of the machine does not change them.
-    Measurements of no bytes, tokens or seconds are ignored.
     """
 
     def __init__(self) -> None:
@@ -61,11 +60,9 @@ class LoadCosts:
             self._token_s = None
 
     def transfer_s(self, size_bytes: int) -> float:
-        """Return the estimated seconds of a transfer; infinite before the first transfer."""
         return size_bytes * min(self._transfers, default=math.inf)
 
     def compute_s(self, start_token: int, end_token: int) -> float:
-        """Return the estimated seconds to compute tokens; infinite before the first step."""
         if not self._steps:
             return math.inf
         if self._token_s is None:
@@ -76,18 +73,15 @@ class LoadCosts:
     def load_s(self, sizes: Mapping[str, int]) -> float:
         """Return the estimated seconds of a load. Tiers are read concurrently.
 
-        ``sizes``  bytes to read, by tier. A tier without recorded reads takes 0 seconds, one of
-                   whose recorded reads half have 0 bytes takes infinite time
+        A tier without recorded reads takes 0 seconds.
         """
         return max((self._tier(tier).read_s(size) for tier, size in sizes.items()), default=0.0) + self._copy_s(sizes)
 
     def patience_s(self, sizes: Mapping[str, int], otherwise_s: float) -> float:
-        """Return the longest time to wait for a load, in seconds; 0: do not load.
+        """Return ``otherwise_s``, or 0 if a load of ``sizes`` would take at least as long.
 
-        The result is ``otherwise_s``, or 0 if the load would take at least as long. After some
-        results of 0, a slow tier is tried again, so a tier that recovers is used again.
+        After some results of 0, a slow tier is tried again, so a tier that recovers is used again.
 
-        ``sizes``        bytes to read, by tier
         ``otherwise_s``  estimated time without the load; infinite: unknown, so the request loads
         """
         if math.isinf(otherwise_s):

@@ -38,8 +38,7 @@ class RankPlans:
 def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
     """Return the layout of the virtual engine, derived from the layout of one rank.
 
-    All ranks of engines that share objects must give the same result: ``prove_store`` compares the
-    ranks of one engine, and different results give different namespaces (``keys/names.py``).
+    ``prove_store`` compares the ranks of one engine; other results give other namespaces.
     """
     groups = tuple(
         _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))
@@ -70,8 +69,7 @@ def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
     """Plan both directions for one rank, and prove that a load fills the rank's blocks.
 
-    ``prove_store`` proves that all ranks together fill an object. Raises PlanError if the rank's
-    blocks and objects cannot be divided into common units, and CoverError if the proof fails.
+    Raises PlanError if blocks and objects have no common units, and CoverError.
     """
     store, rank = store_layout(plan, layout), stored_part(plan, layout)
     plans = RankPlans(plan_pair(rank, store), plan_pair(store, rank))
@@ -82,8 +80,7 @@ def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
 def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayout:
     """Prove that an engine's ranks together write each byte of an object once.
 
-    Return the layout of the virtual engine. Raises PlanError if the ranks' layouts of objects
-    differ or their copies cannot be planned, and CoverError if the proof fails.
+    Return the layout of the virtual engine. Raises PlanError and CoverError.
     """
     stores = [store_layout(plan, layout) for layout in layouts]
     if any(store != stores[0] for store in stores):

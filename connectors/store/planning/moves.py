@@ -83,10 +83,9 @@ def load_moves(
 ) -> list[Moves]:
     """Return the moves that fill a request's blocks from objects, to resume at ``end_token``.
 
-    Tokens before ``start_token`` are in the engine's own cache; no move writes to a block that has
-    only such tokens. With ``full_attention_only``, no move writes to windows and states: a transfer
-    fills them. Raises PlanError if ``start_token`` exceeds ``end_token``, a block is not allocated,
-    or ``addresses`` lacks a needed object.
+    No move writes to a block that has only tokens before ``start_token`` or, with
+    ``full_attention_only``, to windows and states. Raises PlanError if a block is not allocated or
+    ``addresses`` lacks a needed object.
     """
     moves: list[Moves] = []
     for number, spans in enumerate(stored_groups(plan)):

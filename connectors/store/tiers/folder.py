@@ -104,10 +104,7 @@ class FolderTier:
         self._usage = Usage(root, self._scan)
 
     def open(self) -> int:
-        """Read the eviction order, if not done yet; return its number of objects.
-
-        Raises StoreError if the lock is not free within _OPEN_S, or the files cannot be counted.
-        """
+        """Read the eviction order; return its number of objects. Raises StoreError."""
         with self._usage.locked(time.monotonic() + _OPEN_S):
             return len(self._order)
 
@@ -172,11 +169,7 @@ class FolderTier:
         return header
 
     def write(self, name: ObjectName, payload: memoryview, deadline: float) -> bool:
-        """Store an object; return False if it already exists.
-
-        Raises StoreError if there is no room, if the file system fails, or if the lock or evictions
-        take until ``deadline``, in ``time.monotonic()`` seconds.
-        """
+        """Store an object; return False if it exists. Raises StoreError, also at ``deadline``."""
         try:
             state = self._state(name.path)
             if state is None:
@@ -244,10 +237,9 @@ class FolderTier:
         return True
 
     def _create(self, parts: OpenFolder, part: str, size_bytes: int, deadline: float) -> int:
-        """Create a file of ``size_bytes`` and return its descriptor. Requires the lock.
+        """Create a file; on a full file system, evict as many bytes and try once more.
 
-        If the file system is full, evicts objects of at least ``size_bytes`` and tries once more,
-        unless a second try has found it full within the last _RESCAN_S.
+        Not if a second try has found it full within the last _RESCAN_S.
         """
         try:
             return self.files.create(parts, part, size_bytes)

@@ -31,7 +31,7 @@ PayloadDigest = xxhash.xxh3_128
 class ObjectName:
     """Name of an object: ``key`` in the namespace ``space``.
 
-    ``group``      KV cache group, for people who inspect files; lookups and reads do not check it
+    ``group``      KV cache group, for people who inspect files
     ``end_token``  number of tokens up to the object's end; orders evictions
     """
 
@@ -48,26 +48,19 @@ class ObjectName:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """A valid header."""
-
     name: ObjectName
     payload_bytes: int
     payload_digest: bytes
 
 
 def encode_header(name: ObjectName, payload: memoryview) -> bytes:
-    """Return the header of a payload, with the digest of the whole payload."""
     sizes = MAGIC, FORMAT, HEADER_BYTES, name.group, name.space, name.key, payload.nbytes, name.end_token
     fields = _FIELDS.pack(*sizes, PayloadDigest(payload).digest())
     return fields + xxhash.xxh3_128_digest(fields)
 
 
 def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
-    """Parse ``data``, the first ``HEADER_BYTES`` of a file that has ``file_bytes``.
-
-    Raises CorruptObjectError if ``data`` is no header of format ``FORMAT``, has changed since it
-    was written, or states another file size.
-    """
+    """Parse the first bytes of a file of ``file_bytes``. Raises CorruptObjectError."""
     if len(data) < HEADER_BYTES:
         raise CorruptObjectError(f"the file has only {len(data)} of the {HEADER_BYTES} bytes of a header")
     magic, version, header_bytes, group, space, key, payload_bytes, end_token, digest = _FIELDS.unpack_from(data)
@@ -83,13 +76,11 @@ def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
 
 
 def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
-    """Raise CorruptObjectError if a file contains an object other than ``wanted``."""
     if header.name.path != wanted.path:
         raise CorruptObjectError("the file contains another object: it was moved or copied here")
 
 
 def check_payload(header: ObjectHeader, payload_bytes: int, digest: bytes) -> None:
-    """Raise CorruptObjectError unless size and digest of a payload equal those in its header."""
     if payload_bytes != header.payload_bytes:
         raise CorruptObjectError(
             f"the file's header states {header.payload_bytes} bytes of payload, but {payload_bytes} were read"

@@ -34,10 +34,7 @@ def slot_bytes(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StagingLocation:
-    """Path of staging memory in its engine's pid namespace, and the file that must be there.
-
-    ``identity``  this kernel's boot id, and the device and inode of the file
-    """
+    """Path in the engine's pid namespace; boot id, device and inode of the file there."""
 
     path: str
     identity: tuple[str, int, int]

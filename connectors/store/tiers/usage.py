@@ -27,7 +27,7 @@ _FIELDS = struct.Struct("<8sQQ")
 _MAGIC = b"TandemLd"
 _POLL_S = 0.001
 BLOCK_BYTES = 4096
-"""Assumed allocation unit of the file system, in bytes."""
+"""Assumed allocation unit of the file system."""
 
 
 def allocated(size_bytes: int) -> int:
@@ -36,11 +36,7 @@ def allocated(size_bytes: int) -> int:
 
 
 class Usage:
-    """Byte count and lock of a folder. ``used_bytes`` and ``recount`` require ``locked``.
-
-    ``count``  returns the bytes of all files. Called under the lock at the first use, after
-               ``distrust``, by ``recount``, and if the usage file is dirty, damaged or missing
-    """
+    """Byte count and lock of a folder. ``used_bytes`` and ``recount`` require ``locked``."""
 
     def __init__(self, folder: OpenFolder, count: Callable[[], int]) -> None:
         self.used_bytes = 0

@@ -23,8 +23,7 @@ def open_store(settings: StoreSettings, max_model_len: int, rank_caches: Sequenc
     """Open the store.
 
     Raises ConfigurationError if ranks have different models, if settings do not fit the cache, or
-    if folders or staging memory cannot be used. Raises PlanError and CoverError if the cache cannot
-    be mapped to objects (``prove_store``), and OSError if the staging file cannot be created.
+    if folders or staging memory cannot be used; PlanError and CoverError as ``prove_store``.
     """
     if len({rank_cache.model for rank_cache in rank_caches}) > 1:
         raise ConfigurationError(

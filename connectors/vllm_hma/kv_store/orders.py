@@ -27,10 +27,8 @@ Tables = tuple[tuple[int, ...], ...]
 class Load:
     """Copy verified objects into a request's blocks, before the forward pass.
 
-    ``load_id``          number of this load, unique in the engine
     ``tables``           block table of each group
-    ``start_token``      number of tokens in the engine's own cache; the load does not write to
-                         blocks that have only such tokens
+    ``start_token``      number of tokens in the engine's own cache
     ``offsets``          offset in staging of each object
     ``beside_transfer``  whether only full attention is loaded: a transfer fills the rest
     """

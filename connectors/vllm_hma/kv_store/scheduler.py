@@ -38,11 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+# Minimum tokens of one request in a measured step: generated tokens take longer than prompts.
 _TIMED_TOKENS = 64
-"""Minimum number of tokens of one request in a step whose duration is measured.
-
-Steps of generated tokens take longer per token than prompts.
-"""
 
 
 @dataclass(slots=True)
