@@ -10,18 +10,20 @@ first part of a request id is its mode:
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+from connectors.store.fetch import Fetch
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.open_folder import OpenFolder
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
+from connectors.vllm_hma.kv_store.requests import StoreRequest
+from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -72,15 +74,23 @@ def _limit_reads(disk: Disk) -> None:
 
 
 def _obey_modes() -> None:
-    worth_a_wait = BoundedFetch._worth_a_wait
+    begin, decide = StoreScheduler._begin_fetch, Fetch._decide
+    always: WeakSet[Fetch] = WeakSet()
 
-    def decide(self: BoundedFetch, start_token: int, end_token: int, sizes: Mapping[str, int]) -> bool:
-        if self._request_id.startswith("always"):
-            self._patience_s = math.inf
-            return True
-        return worth_a_wait(self, start_token, end_token, sizes)
+    def begin_fetch(self: StoreScheduler, known: StoreRequest, *arguments: Any, **named: Any) -> Fetch | None:
+        fetch = begin(self, known, *arguments, **named)
+        if fetch is not None and known.request.request_id.startswith("always"):
+            always.add(fetch)
+        return fetch
 
-    BoundedFetch._worth_a_wait = decide  # type: ignore[method-assign]
+    def obey(self: Fetch, now: float) -> None:
+        if self in always:
+            self._fit()
+        else:
+            decide(self, now)
+
+    StoreScheduler._begin_fetch = begin_fetch  # type: ignore[method-assign]
+    Fetch._decide = obey  # type: ignore[method-assign]
 
 
 if RATE_VARIABLE in os.environ:  # only engines have it

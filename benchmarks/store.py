@@ -223,7 +223,7 @@ def bandwidth(folder: Path, memory_folder: Path, rounds: int) -> dict[str, Any]:
             tier = FolderTier(root, 4 << 30, durable=label == "disk", label=label)
             tier.open()
             for name in names:
-                tier.write(name, payload.data, 1, time.monotonic() + 60)
+                tier.write(name, payload.data, time.monotonic() + 60)
             files = sorted((root / "objects").glob("*/*"))
             assert len(files) == OBJECTS
 
@@ -277,7 +277,7 @@ def index(folder: Path, rounds: int) -> dict[str, Any]:
     stored = 0
     for count in INDEXED:
         for number in range(stored, count):
-            tier.write(ObjectName(bytes(16), number.to_bytes(32, "big"), 0), payload, 1, time.monotonic() + 60)
+            tier.write(ObjectName(bytes(16), number.to_bytes(32, "big"), 0), payload, time.monotonic() + 60)
         stored = count
         starts: dict[str, list[tuple[float, float]]] = {"uncached": [], "cached": []}
         for _ in range(rounds):

@@ -21,25 +21,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from connectors.planning.layout import Group, GroupKind, LayerPages
+from connectors.store.fetch import Fetch
 from connectors.store.keys.names import PrefixChain
 from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.prefix import ObjectRef, possible_objects
 from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
-from connectors.store.tier_threads import StoreLimits
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.staging import Staging
-from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
 
 CHUNK_TOKENS = 128
 OBJECT_BYTES = 4 << 20
 PROMPT_TOKENS = 8 * CHUNK_TOKENS
 SPACE = bytes(16)
-SETTINGS = StoreSettings()
 FULL = Group(0, GroupKind.FULL, 16, None, (LayerPages("layers.0", 0, 128, 1, 1, 128, 16, 8, 8, "rows"),))
 
 
@@ -84,34 +82,26 @@ def names_of(plan: StorePlan, seed: int) -> dict[ObjectRef, ObjectName]:
 
 def wait_s(store: KVStore, names: dict[ObjectRef, ObjectName], number: int) -> tuple[float, int]:
     """Return a request's wait in seconds and the tokens that it loads."""
-    costs = LoadCosts()
-    costs.computed(PROMPT_TOKENS, PROMPT_TOKENS / 2, 1.0)
-    costs.transferred(OBJECT_BYTES * PROMPT_TOKENS // CHUNK_TOKENS, 1.0)
-    fetch = BoundedFetch(store, costs, SETTINGS, "request", beside_transfer=bool(number % 2))
+    store.costs = LoadCosts()
+    store.costs.computed(PROMPT_TOKENS, PROMPT_TOKENS / 2, 1.0)
+    store.costs.transferred(OBJECT_BYTES * PROMPT_TOKENS // CHUNK_TOKENS, 1.0)
     began = time.monotonic()
-    fetch.begin(names, 0, PROMPT_TOKENS)
-    while (fetched := fetch.poll()) is None:
+    fetch = Fetch(store, names, 0, PROMPT_TOKENS, beside_transfer=bool(number % 2))
+    while not fetch.poll():
         time.sleep(0.001)
     waited = time.monotonic() - began
-    store.fetches.end("request")
-    return waited, fetched.end_token
+    fetch.close()
+    return waited, fetch.end_token
 
 
 def measure(root: Path, files: HangingFiles, requests: int) -> dict[str, object]:
     plan = plan_store([FULL], CHUNK_TOKENS, 4096)
     tier = FolderTier(root / "disk", 4 << 30, durable=False, files=files)
     staging = Staging(512 << 20)
-    store = KVStore(
-        plan,
-        SPACE,
-        {0: OBJECT_BYTES},
-        [tier],
-        staging,
-        StoreLimits(SETTINGS.lookup_s, SETTINGS.load_s, SETTINGS.store_s),
-    )
+    store = KVStore(plan, SPACE, {0: OBJECT_BYTES}, [tier], staging, StoreSettings())
     names = names_of(plan, 0)
     for ref, name in names.items():
-        tier.write(name, memoryview(bytes([ref.end_token % 251]) * OBJECT_BYTES), 1, time.monotonic() + 30)
+        tier.write(name, memoryview(bytes([ref.end_token % 251]) * OBJECT_BYTES), time.monotonic() + 30)
     healthy = [wait_s(store, names, number) for number in range(requests)]
     hanging, following = [], []
     for number in range(requests):

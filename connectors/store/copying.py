@@ -18,7 +18,7 @@ Rows = npt.NDArray[np.void]
 
 
 class HostCopies:
-    """Copies of one rank, complete when a method returns: the forward pass has ended by then."""
+    """Copies of one rank, complete when a method returns."""
 
     def attach(self, staging: AttachedStaging) -> None: ...
 
@@ -43,10 +43,7 @@ class HostCopies:
 
 
 def copy_runs(runs: Runs) -> None:
-    """Copy all runs. Four or more short runs of equal length take one numpy operation.
-
-    Sources and destinations must be memory of this process and must not overlap.
-    """
+    """Copy all runs. Four or more short runs of equal length take one numpy operation."""
     for length in np.unique(runs.length).tolist():
         chosen = runs.length == length
         src, dst = runs.src[chosen], runs.dst[chosen]
@@ -62,8 +59,6 @@ def copy_runs(runs: Runs) -> None:
 
 def _rows(first: int, last: int, length: int) -> Rows:
     """Return a view in which element i is the ``length`` bytes at address ``first + i``.
-
-    Its shape is ``(last - first + 1,)``, so its elements overlap.
 
     numpy copies an element of a void type with one memcpy, which is faster than a row of bytes. The
     caller must access only elements that are runs: memory between runs may be unmapped.

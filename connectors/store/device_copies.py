@@ -29,6 +29,8 @@ Pieces = list[tuple[int, int, int]]  # (offset in a batch, offset in staging, by
 class DeviceCopies:
     """Copies of one rank, like ``HostCopies``; a method returns when its copies are queued.
 
+    ``load`` and ``store`` raise StoreError if the device rejects a copy.
+
     Gathers and scatters run on the thread's current stream, between the forward passes that write
     and overwrite their blocks. Copies from and to staging run on two streams of their own. Packed
     bytes lie in a ring on the device: a batch waits there, never on the host, for the last use of
@@ -61,7 +63,7 @@ class DeviceCopies:
         self._last: tuple[Any, ...] = ()
 
     def attach(self, staging: AttachedStaging) -> None:
-        """Register staging memory with the device. Raises StoreError if that fails."""
+        """Register staging memory with the device. Raises StoreError."""
         self._host = torch.frombuffer(staging.view(0, staging.size_bytes), dtype=torch.uint8)
         if self._device.type == "cuda":
             status = int(torch.cuda.cudart().cudaHostRegister(staging.address, staging.size_bytes, 0))
@@ -72,7 +74,6 @@ class DeviceCopies:
         self._address = staging.address
 
     def load(self, runs: Runs) -> None:
-        """Copy from staging into blocks. Raises StoreError if the device rejects a copy."""
         with self._typed():
             for rows, index, pieces in self._batches(runs.dst, runs.src, runs.length):
                 start, content = self._take(rows, index, self._in)
@@ -84,7 +85,6 @@ class DeviceCopies:
                 self._used.append((start, start + len(content), self.now()))
 
     def store(self, runs: Runs) -> None:
-        """Copy from blocks into staging. Raises StoreError if the device rejects a copy."""
         with self._typed():
             for rows, index, pieces in self._batches(runs.src, runs.dst, runs.length):
                 start, content = self._take(rows, index, self._module.current_stream())

@@ -5,42 +5,49 @@ An *object* is what the store keeps of one KV cache group for one span of tokens
 *Staging* is memory that the engine's scheduler and workers share; workers copy KV between staging
 and blocks. A *slot* of staging holds one object.
 
-    fetches  look up the objects that a request could load, and read them into slots
-             (``fetches.py``)
-    writer   takes slots for objects to store, and writes the objects to the tiers (``writer.py``)
-
 Threads of the tiers access the files. No method waits for them. A tier that fails, hangs or is full
 only causes misses and dropped stores. Not thread-safe: only the scheduler's thread calls methods of
-``KVStore``, ``fetches`` and ``writer``.
+``KVStore`` and ``Fetch``.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
-from connectors.store.fetches import Fetches
+from connectors.store.load_costs import LoadCosts
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
-from connectors.store.tier_threads import StoreLimits, TierThreads
+from connectors.store.settings import StoreSettings
 from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.lanes import Call, Lane
 from connectors.store.tiers.objects import ObjectName
-from connectors.store.tiers.slot_calls import SlotCalls
-from connectors.store.tiers.staging import Staging
-from connectors.store.writer import ObjectWriter
+from connectors.store.tiers.staging import Staging, slot_bytes
 
 _KEPT_CHANGES = 10_000
+_QUEUED_LOOKUPS, _QUEUED_READS, _QUEUED_WRITES = 256, 1024, 256
+_READ_THREADS, _WRITE_THREADS = 4, 2
+
+
+class TierLanes:
+    def __init__(self, folder: FolderTier) -> None:
+        self.folder = folder
+        self.lookups = Lane(f"store-find-{folder.label}", 1, _QUEUED_LOOKUPS)
+        self.reads = Lane(f"store-read-{folder.label}", _READ_THREADS, _QUEUED_READS)
+        self.writes = Lane(f"store-write-{folder.label}", _WRITE_THREADS, _QUEUED_WRITES)
+        self.lanes = self.lookups, self.reads, self.writes
 
 
 class KVStore:
     """One engine's access to stored objects in one or more tiers.
 
-    ``plan``     spans of the KV cache groups
     ``space``    namespace of the objects
     ``sizes``    payload bytes of an object, by index of each group that has objects
     ``tiers``    folders, fastest first
-    ``staging``  memory between files and blocks
+    ``seconds``  total duration of reads, by tier label
+    ``running``  fetches in progress
     """
 
     def __init__(
@@ -50,54 +57,130 @@ class KVStore:
         sizes: Mapping[int, int],
         tiers: Sequence[FolderTier],
         staging: Staging,
-        limits: StoreLimits,
+        settings: StoreSettings,
     ) -> None:
         self.plan = plan
         self.space = space
+        self.sizes = dict(sizes)
+        self.tiers = [TierLanes(folder) for folder in tiers]
         self.staging = staging
-        self.tiers = tuple(tiers)
-        self._sizes = dict(sizes)
-        self._tiers = [TierThreads(folder, limits) for folder in tiers]
-        self._slot_calls = SlotCalls(staging)
-        self.writer = ObjectWriter(self._sizes, self._tiers, staging, self._slot_calls, limits)
-        self.fetches = Fetches(plan, self._sizes, self._tiers, staging, self._slot_calls, self.writer, limits)
-        for tier in self._tiers:
+        self.settings = settings
+        self.costs = LoadCosts()
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.running: set[object] = set()
+        self._writing_s: defaultdict[str, float] = defaultdict(float)
+        # Number of stores that use a slot, by offset.
+        self._stores: Counter[int] = Counter()
+        # Objects stored since the last `take_changes`; None unless `record_changes` was called.
+        self._stored: list[tuple[str, ObjectName]] | None = None
+        for tier in self.tiers:
             # Read the eviction order in the background: lookups and reads do not need it.
-            tier.writes.submit(tier.folder.open, time.monotonic() + limits.store_s)
+            tier.writes.submit(partial(_open, tier.folder), time.monotonic() + settings.store_s)
 
     def object_bytes(self, refs: Iterable[ObjectRef]) -> int:
-        """Return the sum of the objects' payload bytes."""
-        return sum(self._sizes[ref.group] for ref in refs)
+        return sum(self.sizes[ref.group] for ref in refs)
+
+    # Stores.
+
+    def reserve(self, ref: ObjectRef) -> int | None:
+        """Reserve a slot of staging for an object to store; return its offset.
+
+        None without room (``_may_store``), or if no tier accepts writes.
+        """
+        self.sweep()
+        offset = None
+        if any(tier.writes.accepts for tier in self.tiers) and self._may_store(self.sizes[ref.group]):
+            offset = self.staging.take(self.sizes[ref.group])
+        if offset is None:
+            self.counts["dropped_stores"] += 1
+        else:
+            self._stores[offset] += 1
+        return offset
+
+    def commit(self, ref: ObjectRef, name: ObjectName, offset: int) -> None:
+        """Write an object that all ranks have filled to all tiers; then free its slot."""
+        for tier in self.tiers:
+            self.counts["dropped_stores"] += not self._write(tier, name, offset, self.sizes[ref.group])
+        self._release(offset)
+
+    def drop(self, offset: int) -> None:
+        self.counts["dropped_stores"] += 1
+        self._release(offset)
+
+    def promote(self, name: ObjectName, offset: int, size: int, tier: int) -> None:
+        """Write a verified object to all tiers faster than number ``tier``, if there is room."""
+        for faster in self.tiers[:tier]:
+            if self._may_store(size):
+                self._write(faster, name, offset, size)
+
+    def _may_store(self, size: int) -> bool:
+        """Return whether stores may use staging for one more object of ``size`` payload bytes.
+
+        True if stores then use at most half of staging, or if there is no other store.
+        """
+        used = self.staging.bytes_of(self._stores)
+        return not used or 2 * (used + slot_bytes(size)) <= self.staging.size_bytes
+
+    def _write(self, tier: TierLanes, name: ObjectName, offset: int, size: int) -> bool:
+        deadline, view = time.monotonic() + self.settings.store_s, self.staging.view(offset, size)
+        call = tier.writes.submit(
+            lambda call: tier.folder.write(name, view, deadline),
+            deadline,
+            partial(self._written, tier.folder.label, name, offset),
+        )
+        if call is None:
+            return False
+        self.staging.share(offset)
+        self._stores[offset] += 1
+        return True
+
+    def _written(self, label: str, name: ObjectName, offset: int, call: Call) -> None:
+        self._release(offset)
+        self._writing_s[label] += call.seconds
+        self.counts["dropped_stores"] += not call.started
+        # The result is False if the object was already in the tier.
+        if self._stored is not None and call.result:
+            self._stored.append((label, name))
+
+    def _release(self, offset: int) -> None:
+        self._stores[offset] -= 1
+        if not self._stores[offset]:
+            del self._stores[offset]
+        self.staging.give_back(offset)
+
+    # Results.
+
+    def sweep(self) -> None:
+        for tier in self.tiers:
+            for lane in tier.lanes:
+                lane.sweep()
+
+    def idle(self) -> bool:
+        self.sweep()
+        return all(lane.idle for tier in self.tiers for lane in tier.lanes)
 
     def record_changes(self) -> None:
-        """Start to record stored and removed objects for ``take_changes``."""
-        self.writer.record_stored()
+        self._stored = []
         for tier in self.tiers:
-            tier.removed = deque(maxlen=_KEPT_CHANGES)
+            tier.folder.removed = deque(maxlen=_KEPT_CHANGES)
 
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return the objects that this process has stored, and removed, since the last call.
+        """Return (tier label, object) of objects stored, and removed, since the last call.
 
-        Each entry is (tier label, object). A removed object was evicted or corrupt; at most the
-        last _KEPT_CHANGES removals of each tier are returned. Both lists are empty without
-        ``record_changes``.
+        A removed object was evicted or corrupt. At most the last _KEPT_CHANGES removals are kept.
         """
-        self._slot_calls.sweep()
-        stored, removed = self.writer.take_stored(), []
+        self.sweep()
+        stored, self._stored, removed = self._stored or [], [], []
         for tier in self.tiers:
-            while tier.removed:
-                removed.append((tier.label, tier.removed.popleft()))
+            while tier.folder.removed:
+                removed.append((tier.folder.label, tier.folder.removed.popleft()))
         return stored, removed
 
-    @property
-    def counts(self) -> Counter[str]:
-        """Number of events of fetches and stores since the start, by event."""
-        return self.fetches.counts + self.writer.counts
-
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return counts, bytes and seconds since the start: ``{counter: {label: number}}``."""
-        self._slot_calls.sweep()
-        counts, tiers = self.counts, {tier.label: tier.counts for tier in self.tiers}
+        """Return counts, bytes and seconds since the start, by counter and label."""
+        self.sweep()
+        counts, tiers = self.counts, {tier.folder.label: tier.folder.counts for tier in self.tiers}
         return {
             "store_requests": {
                 "hit": counts["hits"],
@@ -116,21 +199,19 @@ class KVStore:
             "store_corrupt": {label: each.corrupt for label, each in tiers.items()},
             "store_evicted": {label: each.evicted for label, each in tiers.items()},
             "store_loaded_bytes": {label: each.loaded_bytes for label, each in tiers.items()},
-            "store_loaded_seconds": {label: self.fetches.seconds[label] for label in tiers},
+            "store_loaded_seconds": {label: self.seconds[label] for label in tiers},
             "store_stored_bytes": {label: each.stored_bytes for label, each in tiers.items()},
-            "store_stored_seconds": {label: self.writer.seconds[label] for label in tiers},
+            "store_stored_seconds": {label: self._writing_s[label] for label in tiers},
         }
 
-    def idle(self) -> bool:
-        """Return whether no write, and no read of an ended fetch, is queued or running."""
-        self._slot_calls.sweep()
-        return not self._slot_calls.pending
-
     def close(self) -> None:
-        """Fail queued calls, reject new ones, and remove the staging file.
-
-        Objects that are not written yet are lost.
-        """
-        for tier in self._tiers:
-            tier.close()
+        """Fail queued calls and reject new ones: objects that are not written yet are lost."""
+        for tier in self.tiers:
+            for lane in tier.lanes:
+                lane.close()
+            tier.folder.close()
         self.staging.close()
+
+
+def _open(folder: FolderTier, call: Call) -> None:
+    folder.open()

@@ -30,22 +30,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors.errors import ConfigurationError
-from connectors.vllm_hma.config import parse_config, with_port_of_rank
+from connectors.store.settings import parse_settings
+from connectors.vllm_hma.config import ConnectorConfig, parse_config, with_port_of_rank
+from connectors.vllm_hma.handshake.processes import process_start_s
 from connectors.vllm_hma.kv_store.events import reports_events
 from connectors.vllm_hma.kv_store.orders import RankCache
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.metrics import MetricHooks, TandemStats
 from connectors.vllm_hma.model.drafts import check_method, check_store, reads_next_token
-from connectors.vllm_hma.model.identity import store_fingerprint
+from connectors.vllm_hma.model.identity import model_identity, store_fingerprint
 from connectors.vllm_hma.model.kv_cache_layout import requested_layout
 from connectors.vllm_hma.model.media import check_media, reads_whole_images
-from connectors.vllm_hma.model.translate import check_stored_states, group_shapes, only_states_can_lag
+from connectors.vllm_hma.model.translate import check_stored_states, engine_layout, group_shapes, only_states_can_lag
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.plugin import prepare_process
 from connectors.vllm_hma.reports import WorkerReport
@@ -81,35 +83,29 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
 
+    transfers = True
+    """Whether this class exchanges KV with other engines; False: it has the store only."""
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             raise ConfigurationError(
                 "kv_transfer_config: set kv_load_failure_policy='recompute'; with vLLM's default, 'fail', a failed "
-                "transfer fails the request"
+                f"{'transfer' if self.transfers else 'load'} fails the request"
             )
-        # On CUDA and ROCm, vLLM turns the allocator on for sleep mode (vllm/config/model.py).
-        for option in ("enable_sleep_mode", "enable_cumem_allocator"):
-            if getattr(vllm_config.model_config, option):
-                raise ConfigurationError(
-                    f"{option}: turn it off; with it, vLLM may release the KV cache while NIXL has it registered and "
-                    "peers may write to it"
-                )
-        if current_platform.is_cpu() and vllm_config.use_v2_model_runner:
-            raise ConfigurationError(
-                "VLLM_USE_V2_MODEL_RUNNER: set it to 0; on CPUs, vLLM's V2 model runner zeroes reallocated blocks "
-                "before it calls the connector, which may still be sending them"
-            )
-        config = parse_config(transfer.kv_connector_extra_config)
-        check_method(vllm_config)
+        if self.transfers:
+            _check_transfers(vllm_config)
+            config = parse_config(transfer.kv_connector_extra_config)
+        else:
+            config = ConnectorConfig(store=parse_settings(transfer.kv_connector_extra_config))
         check_media(vllm_config)
         parallel = vllm_config.parallel_config
         if config.store is not None:
             check_store(vllm_config)
             check_stored_states(kv_cache_config)
             # vLLM gives each rank of a model without experts a size of 1, but its own index.
-            if parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0:
+            if self.transfers and (parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0):
                 raise ConfigurationError(
                     "kv_connector_extra_config: store is not tested with several data-parallel ranks; remove store, or "
                     "use one rank"
@@ -126,7 +122,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._spoiled = SpoiledSteps(vllm_config.max_concurrent_batches)
         max_model_len = vllm_config.model_config.max_model_len
         if role is KVConnectorRole.SCHEDULER:
-            end_with_parent()
+            if self.transfers:
+                end_with_parent()
             tp_size = parallel.tensor_parallel_size
             # Data-parallel ranks may share a host and have the same configuration, so each needs a
             # port of its own.
@@ -151,7 +148,10 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
                     config.store, max_model_len, answers, reports_events(vllm_config)
                 )
         else:
-            self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
+            # Refuse unsupported caches before vLLM allocates memory.
+            group_shapes(vllm_config, kv_cache_config)
+            if self.transfers:
+                self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
             if config.store is not None:
                 self._store_worker = StoreWorker(config.store, max_model_len, self._spoiled)
 
@@ -170,13 +170,28 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     @property
+    def store(self) -> StoreScheduler:
+        """Scheduler side of the KV store; the configuration must have one."""
+        assert self._store_scheduler is not None, "this instance has the worker role, or no store"
+        return self._store_scheduler
+
+    @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """True if vLLM may use a cached full-attention prefix without the states at its end.
 
         A transfer then supplies the states. False for a model without states, or if blocks of other
         layers can also be missing from such a prefix (``only_states_can_lag``).
         """
-        return self._only_states_can_lag
+        return self.transfers and self._only_states_can_lag
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False without transfers: KV that is not stored only causes a miss later.
+
+        With True, vLLM would discard the outputs in flight of each request that it preempts, and
+        compute them again.
+        """
+        return self.transfers and super().requires_kv_delivery
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -201,6 +216,9 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if not self.transfers:
+            self.store.publish([each for _, each in sorted(metadata.items()) if isinstance(each, RankCache)])
+            return
         encoded = {rank: each for rank, each in metadata.items() if isinstance(each, EncodedAgentMetadata)}
         engine = self.scheduler.publish(encoded)
         if self._store_scheduler is not None:
@@ -213,7 +231,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         # Call the transfer's scheduler side first: it may remove the last token of a prefill
         # prompt.
-        self.scheduler.new_request(request)
+        if self.transfers:
+            self.scheduler.new_request(request)
         if self._store_scheduler is not None:
             self._store_scheduler.new_request(request)
 
@@ -244,7 +263,11 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return all groups: vLLM zeroes only the blocks that ``Blocks.zero_edges`` adds."""
-        return self._kv_cache_config.transfer_group_ids
+        return (
+            self._kv_cache_config.transfer_group_ids
+            if self.transfers
+            else super().get_loaded_kv_cache_group_ids(request)
+        )
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables, store, loaded_token = blocks.get_block_ids(), self._store_scheduler, 0
@@ -284,6 +307,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self.scheduler.consumptions.due(report.due)
             if self._store_scheduler is not None and report.store is not None:
                 self._store_scheduler.take(report.store)
+        if not self.transfers:
+            return
         if self._store_scheduler is not None:
             self._store_scheduler.received(
                 (connector_output.finished_recving or set()) - connector_output.failed_recving
@@ -300,7 +325,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._store_scheduler is not None:
             self._store_scheduler.finished(request)
-        return self.scheduler.finished(request)
+        return self.scheduler.finished(request) if self.transfers else (False, None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request of an engine with one KV cache group.
@@ -317,7 +342,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         receiving. The KV store uses a random namespace. Called by
         ``reset_prefix_cache(reset_connector=True)``.
         """
-        self.scheduler.reset()
+        if self.transfers:
+            self.scheduler.reset()
         if self._store_scheduler is not None:
             self._store_scheduler.reset()
         return True
@@ -325,16 +351,27 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches)
+        if self._worker is not None:
+            self._worker.register(kv_caches)
         if self._store_worker is not None:
-            self._store_worker.register(self.worker.runtime.agent_metadata.layout, list(kv_caches.values()))
+            if self._worker is not None:
+                layout = self._worker.runtime.agent_metadata.layout
+            else:
+                rank = get_tensor_model_parallel_rank()
+                layout = engine_layout(self._vllm_config, self._kv_cache_config, kv_caches, rank)
+            self._store_worker.register(layout, list(kv_caches.values()))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return EncodedAgentMetadata(self.worker.agent_metadata)
+        if self._worker is not None:
+            return EncodedAgentMetadata(self._worker.agent_metadata)
+        assert self._store_worker is not None
+        identity = model_identity(self._vllm_config, stored=True, unchanged_since_s=process_start_s())
+        return self._store_worker.rank_cache(store_fingerprint(identity))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Orders)
-        self.worker.before_forward(kv_connector_metadata)
+        if self._worker is not None:
+            self._worker.before_forward(kv_connector_metadata)
         self._spoil(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -363,11 +400,13 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
         """Record that the step has computed a layer or, on an accelerator, queued its kernels."""
-        self.worker.layer_computed(layer_name)
+        if self._worker is not None:
+            self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         orders = self._orders()
-        self.worker.after_forward(orders)
+        if self._worker is not None:
+            self._worker.after_forward(orders)
         if self._store_worker is not None and orders.store is not None:
             self._store_worker.store(orders.store)
         self._spoiled.end_step()
@@ -386,11 +425,13 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return set() if self._store_worker is None else self._store_worker.not_loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received, failed = self.worker.runtime.results()
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        sent, received, failed = self._worker.runtime.results()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self.worker.runtime.report()
+        report = None if self._worker is None else self._worker.runtime.report()
         copies = None if self._store_worker is None else self._store_worker.report()
         requested = self._orders().report
         if report is None and (copies is not None or requested):
@@ -410,7 +451,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TandemStats | None:
         if self._scheduler is None:
-            return self.worker.stats()
+            return None if self._worker is None else self._worker.stats()
         stats = self._scheduler.stats() or TandemStats()
         if self._store_scheduler is not None:
             stats.aggregate(self._store_scheduler.stats())
@@ -430,11 +471,28 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     def _spoil(self, orders: Orders) -> None:
         """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
-        if self._spoiled:
+        if self._spoiled and self._worker is not None:
             requests = {chunk.request_id for chunk in orders.chunks}
-            self.worker.runtime.spoil(requests, "a load of KV failed in this step or a recent one")
+            self._worker.runtime.spoil(requests, "a load of KV failed in this step or a recent one")
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
+
+
+def _check_transfers(vllm_config: VllmConfig) -> None:
+    """Raise ConfigurationError if an engine with this configuration cannot exchange KV."""
+    # On CUDA and ROCm, vLLM turns the allocator on for sleep mode (vllm/config/model.py).
+    for option in ("enable_sleep_mode", "enable_cumem_allocator"):
+        if getattr(vllm_config.model_config, option):
+            raise ConfigurationError(
+                f"{option}: turn it off; with it, vLLM may release the KV cache while NIXL has it registered and "
+                "peers may write to it"
+            )
+    if current_platform.is_cpu() and vllm_config.use_v2_model_runner:
+        raise ConfigurationError(
+            "VLLM_USE_V2_MODEL_RUNNER: set it to 0; on CPUs, vLLM's V2 model runner zeroes reallocated blocks "
+            "before it calls the connector, which may still be sending them"
+        )
+    check_method(vllm_config)

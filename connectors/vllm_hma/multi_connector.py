@@ -43,7 +43,6 @@ from connectors.errors import ConfigurationError
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import MetricHooks, TandemPromMetrics, TandemStats
 from connectors.vllm_hma.plugin import prepare_process
-from connectors.vllm_hma.store_connector import TandemStoreConnector
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +184,7 @@ class TandemMultiConnector(MultiConnector):
             tokens, load_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
             answers.append(tokens)
             if tokens is None:
-                waits = waits or isinstance(child, (TandemConnector, TandemStoreConnector))
+                waits = waits or isinstance(child, TandemConnector)
                 continue
             answered = True
             if tokens * weight > best:
@@ -305,7 +304,7 @@ class TandemMultiConnector(MultiConnector):
             return
         self._not_loaded |= found
         for child in self._connectors:
-            if isinstance(child, (TandemConnector, TandemStoreConnector)):
+            if isinstance(child, TandemConnector):
                 child.spoil()
 
 
@@ -342,7 +341,8 @@ def _check_roles(transfer: KVTransferConfig) -> None:
     if transfer.is_kv_consumer:
         return
     for config in _child_configs(transfer):
-        if config.is_kv_consumer and issubclass(KVConnectorFactory.get_connector_class(config), TandemConnector):
+        kind = KVConnectorFactory.get_connector_class(config)
+        if config.is_kv_consumer and issubclass(kind, TandemConnector) and kind.transfers:
             raise ConfigurationError(
                 f"TandemMultiConnector has kv_role {transfer.kv_role}, but its {config.kv_connector} has "
                 f"{config.kv_role}; set TandemMultiConnector's to kv_both, or the child's to kv_producer"

@@ -17,8 +17,8 @@ PAYLOAD = 4096 - HEADER_BYTES
 BLOCK = 4096
 
 
-def name(number: int, space: bytes = SPACE) -> ObjectName:
-    return ObjectName(space, number.to_bytes(32, "big"))
+def name(number: int, space: bytes = SPACE, end_token: int = 0) -> ObjectName:
+    return ObjectName(space, number.to_bytes(32, "big"), 0, end_token)
 
 
 def payload(number: int, size: int = PAYLOAD) -> memoryview:
@@ -29,13 +29,13 @@ def soon() -> float:
     return time.monotonic() + 10.0
 
 
-def write(tier: FolderTier, number: int, cost: int = 1000, size: int = PAYLOAD) -> bool:
-    return tier.write(name(number), payload(number, size), cost, soon())
+def write(tier: FolderTier, number: int, size: int = PAYLOAD, end_token: int = 0) -> bool:
+    return tier.write(name(number, end_token=end_token), payload(number, size), soon())
 
 
 def holds(tier: FolderTier, number: int, size: int = PAYLOAD) -> bool:
     """Return whether the tier has an object; check the bytes that it reads."""
-    if tier.find(name(number)) is None:
+    if not tier.find(name(number)):
         return False
     into = memoryview(bytearray(size))
     tier.read(name(number), into)

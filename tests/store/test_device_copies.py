@@ -136,15 +136,6 @@ def test_runs_of_any_length_and_place(staging: AttachedStaging, lengths: list[in
     assert np.array_equal(back, stored)
 
 
-def test_one_launch_and_one_copy_for_blocks_of_all_layers(staging: AttachedStaging) -> None:
-    """Blocks with all layers inside (BHLNC): pages of one length, objects side by side."""
-    cache, page = np.zeros(1 << 16, np.uint8), 64
-    blocks = np.array([9, 4, 7, 30])
-    runs = Runs(cache.ctypes.data + blocks * page, staging.address + np.arange(4) * page, np.full(4, page))
-    ((_, index, pieces),) = attached(staging, cache)._batches(runs.src, runs.dst, runs.length)  # noqa: SLF001
-    assert (index.tolist(), pieces) == ((blocks * page // 8).tolist(), [(0, 0, 4 * page)])
-
-
 def random_steps(device: SimulatedDevice, staging: AttachedStaging, steps: int = 30) -> None:
     """Run steps of loads, a forward pass, and stores, as vLLM queues them.
 

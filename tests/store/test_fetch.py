@@ -2,113 +2,241 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from connectors.store.planning.fetch import Fetch
-from connectors.store.planning.prefix import ObjectRef, needed_objects, usable_prefix
+from connectors.store.fetch import Fetch
+from connectors.store.planning.prefix import ObjectRef, needed_objects, possible_objects, usable_prefix
 from connectors.store.planning.spans import StorePlan, plan_store
+from connectors.store.service import KVStore
+from connectors.store.tiers.staging import Staging
 from tests.store.groups import group, sliding, state
+from tests.store.memory_tiers import LIMITS, MemoryTier, fetched, lanes, memory_store, name
 
 PLAN = plan_store((group(0, 16), sliding(1, 16, 100), state(2)), 128, 4096)
+PAGE = 4096
+SIZES = {0: 3 * PAGE, 1: PAGE, 2: PAGE}
+ALL = [ObjectRef(end, index) for end in (128, 256, 384) for index in range(3)]
+NEEDED = [ref for ref in ALL if ref.group == 0 or ref.end_token == 384]
+FULL = [ref for ref in ALL if ref.group == 0]
+
+Make = Callable[..., KVStore]
 
 
-def refs(*pairs: tuple[int, int]) -> list[ObjectRef]:
-    return [ObjectRef(end, index) for end, index in pairs]
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    stagings: list[Staging] = []
+
+    def made(*tiers: MemoryTier, pages: int = 64, plan: StorePlan = PLAN, **limits: float | bool) -> KVStore:
+        stagings.append(Staging(pages * PAGE, tmp_path))
+        chosen = LIMITS.model_copy(update=limits)
+        return memory_store(monkeypatch, stagings[-1], plan, SIZES, *tiers, settings=chosen)
+
+    yield made
+    for staging in stagings:
+        staging.close()
 
 
-ALL = refs(*((end, index) for end in (128, 256, 384) for index in range(3)))
-NEEDED_384 = refs((128, 0), (256, 0), (384, 0), (384, 1), (384, 2))
+def begun(store: KVStore, start: int = 0, limit: int = 500, beside: bool = False) -> Fetch:
+    names = {ref: name(ref) for ref in possible_objects(store.plan, 0, limit)}
+    return Fetch(store, names, start, limit, beside)
 
 
-def test_everything_is_there() -> None:
-    fetch = Fetch(PLAN, 0, 500)
-    assert set(fetch.candidates) == set(ALL)
-    assert fetch.next_reads() == []
-    fetch.found(ALL, ())
-    assert fetch.next_reads() == sorted(NEEDED_384)
-    assert fetch.next_reads() == [], "each object is read once"
-    for ref in NEEDED_384:
-        assert not fetch.settled
-        assert fetch.read(ref)
-    assert fetch.settled
+def ended(fetch: Fetch, store: KVStore) -> tuple[int, set[ObjectRef]]:
+    """Return the end and the objects of a fetch; free its slots, and check that none is left."""
+    found = fetched(fetch).end_token, set(fetch.offsets)
+    fetch.close()
+    store.sweep()
+    assert not store.running
+    assert store.staging.used_bytes == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "beside", "broken", "end", "offsets"),
+    [
+        (0, 500, False, [], 384, NEEDED),
+        (256, 500, False, [], 384, [ref for ref in ALL if ref.end_token == 384]),
+        (0, 127, False, [], 0, []),
+        # The transfer brings the window and the state of the prompt's end.
+        (0, 500, True, [], 384, FULL),
+        (0, 500, True, [ObjectRef(384, 0)], 256, FULL[:2]),
+        # The fetch falls back to the earlier state, and reads the objects for it.
+        (0, 500, False, [ObjectRef(384, 2)], 256, [*FULL[:2], ObjectRef(256, 1), ObjectRef(256, 2)]),
+        (0, 500, False, [ObjectRef(128, 0)], 0, []),
+    ],
+)
+def test_the_longest_prefix_of_readable_objects(
+    make: Make, start: int, limit: int, beside: bool, broken: list[ObjectRef], end: int, offsets: list[ObjectRef]
+) -> None:
+    tier = MemoryTier("disk", ALL, broken)
+    store = make(tier)
+    fetch = begun(store, start, limit, beside)
+    assert ended(fetch, store) == (end, set(offsets))
+    assert len(tier.reads) == len(set(tier.reads)), "each object is read once"
+    assert fetch.present.isdisjoint(broken)
+    assert store.counts["failed_reads"] == len(broken)
+    assert store.counts["hit_tokens"] == end - start
+    assert store.counts["missed_tokens"] == limit - end
+
+
+@pytest.mark.parametrize(("pages", "end"), [(11, 384), (10, 256), (7, 128), (4, 0)])
+def test_objects_that_do_not_fit_into_staging_are_not_read(make: Make, pages: int, end: int) -> None:
+    """A full-attention object takes three pages, a window and a state one each."""
+    tier = MemoryTier("disk", ALL)
+    store = make(tier, pages=pages)
+    assert ended(begun(store), store)[0] == end
+    assert store.counts["no_room_to_load"] == (end < 384)
+    assert len(tier.reads) == end // 128 + 2 * bool(end)
+
+
+def test_a_corrupt_state_costs_one_chunk_of_full_staging(make: Make) -> None:
+    """The slot of the chunk that is no longer needed has room for the earlier window and state."""
+    store = make(MemoryTier("disk", ALL, [ObjectRef(384, 2)]), pages=11)
+    assert ended(begun(store), store)[0] == 256
+
+
+def test_a_fetch_that_is_late_uses_what_it_has(make: Make) -> None:
+    store = make(MemoryTier("disk", ALL))
+    (reads,) = lanes(store, "reads", held=True)
+    fetch = begun(store)
+    assert not fetch.poll()
+    reads.run(2)
+    assert not fetch.poll()
+    store.settings = LIMITS.model_copy(update={"load_s": 1e-9})
+    assert fetched(fetch).end_token == 0, "the window and the state are missing"
+    assert fetch.present == set(ALL), "nothing is stored again"
+    assert fetch.reads["disk"][0] == 2 * SIZES[0]
+    assert store.counts["late"] == 1
+    assert ended(fetch, store) == (0, set())
+
+
+@pytest.mark.parametrize("ends", ["hangs", "load_s", "stops", "closed"])
+def test_a_queued_read_that_is_given_up_frees_its_slot_at_once(make: Make, ends: str) -> None:
+    store = make(MemoryTier("disk", ALL))
+    (reads,) = lanes(store, "reads", held=True)
+    fetch = begun(store)
+    assert not fetch.poll()
+    running = reads._queue.popleft()  # noqa: SLF001 - a thread has taken it
+    running.started = True
+    limits = {"hangs": {"lookup_s": 1e-9}, "load_s": {"load_s": 1e-9}}
+    if ends == "closed":
+        fetch.close()
+    elif ends == "stops":
+        fetch._patience_s = 0.0  # noqa: SLF001 - the alternative would have ended
+        assert fetch.poll()
+    else:
+        store.settings = LIMITS.model_copy(update=limits[ends])
+        assert fetch.poll()
+    assert store.staging.used_bytes == SIZES[0], "its thread may still write to it"
+    fetch.close()
+    running.ok = True
+    reads._end(running)  # noqa: SLF001
+    store.sweep()
+    assert store.staging.used_bytes == 0
+    assert not store.running
+
+
+def test_progress_of_a_tier_counts_for_its_queued_reads(make: Make) -> None:
+    store = make(MemoryTier("disk", ALL), lookup_s=0.5)
+    (reads,) = lanes(store, "reads", held=True)
+    fetch = begun(store)
+    assert not fetch.poll()
+    fetch._read_at -= 1.0  # noqa: SLF001
+    reads._queue[-1].progress()  # noqa: SLF001
+    assert not fetch.poll(), "a slow disk is waited for"
+    reads.progress_at -= 1.0
+    for call in reads._queue:  # noqa: SLF001
+        call.progress_at = 0.0
+    assert fetch.poll(), "a hanging one is not"
+
+
+def test_lookups_without_an_answer_are_misses(make: Make) -> None:
+    store = make(MemoryTier("memory", ALL), MemoryTier("disk", ALL))
+    memory, disk = lanes(store, "lookups", held=True)
+    fetch = begun(store)
+    disk.run()
+    assert not fetch.poll(), "memory is faster, and may have the objects too"
+    store.settings = LIMITS.model_copy(update={"lookup_s": 1e-9})
+    assert fetched(fetch).tier == "disk"
     assert fetch.end_token == 384
+    assert store.counts["late_lookups"] == 1
+    memory.run()
+    assert ended(fetch, store)[0] == 384
 
 
-def test_a_corrupt_state_costs_one_chunk() -> None:
-    """The fetch falls back to the earlier state, and reads the missing objects for it."""
-    fetch = Fetch(PLAN, 0, 500)
-    fetch.found(ALL, ())
-    fetch.next_reads()
-    for ref in NEEDED_384[:4]:
-        fetch.read(ref)
-    fetch.failed(ObjectRef(384, 2))
-    assert fetch.end_token == 256
-    assert fetch.next_reads() == refs((256, 1), (256, 2))
-    fetch.read(ObjectRef(256, 1))
-    fetch.read(ObjectRef(256, 2))
-    assert fetch.settled
-    assert set(fetch.needed) <= fetch.verified
+def test_a_faster_tier_with_all_objects_needs_no_answer_of_a_slower_one(make: Make) -> None:
+    store = make(MemoryTier("memory", ALL), MemoryTier("disk", ALL))
+    memory, disk = lanes(store, "lookups", held=True)
+    memory.held = False
+    fetch = begun(store)
+    assert fetched(fetch).tier == "memory"
+    disk.run()
+    ended(fetch, store)
 
 
-def test_a_late_object_costs_what_depends_on_it() -> None:
-    fetch = Fetch(PLAN, 0, 500)
-    fetch.found(ALL, ())
-    fetch.next_reads()
-    for ref in NEEDED_384[1:]:
-        fetch.read(ref)
-    fetch.give_up()
-    assert fetch.settled
-    assert fetch.end_token == 0, "the first 128 tokens of full attention are missing"
-    assert not fetch.read(ObjectRef(128, 0)), "the object arrives too late"
+def test_objects_without_a_name_are_missing(make: Make) -> None:
+    """A group that is stored whole may need an object that ends after the prompt."""
+    store = make(MemoryTier("disk", ALL))
+    fetch = Fetch(store, {ref: name(ref) for ref in ALL if ref.end_token < 384}, 0, 500)
+    assert ended(fetch, store)[0] == 256
 
 
-def test_tokens_of_the_engine_itself_are_not_read() -> None:
-    fetch = Fetch(PLAN, 256, 500)
-    fetch.found(fetch.candidates, ())
-    assert fetch.next_reads() == refs((384, 0), (384, 1), (384, 2))
+def test_an_object_that_the_fastest_tier_cannot_read_is_read_from_the_next(make: Make) -> None:
+    """The slower tier's objects are then copied to the faster one."""
+    memory, disk = MemoryTier("memory", ALL, NEEDED), MemoryTier("disk", ALL)
+    memory.objects -= {name(ref) for ref in FULL[:1]}
+    store = make(memory, disk)
+    fetch = begun(store)
+    assert fetched(fetch).end_token == 384
+    assert fetch.tier == "disk"
+    assert store.counts["failed_reads"] == len(NEEDED) - 1
+    ended(fetch, store)
+    assert name(FULL[0]) in memory.objects
 
 
-def test_beside_a_transfer_only_full_attention_is_read() -> None:
-    """The transfer brings the window and the state of the prompt's end."""
-    fetch = Fetch(PLAN.full_attention, 0, 500)
-    assert fetch.candidates == tuple(refs((128, 0), (256, 0), (384, 0)))
-    fetch.found(refs((128, 0), (256, 0)), refs((384, 0)))
-    assert fetch.next_reads() == refs((128, 0), (256, 0))
-    fetch.read(ObjectRef(128, 0))
-    fetch.give_up()
-    assert fetch.end_token == 128, "what has been read in time is used"
+@pytest.mark.parametrize("beside", [False, True], ids=["compute", "transfer"])
+def test_a_load_is_declined_after_the_lookups_if_it_takes_longer(make: Make, beside: bool) -> None:
+    memory, disk = MemoryTier("memory", FULL[:1]), MemoryTier("disk", ALL)
+    store = make(memory, disk)
+    for label in ("memory", "disk"):
+        store.costs.read(label, 1, 1.0)
+    store.costs.transferred(1 << 40, 1.0)
+    store.costs.computed(1000, 0, 1e-3)
+    fetch = begun(store, beside=beside)
+    assert fetched(fetch).declined
+    assert fetch.present == {FULL[0]}, "others are worth a copy in the fastest tier"
+    assert ended(fetch, store) == (0, set())
+    assert not memory.reads
+    assert not disk.reads
+    assert +store.counts == {"misses": 1, "declined": 1, "missed_tokens": 500}
+    assert store.totals()["store_requests"] == {"hit": 0, "miss": 0, "declined": 1}
+    queued = begun(store, beside=beside)
+    assert any(queued.poll(queued=True) for _ in range(9)), "waiting costs nothing"
+    assert queued.end_token == 384
+    queued.close()
 
 
-def test_a_lookup_without_answer_is_a_miss() -> None:
-    fetch = Fetch(PLAN, 0, 500)
-    fetch.found(refs((128, 0), (128, 1), (128, 2)), ())
-    assert not fetch.settled
-    fetch.stop_looking()
-    assert fetch.end_token == 128
+def test_an_operator_may_prefer_loads_to_computation(make: Make) -> None:
+    store = make(MemoryTier("disk", ALL), always_load=True)
+    store.costs.read("disk", 1, 1.0)
+    store.costs.computed(1000, 0, 1e-3)
+    assert ended(begun(store), store)[0] == 384
+    store.costs.transferred(1 << 40, 1.0)
+    assert ended(begun(store, beside=True), store)[0] == 0, "a transfer computes nothing here"
 
 
-def test_too_short_a_prompt_is_settled_at_once() -> None:
-    fetch = Fetch(PLAN, 0, 127)
-    assert fetch.candidates == ()
-    assert fetch.settled
-    assert fetch.end_token == 0
-
-
-def test_reads_that_do_not_fit_into_memory_are_not_started() -> None:
-    """An object of full attention has 10 bytes, a window 2, a state 1."""
-    fetch = Fetch(PLAN, 0, 500)
-    fetch.found(ALL, ())
-    assert not fetch.fit({0: 10, 1: 2, 2: 1}, 33)
-    assert fetch.end_token == 384
-    assert fetch.fit({0: 10, 1: 2, 2: 1}, 32)
-    assert fetch.end_token == 256
-    assert fetch.next_reads() == refs((128, 0), (256, 0), (256, 1), (256, 2))
-    assert not fetch.fit({0: 10, 1: 2, 2: 1}, 0), "all of it is being read"
-    fetch.failed(ObjectRef(256, 2))
-    assert fetch.fit({0: 10, 1: 2, 2: 1}, 2)
-    assert fetch.end_token == 0
-    assert fetch.limit_token == 500
+def test_what_could_not_be_read_for_want_of_room_measures_nothing(make: Make) -> None:
+    store = make(MemoryTier("disk", ALL), pages=1)
+    taken = store.staging.take(PAGE)
+    assert taken is not None
+    fetch = begun(store)
+    assert (fetched(fetch).end_token, fetch.reads, fetch.declined) == (0, {}, False)
+    assert store.costs.load_s({"disk": 1}) == 0.0
 
 
 PLANS = (
@@ -119,24 +247,18 @@ PLANS = (
 )
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(PLANS), st.integers(0, 1500), st.integers(0, 1), st.data())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=st.sampled_from(PLANS), tokens=st.integers(0, 1500), blocks=st.integers(0, 1), data=st.data())
 def test_whatever_fails_the_end_rests_on_verified_objects(
-    plan: StorePlan, tokens: int, start_blocks: int, data: st.DataObject
+    make: Make, plan: StorePlan, tokens: int, blocks: int, data: st.DataObject
 ) -> None:
     """The end is that of the longest prefix of objects that did not fail."""
-    start = min(start_blocks * 192, tokens)
-    fetch = Fetch(plan, start, tokens)
-    present = {ref for ref in fetch.candidates if data.draw(st.integers(0, 5))}
+    start = min(blocks * 192, tokens)
+    present = {ref for ref in possible_objects(plan, start, tokens) if data.draw(st.integers(0, 5))}
     broken = {ref for ref in present if not data.draw(st.integers(0, 5))}
-    fetch.found(present, set(fetch.candidates) - present)
-    while reads := fetch.next_reads():
-        for ref in reads:
-            if ref in broken:
-                fetch.failed(ref)
-            else:
-                fetch.read(ref)
-    assert fetch.settled
-    assert fetch.verified >= set(needed_objects(plan, start, fetch.end_token))
-    assert start <= fetch.end_token <= max(start, tokens)
-    assert fetch.end_token == usable_prefix(plan, present - broken, start, tokens)
+    store = make(MemoryTier("disk", present, broken), plan=plan, pages=1024)
+    fetch = begun(store, start, tokens)
+    assert fetched(fetch).end_token == usable_prefix(plan, present - broken, start, tokens)
+    assert set(fetch.offsets) == set(needed_objects(plan, start, fetch.end_token))
+    ended(fetch, store)
+    store.staging.close()

@@ -105,21 +105,6 @@ def test_copies_are_a_part_of_loads() -> None:
     assert costs.patience_s({DISK: 10 * MB}, 0.06) == 0.0
 
 
-def test_two_slow_tiers_are_tried_together() -> None:
-    """Memory has two declined loads more than the disk."""
-    costs = LoadCosts()
-    for tier in ("memory", DISK):
-        costs.read(tier, MB, 1.0)
-    assert [costs.patience_s({"memory": MB}, 0.01) for _ in range(2)] == [0.0, 0.0]
-    assert [bool(costs.patience_s({"memory": MB, DISK: MB}, 0.01)) for _ in range(6)] == [0, 0, 0, 0, 1, 0]
-
-
-def test_without_an_estimate_of_the_alternative_every_hit_is_loaded() -> None:
-    costs = LoadCosts()
-    costs.read(DISK, 0, 1.0)
-    assert costs.patience_s({DISK: MB}, costs.compute_s(0, 1000)) == math.inf
-
-
 def trials(costs: LoadCosts, requests: int, load_s: float) -> list[int]:
     """Return the numbers of the requests that load 1 MB, each in ``load_s``, instead of 0.01 s."""
     loading = []

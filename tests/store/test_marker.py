@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import subprocess
@@ -12,45 +11,46 @@ from pathlib import Path
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.store.tiers import marker
+from connectors.store.planning.spans import plan_store
+from connectors.store.service import KVStore
+from connectors.store.settings import StoreSettings
+from connectors.store.tiers import folder
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.marker import MARKER, check_folder
-from connectors.store.tiers.open_folder import open_folder
+from connectors.store.tiers.staging import Staging
+from connectors.vllm_hma.kv_store.opening import describe_store
+from tests.campaigns.store.world import held
 from tests.store.folder_objects import file_of, write
+from tests.store.groups import group, sliding
+from tests.store.test_service import until
 
 
 def folder_id(path: Path) -> str:
-    return marker.folder_id(open_folder(path))
+    tier = FolderTier(path, 1 << 20)
+    try:
+        return tier.id()
+    finally:
+        tier.close()
 
 
 def test_a_folder_keeps_its_id(tmp_path: Path) -> None:
     """Its engines end and start; another folder has another id."""
     first, second = tmp_path / "first", tmp_path / "second"
-    FolderTier(first, 1 << 20).close()
-    FolderTier(second, 1 << 20).close()
     found = folder_id(first)
     assert re.fullmatch("[0-9a-f]{32}", found)
-    FolderTier(first, 1 << 20).close()
     assert folder_id(first) == found != folder_id(second)
     assert check_folder(first)
     assert not check_folder(tmp_path / "missing")
 
 
 def test_processes_that_ask_at_once_get_one_id(tmp_path: Path) -> None:
-    FolderTier(tmp_path / "tier", 1 << 20).close()
     ask = (
-        "import sys; from pathlib import Path; from tests.store.test_marker import folder_id; "
-        "sys.stdin.readline(); print(folder_id(Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from connectors.store.tiers.folder import FolderTier; "
+        "sys.stdin.readline(); print(FolderTier(Path(sys.argv[1]), 1 << 20).id())"
     )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", ask, str(tmp_path / "tier")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
+    command = [sys.executable, "-c", ask, str(tmp_path / "tier")]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
     answers = [process.communicate("\n", timeout=60)[0] for process in processes]
     assert set(answers) == {folder_id(tmp_path / "tier") + "\n"}
 
@@ -65,19 +65,23 @@ def test_a_marker_without_an_id_gets_one(tmp_path: Path, content: bytes) -> None
     assert folder_id(tmp_path / "tier") == found
 
 
-def test_a_folder_that_is_no_tier_has_no_id(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        folder_id(tmp_path)
+def test_engines_describe_their_store_to_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of 2560 and 512 bytes for 256 tokens: 12 bytes per token, 87381 tokens in 1 MiB.
 
-
-def test_a_process_that_keeps_the_lock_delays_no_start(tmp_path: Path) -> None:
-    """It may be stopped. The store works without an id."""
-    FolderTier(tmp_path / "tier", 1 << 20).close()
-    with (tmp_path / "tier" / MARKER).open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(BlockingIOError):
-            folder_id(tmp_path / "tier")
-    assert len(folder_id(tmp_path / "tier")) == 32
+    A process that keeps the lock, as one that is stopped may, delays no start.
+    """
+    monkeypatch.setattr(folder, "_ID_S", 0.01)
+    plan, space = plan_store((group(0, 64), sliding(1, 64, 64)), 256, 4096), bytes(range(16))
+    tier, staging = FolderTier(tmp_path / "tier", 1 << 20), Staging(4096, tmp_path)
+    store = KVStore(plan, space, {0: 2560, 1: 512}, [tier], staging, StoreSettings())
+    until(store.idle)
+    described = {"id": f"{tier.id()}-000102030405060708090a0b0c0d0e0f", "tokens": 87381, "chunk_tokens": 256}
+    assert describe_store(store) == described
+    with held(tier.path):
+        assert describe_store(store) is None
+    (tier.path / MARKER).unlink()
+    assert describe_store(store) is None, "routers ignore a store without an id"
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,11 @@ class Host:
     """Store schedulers of engines that share a path, one after the other."""
 
     def __init__(self, path: Path) -> None:
-        self.settings = StoreSettings(str(path), disk_gib=0.1, chunk_tokens=CHUNK, staging_mib=1, lookup_s=5.0)
+        self.settings = StoreSettings(path=str(path), disk_gib=0.1, chunk_tokens=CHUNK, staging_mib=1, lookup_s=5.0)
         self.schedulers: list[StoreScheduler] = []
 
     def start(self, **settings: Any) -> StoreScheduler:
-        scheduler = StoreScheduler(replace(self.settings, **settings), 4096)
+        scheduler = StoreScheduler(self.settings.model_copy(update=settings), 4096)
         scheduler.publish([CACHE])
         scheduler.take(StoreReport(attached=1))
         self.schedulers.append(scheduler)
@@ -52,9 +51,9 @@ class Host:
         chain = PrefixChain(store.space, store.plan.spans, "", None, [])
         chain.extend(PROMPT)
         for ref in completed_objects(store.plan, 0, end_token):
-            offset = store.writer.reserve(ref)
+            offset = store.reserve(ref)
             assert offset is not None
-            store.writer.commit(ref, ObjectName(store.space, chain.key(ref), ref.group), offset, 1)
+            store.commit(ref, ObjectName(store.space, chain.key(ref), ref.group, ref.end_token), offset)
         until(store.idle)
 
 
@@ -81,3 +80,11 @@ def tables(end_token: int = END) -> tuple[list[int], ...]:
 def left(scheduler: StoreScheduler) -> int:
     until(scheduler.store.idle)
     return scheduler.store.staging.used_bytes
+
+
+def reserve(scheduler: StoreScheduler, name: str, ref: ObjectRef) -> int:
+    """Reserve a slot of staging for an object of a request, as a step that completes it does."""
+    known = scheduler._requests[name]  # noqa: SLF001
+    blocks = [[*range(1, 10)], [*range(11, 20)]]
+    (offset,) = scheduler._reserve(known, [ref], blocks).values()  # noqa: SLF001
+    return offset

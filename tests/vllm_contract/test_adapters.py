@@ -27,8 +27,7 @@ from connectors.store.planning.prefix import ObjectRef
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.model import adapters
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterChanges, AdapterLoads, adapter_loads
 from connectors.vllm_hma.model.weights import digest_file
@@ -40,7 +39,7 @@ from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract.caches import cache_config, full, vllm_config
-from tests.vllm_contract.stored_prompt import PROMPT, Host, host
+from tests.vllm_contract.stored_prompt import PROMPT, Host, host, reserve
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 __all__ = ["host"]
@@ -349,12 +348,7 @@ def with_adapter(scheduler: StoreScheduler, name: str) -> Request:
 
 def fill(scheduler: StoreScheduler, name: str, end_token: int) -> list[int]:
     """Reserve slots for the objects of a chunk, as a request's step does."""
-    known, offsets = scheduler._requests[name], []  # noqa: SLF001
-    for ref in (ObjectRef(end_token, 0), ObjectRef(end_token, 1)):
-        offset = scheduler.filling.reserve(known, ref)
-        assert offset is not None
-        offsets.append(offset)
-    return offsets
+    return [reserve(scheduler, name, ObjectRef(end_token, group)) for group in (0, 1)]
 
 
 def store_prompt(scheduler: StoreScheduler, name: str) -> None:

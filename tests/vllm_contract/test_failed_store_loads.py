@@ -23,14 +23,13 @@ from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.orders import Load, Store, StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from connectors.vllm_hma.streaming import Streaming
 from tests.vllm_contract.caches import cache_config, full, vllm_config
-from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, Host, host, tables
+from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, Host, host, reserve, tables
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 __all__ = ["host"]
@@ -48,7 +47,7 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
 
 
 def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
-    made = StoreWorker(StoreSettings("unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, spoiled)
+    made = StoreWorker(StoreSettings(path="/unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, spoiled)
     made.register(RANK.layout)
     return made
 
@@ -81,7 +80,7 @@ def test_other_requests_of_the_step_are_not_stored(staging: Staging) -> None:
 
 
 def after_another_childs_failed_load(
-    child: type[TandemConnector | TandemStoreConnector], scheduler: StoreScheduler, report: StoreReport
+    child: type[TandemConnector], scheduler: StoreScheduler, report: StoreReport
 ) -> None:
     """Pass the output of a step in which another child's load failed to a child's scheduler."""
     transfer = KVTransferConfig(
@@ -93,17 +92,13 @@ def after_another_childs_failed_load(
     )
     config = vllm_config.__wrapped__(kv_transfer_config=transfer)
     connector = child(config, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
-    output = KVConnectorOutput(invalid_block_ids={1}, kv_connector_worker_meta=report)
-    if isinstance(connector, TandemConnector):
-        connector._store_scheduler = scheduler  # noqa: SLF001
-        output.kv_connector_worker_meta = WorkerReport(store=report)
-    else:
-        connector._scheduler = scheduler  # noqa: SLF001
+    output = KVConnectorOutput(invalid_block_ids={1}, kv_connector_worker_meta=WorkerReport(store=report))
+    connector._store_scheduler = scheduler  # noqa: SLF001
     connector.update_connector_output(output)
 
 
 @pytest.mark.parametrize("child", [TandemConnector, TandemStoreConnector, None])
-def test_no_request_is_stored_later(host: Host, child: type[TandemConnector | TandemStoreConnector] | None) -> None:
+def test_no_request_is_stored_later(host: Host, child: type[TandemConnector] | None) -> None:
     """A request's first chunks may have been computed from the blocks of the failed load.
 
     With ``child``, the load is that of another child of a MultiConnector.
@@ -112,8 +107,7 @@ def test_no_request_is_stored_later(host: Host, child: type[TandemConnector | Ta
     requests = [Request(name, PROMPT, SamplingParams(max_tokens=1), None) for name in "ab"]
     for request in requests:
         scheduler.new_request(request)
-    offset = scheduler.filling.reserve(scheduler._requests["b"], ObjectRef(16, 0))  # noqa: SLF001
-    assert offset is not None
+    offset = reserve(scheduler, "b", ObjectRef(16, 0))
     report = StoreReport(filled={offset: 1}, broken=child is None)
     if child is None:
         scheduler.take(report)

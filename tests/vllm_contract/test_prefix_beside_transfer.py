@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +16,10 @@ from vllm.v1.request import Request
 
 from connectors.planning.layout import GroupKind
 from connectors.store.planning.prefix import ObjectRef
-from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.staging import StagingLocation
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Orders
 from tests.campaigns.schedules.scheduling import Engine
 from tests.planning.builders import Shape, make_engine
@@ -103,82 +100,6 @@ def test_a_stored_prefix_ends_with_the_blocks_of_a_first_token_transfer(host: Ho
         engine.close()
 
 
-def test_nothing_is_waited_for_where_nothing_can_be_stored(host: Host) -> None:
-    decode = host.start()
-    request = new_request(decode)
-    assert decode.prefix_ready(request, 64, END, False), "less than a chunk is left"
-    assert decode.load_prefix(request, tables(), 64, END) == 64
-    unknown = Request("unknown", PROMPT, SamplingParams(max_tokens=1), None)
-    assert decode.prefix_ready(unknown, 0, END, False)
-    assert decode.load_prefix(unknown, tables(), 0, END) == 0
-
-
-@pytest.mark.parametrize("call", ["find_all", "read"])
-def test_a_tier_that_hangs_does_not_hold_up_the_transfer(
-    host: Host, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """The transfer waits ``lookup_s`` once, and not at all if the fast link has been measured."""
-    host.fill(64)
-    release = threading.Event()
-    real = getattr(FolderTier, call)
-
-    def hang(self: FolderTier, *arguments: object) -> object:
-        release.wait(30.0)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(FolderTier, call, hang)
-    decode = host.start(lookup_s=0.02, load_s=30.0)
-    request = new_request(decode)
-    began = time.monotonic()
-    until(ready(decode, request))
-    assert time.monotonic() - began < 5.0, "far below load_s"
-    assert decode.load_prefix(request, tables(), 0, END) == 0
-    assert not decode.orders(SchedulerOutput.make_empty()).loads
-    decode.received(["r"])
-    release.set()
-    assert left(decode) == 0
-
-
-def test_a_link_that_is_faster_than_the_store_is_not_kept_waiting(host: Host) -> None:
-    host.fill(64)
-    decode = host.start()
-    decode.costs.transferred(1 << 40, 1.0)
-    decode.costs.read("disk", 1, 1.0)
-    request = new_request(decode)
-    until(ready(decode, request))
-    assert decode.load_prefix(request, tables(), 0, END) == 0
-    assert decode.stats().data["counts"]["store_requests"] == {"declined": 1}
-    assert decode.costs.load_s({"disk": 1}) == 1.0, "no measurement: nothing was read"
-    # A prompt that prefill has not started waits in any case.
-    other = new_request(decode, "queued")
-    until(ready(decode, other, queued=True))
-    assert decode.load_prefix(other, tables(), 0, END) == 64
-
-
-def test_a_read_that_a_due_transfer_cuts_short_measures_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request was queued, and its transfer became due before the first byte of a slow tier."""
-    host.fill(64)
-    release, reading = threading.Event(), threading.Event()
-    read = FolderTier.read
-
-    def read_later(self: FolderTier, *arguments: object) -> object:
-        reading.set()
-        release.wait(30.0)
-        return read(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(FolderTier, "read", read_later)
-    decode = host.start(load_s=30.0)
-    decode.costs.transferred(1 << 40, 1.0)
-    decode.costs.read("disk", 1, 1.0)
-    request = new_request(decode)
-    until(lambda: ready(decode, request, queued=True)() or reading.is_set())
-    assert decode.prefix_ready(request, 0, END, False)
-    assert decode.load_prefix(request, tables(), 0, END) == 0
-    assert decode.costs.load_s({"disk": 1}) == 1.0
-    release.set()
-    assert left(decode) == 0
-
-
 def test_a_queued_request_fetches_nothing_while_half_of_staging_is_used(host: Host) -> None:
     """It may wait for prefill for long; it fetches at the latest when its transfer is due."""
     host.fill(64)
@@ -187,7 +108,7 @@ def test_a_queued_request_fetches_nothing_while_half_of_staging_is_used(host: Ho
     held = staging.take(staging.size_bytes * 6 // 10)
     assert held is not None
     assert not decode.prefix_ready(request, 0, END, True)
-    assert decode.store.fetches.pending == 0
+    assert not decode.store.running
     until(ready(decode, request))
     assert decode.load_prefix(request, tables(), 0, END) == 64
     staging.give_back(held)
@@ -274,6 +195,6 @@ def test_a_window_of_which_the_transfer_sent_a_part_is_not_stored(
     request = new_request(decode)
     decode.load_prefix(request, tables(), 0, end_token)
     known = decode._requests["r"]  # noqa: SLF001
-    refs = decode.filling.objects(known, 0 if failed else end_token, len(PROMPT))
+    refs = decode._to_store(known, 0 if failed else end_token, len(PROMPT))  # noqa: SLF001
     assert (ObjectRef(64, 1) in refs) is stored
     assert ObjectRef(64, 0) in refs

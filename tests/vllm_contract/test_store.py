@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from connectors.planning.descriptors import build_runs
@@ -14,9 +13,8 @@ from connectors.store.planning.layout import object_bytes, plan_rank, prove_stor
 from connectors.store.planning.moves import load_moves, store_moves
 from connectors.store.planning.prefix import completed_objects, needed_objects
 from connectors.store.planning.spans import plan_store
-from tests.vllm_contract.caches import full, sliding
-from tests.vllm_contract.memory_engines import MemoryRank, memory_rank
-from tests.vllm_contract.test_packed_pages import config, padded_rank, slotted_rank
+from tests.vllm_contract.memory_engines import MemoryRank
+from tests.vllm_contract.test_packed_pages import padded_rank, slotted_rank
 
 CHUNK = 256
 
@@ -69,37 +67,6 @@ def test_a_deepseek_v4_cache_in_five_groups() -> None:
             assert np.array_equal(stored, blocks(reader, group, layer, target[group][first:last]))
             untouched = blocks(reader, group, layer, target[group][:first])
             assert (untouched == 0xA5).all()
-
-
-@pytest.mark.parametrize(("writer_block", "reader_block"), [(32, 32), (32, 64), (64, 16), (16, 128)])
-def test_cpu_attention_at_other_block_sizes(writer_block: int, reader_block: int) -> None:
-    """A hybrid of windows and full attention in CPU packing, to another block size and back."""
-
-    def rank(size: int) -> MemoryRank:
-        specs = {f"s{i}": sliding(block_size=size) for i in range(2)} | {"f": full(block_size=size)}
-        return memory_rank(config(block_size=size), specs)
-
-    writer, middle, back = rank(writer_block), rank(reader_block), rank(writer_block)
-    source, target = through_the_store(writer, middle, 512)
-    saved = writer.storage().copy()
-    # The other engine stores its loaded objects; the first one loads them.
-    plan = plan_store(middle.layout.groups, CHUNK, 4096)
-    sizes = object_bytes(store_layout(plan, middle.layout))
-    objects = {ref: np.zeros(sizes[ref.group], np.uint8) for ref in needed_objects(plan, 0, 512)}
-    addresses = {ref: payload.ctypes.data for ref, payload in objects.items()}
-    store = plan_rank(plan, middle.layout).store
-    copy_runs(build_runs(store, store_moves(plan, store, target, addresses)))
-    own = plan_store(back.layout.groups, CHUNK, 4096)
-    load = plan_rank(own, back.layout).load
-    back.storage()[:] = 0xA5
-    copy_runs(build_runs(load, load_moves(own, load, source, 0, 512, addresses)))
-    writer.storage()[:] = saved
-    for group, spans in enumerate(own.groups):
-        last = 512 // writer_block
-        first = 0 if spans.group.window_tokens is None else last - 128 // writer_block
-        for layer in writer.cache.kv_cache_groups[group].layer_names:
-            ids = source[group][first:last]
-            assert np.array_equal(blocks(writer, group, layer, ids), blocks(back, group, layer, ids))
 
 
 def test_pages_of_slots_are_stored_whole_for_engines_of_one_shape() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ from vllm.v1.request import Request
 from connectors.errors import ConfigurationError
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.settings import StoreSettings
-from connectors.vllm_hma.kv_store.capacity import check_sizes
+from connectors.vllm_hma.kv_store.opening import check_sizes
 from connectors.vllm_hma.kv_store.orders import StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.model.adapters import Adapter
-from tests.store.test_service import until
-from tests.vllm_contract.stored_prompt import CACHE, PROMPT
+from tests.vllm_contract.stored_prompt import CACHE, PROMPT, reserve
+from tests.vllm_contract.workers import until
 
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[StoreScheduler]:
-    settings = StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0)
+    settings = StoreSettings(path=str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0)
     made = StoreScheduler(settings, 4096, events=True)
     made.publish([CACHE])
     made.take(StoreReport(attached=1))
@@ -41,9 +40,7 @@ def stored(scheduler: StoreScheduler, *refs: ObjectRef, **of_request: Any) -> li
     request = Request("r", PROMPT, SamplingParams(max_tokens=1), None, **of_request)
     scheduler.new_request(request)
     for ref in refs:
-        offset = scheduler.filling.reserve(scheduler._requests["r"], ref)  # noqa: SLF001
-        assert offset is not None
-        scheduler.take(StoreReport(filled={offset: 1}))
+        scheduler.take(StoreReport(filled={reserve(scheduler, "r", ref): 1}))
     until(scheduler.store.idle)
     scheduler.finished(request)
     return scheduler.take_events()
@@ -109,8 +106,8 @@ def test_images_named_by_clients_are_neither_stored_nor_loaded(
 )
 def test_a_chunk_that_never_fits(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     """Every object would be dropped without a word."""
-    settings = StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1)
-    made = StoreScheduler(replace(settings, **changed), 4096)
+    settings = StoreSettings(path=str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1)
+    made = StoreScheduler(settings.model_copy(update=changed), 4096)
     with pytest.raises(ConfigurationError, match=message):
         made.publish([CACHE])
 
@@ -121,33 +118,12 @@ def test_a_chunk_that_never_fits(tmp_path: Path, changed: dict[str, Any], messag
 )
 def test_stores_leave_half_of_staging_to_loads(sizes: list[int], staging_mib: int) -> None:
     """A step completes one object of each group; a single object may use all."""
-    settings = StoreSettings("/disk", staging_mib=staging_mib)
+    settings = StoreSettings(path="/disk", staging_mib=staging_mib)
     check_sizes(sizes, settings)
     with pytest.raises(ConfigurationError, match=rf"at least {staging_mib}, or"):
-        check_sizes(sizes, replace(settings, staging_mib=staging_mib - 1))
+        check_sizes(sizes, settings.model_copy(update={"staging_mib": staging_mib - 1}))
 
 
 def test_an_object_that_was_there_already_is_no_event(scheduler: StoreScheduler) -> None:
     assert len(stored(scheduler, ObjectRef(16, 0))) == 1
     assert stored(scheduler, ObjectRef(16, 0)) == []
-
-
-def test_the_tail_of_a_prompt_is_evicted_first(tmp_path: Path) -> None:
-    """Without its first chunk, a stored prompt would be of no use."""
-    pages = 8 * 4096 / (1 << 30)
-    scheduler = StoreScheduler(StoreSettings(str(tmp_path / "store"), pages, chunk_tokens=8), 4096, events=True)
-    scheduler.publish([CACHE])
-    prompt = stored(scheduler, *(ObjectRef(end, 0) for end in range(8, 65, 8)))
-    tail = next(event for event in prompt if isinstance(event, BlockStored) and event.token_ids == PROMPT[56:64])
-    _, removed = stored(scheduler, ObjectRef(64, 1))
-    assert removed == BlockRemoved(block_hashes=tail.block_hashes, medium="STORAGE")
-    scheduler.close()
-
-
-def test_without_kv_events_nothing_is_kept(tmp_path: Path) -> None:
-    scheduler = StoreScheduler(
-        StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0), 4096
-    )
-    scheduler.publish([CACHE])
-    assert stored(scheduler, ObjectRef(16, 0)) == []
-    scheduler.close()

@@ -21,9 +21,8 @@ from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import Staging
 from connectors.vllm_hma.kv_store import worker as worker_module
 from connectors.vllm_hma.kv_store.orders import Load, Store, StoreOrders, StoreReport
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
-from tests.planning.builders import make_rank
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
+from tests.planning.builders import Rank, make_rank
 from tests.vllm_contract.stored_prompt import END, SHAPE, tables
 
 TABLES = tuple(tuple(table) for table in tables(END))
@@ -56,15 +55,22 @@ def held(monkeypatch: pytest.MonkeyPatch) -> type[HeldEvent]:
     return HeldEvent
 
 
-def test_a_step_is_reported_once_its_copies_have_ended(staging: Staging, held: type[HeldEvent]) -> None:
+@pytest.fixture
+def rank() -> Rank:
+    return make_rank(SHAPE, 0, 1)
+
+
+@pytest.fixture
+def worker(rank: Rank, held: type[HeldEvent]) -> StoreWorker:
+    """The worker of a rank whose cache is on a device."""
+    regions = tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
+    made = StoreWorker(StoreSettings(path="/unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
+    made.register(replace(rank.layout, regions=regions), [torch.from_numpy(buffer) for buffer in rank.buffers])
+    return made
+
+
+def test_a_step_is_reported_once_its_copies_have_ended(staging: Staging, rank: Rank, worker: StoreWorker) -> None:
     """Until then slots are in use, and a peer must not write to blocks."""
-    rank = make_rank(SHAPE, 0, 1)
-    buffers = [torch.from_numpy(buffer) for buffer in rank.buffers]
-    layout = replace(
-        rank.layout, regions=tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
-    )
-    worker = StoreWorker(StoreSettings("unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
-    worker.register(layout, buffers)
     view = rank.views[0][0]
     view[...] = np.random.default_rng(3).integers(0, 256, view.shape, np.uint8)
     content = view[list(TABLES[0][:4])].copy()
@@ -77,7 +83,7 @@ def test_a_step_is_reported_once_its_copies_have_ended(staging: Staging, held: t
     assert worker.touching() is not None
     worker.load(StoreOrders(staging.location, [Load(3, "b", MOVED, 0, 32, STORED, beside_transfer=True)]))
     assert worker.report() is None
-    held.passed = True
+    HeldEvent.passed = True
     assert worker.touching() is None
     assert worker.report() == StoreReport(loaded={3: 1}, filled={0: 1, 4096: 1})
     assert np.array_equal(view[list(MOVED[0][:4])], content)
@@ -85,17 +91,9 @@ def test_a_step_is_reported_once_its_copies_have_ended(staging: Staging, held: t
 
 
 def test_a_device_that_hangs_ends_the_engine(
-    staging: Staging, held: type[HeldEvent], monkeypatch: pytest.MonkeyPatch
+    staging: Staging, worker: StoreWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still write to the slots of its copies, so no other object may get them."""
-    rank = make_rank(SHAPE, 0, 1)
-    worker = StoreWorker(StoreSettings("unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
-    worker.register(
-        replace(
-            rank.layout, regions=tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
-        ),
-        [torch.from_numpy(buffer) for buffer in rank.buffers],
-    )
     orders = StoreOrders(staging.location, stores=[Store("a", TABLES, STORED)])
     worker.load(orders)
     worker.store(orders)
@@ -106,23 +104,15 @@ def test_a_device_that_hangs_ends_the_engine(
 
 
 def test_a_report_that_waits_for_an_idle_engines_next_step_is_no_hang(
-    staging: Staging, held: type[HeldEvent], monkeypatch: pytest.MonkeyPatch
+    staging: Staging, worker: StoreWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call reports one measured step; an engine without requests makes no call."""
-    rank = make_rank(SHAPE, 0, 1)
-    worker = StoreWorker(StoreSettings("unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
-    worker.register(
-        replace(
-            rank.layout, regions=tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
-        ),
-        [torch.from_numpy(buffer) for buffer in rank.buffers],
-    )
     for tokens in (512, 256):
         worker.begin_step()
         worker.load(StoreOrders(staging.location))
         worker.store(StoreOrders(staging.location, timed_tokens=tokens))
         assert worker.report() in (StoreReport(attached=1), None)
     monkeypatch.setattr(worker_module, "_HANGS_S", -1.0)
-    held.passed = True
+    HeldEvent.passed = True
     assert worker.report() == StoreReport(timed_tokens=512)
     assert worker.report() == StoreReport(timed_tokens=256)

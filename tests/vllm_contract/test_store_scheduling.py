@@ -18,10 +18,9 @@ from vllm.v1.request import Request
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, MemoryKind
 from connectors.store.keys.names import Feature
-from connectors.vllm_hma.kv_store.orders import StoreOrders
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from tests.campaigns.store import scheduling
-from tests.store.test_service import until
+from tests.vllm_contract.workers import until
 
 TWO_ENGINES = [(40, 16, True, True, 1, False), (60, 32, False, False, 4, False)]
 WITH_STATES = [(40, 16, False, True, 1, True), (90, 16, False, False, 2, True)]
@@ -76,8 +75,7 @@ def compute(engine: scheduling.Engine, name: str) -> int:
     while engine.scheduler.has_requests() or engine.batches:
         output = engine.scheduler.schedule()
         tables = {each: engine.scheduler.kv_cache_manager.get_block_ids(each) for each in output.num_scheduled_tokens}
-        assert isinstance(output.kv_connector_metadata, StoreOrders)
-        stored += sum(len(store.offsets) for store in output.kv_connector_metadata.stores)
+        stored += sum(len(store.offsets) for store in scheduling.orders_of(output).stores)
         engine.scheduler.update_from_output(output, engine.execute(output, tables))
     until(engine.store.idle)
     return stored
@@ -117,22 +115,6 @@ def test_an_image_that_keys_leave_out_is_found(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(AssertionError, match="is not its own"):
         # The store's threads decide what is loaded, so one engine may load no such KV.
         scheduling.run(tmp_path / "store", 3, 200, TWO_ENGINES[:1] * 5)
-
-
-def test_a_dropped_object_is_stored_by_the_next_request(tmp_path: Path) -> None:
-    """The queue of writes was full when its slot was filled."""
-    folder = tmp_path / "store"
-    engine = scheduling.Engine(1, folder, 40, 16, False, False, 1, False)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for tier in engine.store._tiers:  # noqa: SLF001
-                patch.setattr(tier.writes, "submit", lambda *_: None)
-            compute(engine, "dropped")
-        assert list((folder / "objects").glob("*/*")) == []
-        compute(engine, "stored")
-        assert len(list((folder / "objects").glob("*/*"))) > 0
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

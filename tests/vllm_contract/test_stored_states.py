@@ -9,7 +9,9 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.request import Request
 
 from connectors.errors import UnsupportedCacheError
 from connectors.vllm_hma.connector import TandemConnector
@@ -52,3 +54,20 @@ def test_states_without_a_store_or_without_a_prefix_cache(tmp_path: Path, store:
     config, cache = engine(tmp_path, TandemConnector, store, prefixes)
     connector = TandemConnector(config, KVConnectorRole.WORKER, cache)
     assert connector.supports_divergent_local_hybrid_hits
+
+
+def test_a_store_alone_is_no_part_of_a_transfer(tmp_path: Path) -> None:
+    """It ignores transfers, and vLLM need not keep the outputs of preempted requests for it."""
+    config, cache = engine(tmp_path, TandemStoreConnector, store=True, prefixes=False)
+    connector = TandemStoreConnector(config, KVConnectorRole.SCHEDULER, cache)
+    assert not connector.requires_kv_delivery
+    assert not connector.supports_divergent_local_hybrid_hits
+    params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
+    asked = {"do_remote_decode": True, "transfer_id": "t", "describe": True}
+    for each in (params, asked):
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": each | {"transfer_id": "t"}})
+        request = Request("r", [1, 2, 3], sampling, None, prompt_embeds=torch.zeros(3, 4))
+        connector.on_new_request(request)
+        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert connector.request_finished_all_groups(request, ([1],)) == (False, None)
+    assert not connector.scheduler.snapshot().has_orders

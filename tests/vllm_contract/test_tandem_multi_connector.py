@@ -33,17 +33,16 @@ from vllm.v1.request import Request
 from connectors.errors import ConfigurationError
 from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
 from connectors.vllm_hma.connector import TandemConnector
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from connectors.vllm_hma.streaming import Streaming
-from tests.store.test_service import until
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
 from tests.vllm_contract.test_metrics import collectors, value
-from tests.vllm_contract.workers import DIGEST, IDENTITY, Worker, layout_of, receive, results
+from tests.vllm_contract.workers import DIGEST, IDENTITY, Worker, layout_of, receive, results, until
 
 TANDEM = {
     "kv_connector": "TandemConnector",
@@ -323,7 +322,7 @@ def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_p
     connector = make(TandemMultiConnector, scripted(0, 0, 32), store)
     child = connector.sub_connectors[1]
     assert isinstance(child, TandemStoreConnector)
-    child.scheduler.publish([CACHE])
+    child.store.publish([CACHE])
     asked = request()
     connector.on_new_request(asked)
     assert ask(connector, asked) == (None, None)
@@ -363,6 +362,12 @@ def test_a_producer_has_no_receiving_child(make: Make) -> None:
         make(TandemMultiConnector, scripted(0), TANDEM, kv_role="kv_producer")
     make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_producer"}, kv_role="kv_producer")
     make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_consumer"})
+    make(
+        TandemMultiConnector,
+        scripted(0),
+        STORE | {"kv_connector_extra_config": {"store": {"path": "/unused"}}},
+        kv_role="kv_producer",
+    )
 
 
 def test_preemptions_reach_every_child(make: Make) -> None:

@@ -38,11 +38,8 @@ _MARK = np.array([-1], "<i8").tobytes()
 class ModelFingerprint:
     """Properties of model and engine that must be equal for two engines to share objects.
 
-    ``weights``         digest of the weights' identity (``weights_identity`` in
-                        ``vllm_hma/model/identity.py``) and of the configuration
-    ``dtype``           dtype of the model
-    ``cache_dtype``     dtype of the KV cache
-    ``engine_version``  vLLM release
+    ``weights``  digest of the weights' identity (``weights_identity`` in
+                 ``vllm_hma/model/identity.py``) and of the configuration
     """
 
     weights: str
@@ -53,21 +50,14 @@ class ModelFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """An image or another multimodal input.
-
-    ``identifier``  vLLM's name of the content
-    ``offset``      index of its first token in the prompt
-    """
+    """A multimodal input: vLLM's name of the content, and the index of its first token."""
 
     identifier: str
     offset: int
 
 
 def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> bytes:
-    """Return the namespace of a model's objects, NAMESPACE_BYTES long.
-
-    ``store``  layout of the virtual engine (``store_layout``)
-    """
+    """Return the namespace of a model's objects; ``store`` is the result of ``store_layout``."""
     groups = [
         {
             "kind": spans.group.kind.value,
@@ -97,13 +87,10 @@ def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> 
 class PrefixChain:
     """Digests of one request's prefixes at the ends of objects, extended as tokens become known.
 
-    A digest covers all tokens from the first one, and is the same for any division into ``extend``
-    calls. The chain keeps the digest at each multiple of each of ``spans`` (``StorePlan.spans``). A
-    feature is part of all digests of prefixes that end after its offset.
+    The chain keeps the digest at each multiple of each of ``spans``. A feature is part of all
+    digests of prefixes that end after its offset.
 
-    ``space``    namespace of the objects
     ``adapter``  identity of the LoRA adapter's content; empty without an adapter
-    ``salt``     cache salt of the request; None differs from an empty salt
     """
 
     def __init__(
@@ -126,11 +113,7 @@ class PrefixChain:
         self.tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens to the prefix.
-
-        Raises PlanError for a negative id, or a feature at a negative offset; the chain is then
-        unchanged.
-        """
+        """Append tokens. Raises PlanError, without a change, for a negative id or offset."""
         ids = np.asarray(token_ids, "<i8")
         if len(ids) and int(ids.min()) < 0:
             raise PlanError("token ids must not be negative")
@@ -153,14 +136,10 @@ class PrefixChain:
                 self._add("feature", self._features.pop().identifier)
 
     def prefix(self, end_token: int) -> bytes:
-        """Return the digest of the first ``end_token`` tokens.
-
-        ``end_token`` must be a multiple of one of ``spans``, and at most ``tokens``.
-        """
+        """Return the digest of the first ``end_token`` tokens, the end of a span."""
         return self._digests[end_token]
 
     def key(self, ref: ObjectRef) -> bytes:
-        """Return the key of an object of this request, KEY_BYTES long."""
         whole = hashlib.blake2b(self._space, digest_size=KEY_BYTES, person=b"tandem-object")
         whole.update(self.prefix(ref.end_token))
         whole.update(ref.group.to_bytes(4, "little"))

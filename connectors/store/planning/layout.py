@@ -29,11 +29,7 @@ _ADDRESSES = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class RankPlans:
-    """Plans of one rank's copies, for the stored groups in the order of ``StorePlan.groups``.
-
-    ``store``  from the rank's cache into objects
-    ``load``   from objects into the rank's cache
-    """
+    """Plans of one rank's copies into and from objects of the stored groups."""
 
     store: PairPlan
     load: PairPlan
@@ -42,8 +38,7 @@ class RankPlans:
 def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
     """Return the layout of the virtual engine, derived from the layout of one rank.
 
-    All ranks of engines that share objects must give the same result: ``prove_store`` compares the
-    ranks of one engine, and different results give different namespaces (``keys/names.py``).
+    ``prove_store`` compares the ranks of one engine; other results give other namespaces.
     """
     groups = tuple(
         _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))
@@ -59,7 +54,7 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
 
 def stored_groups(plan: StorePlan) -> tuple[GroupSpans, ...]:
-    """Return the groups that have objects: ``RankPlans`` and the virtual layout have only these."""
+    """Return the groups that have objects: plans and the virtual layout have only these."""
     return tuple(spans for spans in plan.groups if spans.stored)
 
 
@@ -74,8 +69,7 @@ def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
     """Plan both directions for one rank, and prove that a load fills the rank's blocks.
 
-    ``prove_store`` proves that all ranks together fill an object. Raises PlanError if the rank's
-    blocks and objects cannot be divided into common units, and CoverError if the proof fails.
+    Raises PlanError if blocks and objects have no common units, and CoverError.
     """
     store, rank = store_layout(plan, layout), stored_part(plan, layout)
     plans = RankPlans(plan_pair(rank, store), plan_pair(store, rank))
@@ -86,8 +80,7 @@ def plan_rank(plan: StorePlan, layout: EngineLayout) -> RankPlans:
 def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayout:
     """Prove that an engine's ranks together write each byte of an object once.
 
-    Return the layout of the virtual engine. Raises PlanError if the ranks' layouts of objects
-    differ or their copies cannot be planned, and CoverError if the proof fails.
+    Return the layout of the virtual engine. Raises PlanError and CoverError.
     """
     stores = [store_layout(plan, layout) for layout in layouts]
     if any(store != stores[0] for store in stores):
@@ -99,7 +92,7 @@ def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayou
 
 
 def object_bytes(store: EngineLayout) -> tuple[int, ...]:
-    """Return the payload size of one object, in bytes, for each stored group."""
+    """Return the payload bytes of one object, for each stored group."""
     return tuple(group.block_bytes for group in store.groups)
 
 

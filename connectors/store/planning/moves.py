@@ -38,8 +38,7 @@ def store_moves(
 ) -> list[Moves]:
     """Return the moves that copy a request's blocks into the objects in ``addresses``.
 
-    Raises PlanError if a group's table lacks a block of an object, for example because the block
-    has left the window.
+    Raises PlanError if a block of an object has left the window.
     """
     moves = []
     for number, spans in enumerate(stored_groups(plan)):
@@ -84,10 +83,9 @@ def load_moves(
 ) -> list[Moves]:
     """Return the moves that fill a request's blocks from objects, to resume at ``end_token``.
 
-    Tokens before ``start_token`` are in the engine's own cache; no move writes to a block that has
-    only such tokens. With ``full_attention_only``, no move writes to windows and states: a transfer
-    fills them. Raises PlanError if ``start_token`` exceeds ``end_token``, a block is not allocated,
-    or ``addresses`` lacks a needed object.
+    No move writes to a block that has only tokens before ``start_token`` or, with
+    ``full_attention_only``, to windows and states. Raises PlanError if a block is not allocated or
+    ``addresses`` lacks a needed object.
     """
     moves: list[Moves] = []
     for number, spans in enumerate(stored_groups(plan)):
@@ -124,10 +122,7 @@ def load_moves(
 
 
 def _addresses(addresses: Mapping[ObjectRef, int], group: int, ends: Ints) -> tuple[Ints, Ints]:
-    """Return the addresses of a group's objects that end at ``ends``, each one once.
-
-    Also return the index of each end's address. Raises PlanError if an object is missing.
-    """
+    """Return the address of each distinct end's object, and the index of each end's address."""
     distinct, which = np.unique(ends, return_inverse=True)
     found = [_address(addresses, ObjectRef(end, group)) for end in distinct.tolist()]
     return np.asarray(found, np.int64), which

@@ -21,21 +21,16 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectRef:
-    """One object of one request's prefix.
-
-    ``end_token``  number of tokens from the request's first one to the object's end
-    ``group``      index of its KV cache group
-    """
+    """One object of one request's prefix: its end, and the index of its KV cache group."""
 
     end_token: int
     group: int
 
 
 def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) -> list[ObjectRef]:
-    """Return the objects that a step completes, sorted by end, then group.
+    """Return the objects that a step completes, sorted.
 
-    The step computes tokens ``[before_tokens, after_tokens)``. A state exists only between two
-    steps, so a step completes a state object only if ``after_tokens`` is the object's end.
+    A state exists only between two steps, so ``after_tokens`` must be its object's end.
     """
     refs = []
     for group in plan.groups:
@@ -54,9 +49,8 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
 
 
 def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[ObjectRef]:
-    """Return the objects that a request must load to resume at ``end_token``.
+    """Return the objects that a request must load to resume at ``end_token``, sorted.
 
-    They are sorted by end, then group. Tokens ``[0, start_token)`` are in the engine's own cache.
     A load begins at the start of a block, so it also needs objects of this block's first tokens.
     """
     refs = [
@@ -82,10 +76,8 @@ def _needed_ends(group: GroupSpans, start_token: int, end_token: int) -> Iterato
 
 
 def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterator[int]:
-    """Yield the tokens in ``(start_token, limit_token]`` at which a request could resume.
-
-    These are the ends of chunks and, unless ``only_chunk_ends``, of all groups' spans. The largest
-    comes first.
+    """Yield the tokens in ``(start_token, limit_token]`` at which a request could resume, the
+    largest first: the ends of chunks and, unless ``only_chunk_ends``, of all groups' spans.
     """
     chunk = plan.chunk_tokens
     points = set(range((start_token // chunk + 1) * chunk, limit_token + 1, chunk))
@@ -99,9 +91,8 @@ def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterat
 def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
     """Return the largest token at which a request can resume with ``present`` objects.
 
-    ``start_token``  number of tokens in the engine's own cache; the result if no object is usable
-    ``limit_token``  upper limit; usually the request's length minus 1, because the engine always
-                     computes the last token
+    ``start_token`` if no object is usable. ``limit_token`` is usually the request's length minus 1,
+    because the engine always computes the last token.
     """
     for group in _full(plan):
         limit_token = min(limit_token, _covered(group, present, start_token, limit_token))
@@ -113,10 +104,7 @@ def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, li
 
 
 def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
-    """Return all objects that a resume in ``(start_token, limit_token]`` could need.
-
-    They are sorted by end, then group. Tokens ``[0, start_token)`` are in the engine's own cache.
-    """
+    """Return all objects that a resume in ``(start_token, limit_token]`` could need, sorted."""
     points = list(resume_points(plan, start_token, limit_token))
     refs = {ObjectRef(end, g.index) for g in _full(plan) if points for end in _needed_ends(g, start_token, points[0])}
     for group in _not_full(plan):
@@ -133,10 +121,7 @@ def _not_full(plan: StorePlan) -> list[GroupSpans]:
 
 
 def _covered(group: GroupSpans, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
-    """Return the token up to which a full-attention group's objects are present without a gap.
-
-    At least ``start_token`` and at most ``limit_token``.
-    """
+    """Return the token up to which a full-attention group's objects are present without a gap."""
     for end in _needed_ends(group, start_token, limit_token):
         if ObjectRef(end, group.index) not in present:
             return max(start_token, end - group.span_tokens)

@@ -16,7 +16,7 @@ An object *keeps* the tokens that a reader needs:
     chunked attention  the whole chunk; nothing if attention chunks end at every chunk end
     state              the state at the chunk's end
 
-A windowed or chunked group whose span exceeds the chunk keeps its whole span.
+A group whose span exceeds the chunk keeps its whole span.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from connectors.planning.layout import WINDOWED, Group, GroupKind
 class GroupSpans:
     """Span and kept tokens of one group.
 
-    ``span_tokens``  tokens from one object's end to the next
-    ``kept_tokens``  number of a span's last tokens that an object keeps; 0 for a state, and for a
-                     group without objects
+    ``kept_tokens``  0 for a state, and for a group without objects
     ``whole``        whether the span exceeds the chunk because rows cannot be cut at chunk ends
     """
 
@@ -55,18 +53,12 @@ class GroupSpans:
 
     @property
     def stored(self) -> bool:
-        """True if the group has objects."""
         return self.is_state or self.kept_tokens > 0
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Spans of the groups of an engine's cache.
-
-    ``chunk_tokens``  tokens per chunk
-    ``groups``        spans of each KV cache group, with or without objects, sorted by index
-    ``warnings``      messages for the operator's log
-    """
+    """Spans of each KV cache group, with or without objects, by index; warnings for operators."""
 
     chunk_tokens: int
     groups: tuple[GroupSpans, ...]
@@ -74,10 +66,7 @@ class StorePlan:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Distinct spans, in tokens, of the groups that have objects, ascending.
-
-        Each object ends at a multiple of its group's span.
-        """
+        """Distinct spans, in tokens, of the groups that have objects, ascending."""
         return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
 
     @cached_property
@@ -93,24 +82,12 @@ class StorePlan:
 
     @cached_property
     def only_chunk_ends(self) -> bool:
-        """True if requests resume only at chunk ends.
-
-        This is so if at least one group keeps states, or fewer tokens than its span.
-        """
+        """True if a group keeps states, or fewer tokens than its span."""
         return any(group.is_state or group.kept_tokens < group.span_tokens for group in self.groups)
 
 
 def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -> StorePlan:
-    """Plan how an engine's ``groups`` are stored.
-
-    Raises ConfigurationError if there are no groups, if ``chunk_tokens`` or ``max_model_len`` is no
-    positive integer, or if ``chunk_tokens`` does not fit the groups, their block sizes or
-    ``max_model_len``.
-    """
-    if type(chunk_tokens) is not int or chunk_tokens <= 0:
-        raise ConfigurationError(f"store: chunk_tokens must be a positive number of tokens, not {chunk_tokens!r}")
-    if type(max_model_len) is not int or max_model_len <= 0:
-        raise ConfigurationError(f"store: max_model_len must be a positive number of tokens, not {max_model_len!r}")
+    """Plan how ``groups`` are stored. Raises ConfigurationError if ``chunk_tokens`` cannot fit."""
     if not groups:
         raise ConfigurationError("store: the model has no KV cache groups, so there is nothing to store; remove store")
     spans = tuple(_spans(group, chunk_tokens) for group in groups)
@@ -128,7 +105,6 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
 
 
 def granule_tokens(group: Group) -> int:
-    """Return the fewest tokens that are whole rows in all layers of a group."""
     return math.lcm(*(group.row_tokens(pages) for pages in group.layers))
 
 
@@ -150,7 +126,6 @@ def _spans(group: Group, chunk_tokens: int) -> GroupSpans:
 
 
 def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
-    """Return how many of a chunk's last tokens to keep, for attention after the chunk's end."""
     if group.kind not in WINDOWED:
         return chunk_tokens
     assert group.window_tokens is not None

@@ -15,15 +15,12 @@ from connectors.store.tiers.open_folder import OpenFolder
 
 PIECE_BYTES = 256 << 10
 """Maximum payload bytes per read call. A read reports progress after each call, so that the store
-can tell a slow disk from a hanging one (``reads.py``). A piece also fits into the CPU's L2
+can tell a slow disk from a hanging one (``lanes.py``). A piece also fits into the CPU's L2
 cache, so that its digest is computed there."""
 
 
 class Files:
-    """File operations: create, read, write and rename, one file per call. Methods raise OSError.
-
-    Has no state, so threads may share an instance.
-    """
+    """File operations, one file per call. Methods raise OSError."""
 
     def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
         """Return the header's bytes (fewer if the file is shorter) and the file's stat result.
@@ -32,11 +29,6 @@ class Files:
         """
         with _opened(folder, name) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
-
-    def read_ahead(self, folder: OpenFolder, name: str) -> None:
-        """Start to read a header into the page cache. Ignores errors; ``head`` raises them."""
-        with contextlib.suppress(OSError, CorruptObjectError), _opened(folder, name) as (fd, _):
-            os.posix_fadvise(fd, 0, HEADER_BYTES, os.POSIX_FADV_WILLNEED)
 
     def read(
         self, folder: OpenFolder, name: str, payload: memoryview, piece_read: Callable[[memoryview], None]
@@ -61,11 +53,7 @@ class Files:
             return bytes(header[: min(count, HEADER_BYTES)]), state, read
 
     def create(self, folder: OpenFolder, name: str, size_bytes: int) -> int:
-        """Create a file with ``size_bytes`` allocated; return its descriptor.
-
-        The file stays locked until the descriptor is closed. If the file exists, raises
-        FileExistsError.
-        """
+        """Create a file with ``size_bytes`` allocated, locked until its descriptor is closed."""
         fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +77,6 @@ class Files:
             os.fdatasync(fd)
 
     def publish(self, parts: OpenFolder, part: str, folder: OpenFolder, name: str) -> None:
-        """Rename a complete file of the folder ``parts`` to its final name."""
         parts.move(part, folder, name)
 
 

@@ -1,122 +1,124 @@
 """Threads for a tier's blocking calls, so that a hanging file system blocks no caller.
 
-A lane has a few threads and a bounded queue. A call that has not started by its deadline fails when
-a thread takes it; its owner may cancel it as long as it is queued. A call that runs past its
-deadline *hangs* and keeps its thread. If the calls of all threads of a lane hang, the lane rejects
-calls until one returns.
+A call that runs past its deadline *hangs* and keeps its thread. If the calls of all threads of a
+lane hang, the lane rejects calls until one returns. Queued calls end at their deadlines.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from connectors.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-class CallState(Enum):
-    """State of a call: ``ENDED`` with a result, ``FAILED`` without one."""
-
-    QUEUED = auto()
-    RUNNING = auto()
-    ENDED = auto()
-    FAILED = auto()
-
-
-@dataclass(slots=True, eq=False)
-class LaneCall(Generic[T]):
+class Call:
     """One call on a lane. A call that is ``over`` accesses no memory or file.
 
-    ``function``  the blocking call
-    ``deadline``  latest start, in ``time.monotonic()`` seconds; a call that runs past it hangs
-    ``started``   whether a thread has called ``function``
-    ``result``    result of ``function``, once ``state`` is ENDED
-    ``seconds``   duration of the call without its time in the queue; 0 until it has ended
-    ``ended_at``  end of the call, in ``time.monotonic()`` seconds; 0 until it has ended
+    ``deadline``     latest start, in ``time.monotonic()`` seconds; a call that runs past it hangs
+    ``ok``           whether the call has returned ``result``
+    ``seconds``      duration without the time in the queue, once the call is over
+    ``progress_at``  time of its last ``progress``; before it starts, 0
     """
 
-    function: Callable[[], T]
-    deadline: float
-    state: CallState = CallState.QUEUED
-    started: bool = False
-    result: T | None = None
-    seconds: float = 0.0
-    ended_at: float = 0.0
+    def __init__(self, lane: Lane, function: Callable[[Call], Any], deadline: float, then: Callable[[Call], None]):
+        self._lane = lane
+        self.function = function
+        self.deadline = deadline
+        self.then = then
+        self.started = self.ok = self.over = False
+        self.result: Any = None
+        self.seconds = self.ended_at = self.progress_at = 0.0
+
+    def progress(self) -> None:
+        self.progress_at = self._lane.progress_at = time.monotonic()
 
     @property
-    def over(self) -> bool:
-        """True once the call has ended or failed."""
-        return self.state in (CallState.ENDED, CallState.FAILED)
+    def heard_at(self) -> float:
+        """Time of the call's last progress or, while it is queued, of any call of the lane."""
+        return self.progress_at or self._lane.progress_at
 
 
-@dataclass
 class Lane:
-    """A pool of ``threads`` threads with a queue of at most ``queue_calls`` calls."""
+    """One thread calls ``submit``, ``cancel`` and ``sweep``."""
 
-    name: str
-    threads: int
-    queue_calls: int
-    _queue: deque[LaneCall[object]] = field(default_factory=deque)
-    _calls: dict[int, LaneCall[object]] = field(default_factory=dict)
-    _closed: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, threads: int, queue_calls: int) -> None:
+        self.progress_at = 0.0
+        self._name = name
+        self._threads = threads
+        self._queue_calls = queue_calls
+        self._queue: deque[Call] = deque()
+        self._running: dict[int, Call] = {}
+        self._over: deque[Call] = deque()
+        self._unswept = 0
+        self._closed = False
         self._condition = threading.Condition()
-        for number in range(self.threads):
+        for number in range(threads):
             # Daemon threads: one that hangs in a system call must not keep the process alive.
-            threading.Thread(target=self._work, args=(number,), name=f"{self.name}-{number}", daemon=True).start()
+            threading.Thread(target=self._work, args=(number,), name=f"{name}-{number}", daemon=True).start()
 
-    def submit(self, function: Callable[[], T], deadline: float) -> LaneCall[T] | None:
-        """Queue a call. Return None if the lane is full, hangs or is closed."""
-        call = LaneCall(function, deadline)
+    @property
+    def accepts(self) -> bool:
         with self._condition:
-            if self._closed or len(self._queue) >= self.queue_calls or self._hangs(time.monotonic()):
-                return None
-            self._queue.append(call)  # type: ignore[arg-type]
+            now = time.monotonic()
+            hangs = len(self._running) == self._threads and all(call.deadline < now for call in self._running.values())
+            return not (self._closed or hangs or len(self._queue) >= self._queue_calls)
+
+    @property
+    def idle(self) -> bool:
+        return not self._unswept
+
+    def submit(
+        self, function: Callable[[Call], Any], deadline: float, then: Callable[[Call], None] = lambda call: None
+    ) -> Call | None:
+        """Queue a call, unless the lane does not accept it. ``sweep`` calls ``then`` at its end."""
+        if not self.accepts:
+            return None
+        call = Call(self, function, deadline, then)
+        self._unswept += 1
+        with self._condition:
+            self._queue.append(call)
             self._condition.notify()
         return call
 
-    def cancel(self, call: LaneCall[Any]) -> None:
-        """Remove a queued call and fail it. A call that has started is not affected."""
+    def cancel(self, call: Call) -> None:
+        """Fail a queued call. A call that has started is not affected."""
         with self._condition:
             if call not in self._queue:
                 return
             self._queue.remove(call)
-        call.state = CallState.FAILED
+        self._end(call)
 
-    @property
-    def pending(self) -> int:
-        """Number of queued and running calls."""
+    def sweep(self) -> None:
+        """Fail queued calls past their deadlines, for which no thread may be free; end calls."""
+        now = time.monotonic()
         with self._condition:
-            return len(self._queue) + len(self._calls)
-
-    @property
-    def hangs(self) -> bool:
-        """True if every thread runs a call past its deadline."""
-        with self._condition:
-            return self._hangs(time.monotonic())
+            late = [call for call in self._queue if call.deadline <= now]
+        for call in late:
+            self.cancel(call)
+        while self._over:
+            call = self._over.popleft()
+            self._unswept -= 1
+            call.then(call)
 
     def close(self) -> None:
-        """Fail all queued calls and reject new ones. Running calls go on."""
         with self._condition:
             self._closed = True
-            left, self._queue = list(self._queue), deque()
+            left, self._queue = self._queue, deque()
             self._condition.notify_all()
         for call in left:
-            call.state = CallState.FAILED
+            self._end(call)
 
-    def _hangs(self, now: float) -> bool:
-        return len(self._calls) == self.threads and all(call.deadline < now for call in self._calls.values())
+    def _end(self, call: Call) -> None:
+        call.over = True
+        self._over.append(call)
 
     def _work(self, number: int) -> None:
         while True:
@@ -125,24 +127,24 @@ class Lane:
                     self._condition.wait()
                 if self._closed:
                     return
-                call = self._queue.popleft()
-                self._calls[number] = call
-            state, started_at = CallState.FAILED, time.monotonic()
+                call = self._running[number] = self._queue.popleft()
+            began_at = time.monotonic()
             try:
-                if started_at < call.deadline:
-                    call.state, call.started = CallState.RUNNING, True
-                    call.result = call.function()
-                    state = CallState.ENDED
+                if began_at < call.deadline:
+                    # The lane's progress counted while the call was queued. 0 would mean queued.
+                    call.progress_at, call.started = max(self.progress_at, sys.float_info.min), True
+                    call.result = call.function(call)
+                    call.ok = True
             except StoreError as error:
-                logger.debug("%s: %s", self.name, error)
+                logger.debug("%s: %s", self._name, error)
             except Exception:
                 logger.exception(
                     "Tandem: KV store, threads %s: a call failed with an unexpected error, and the engine continues "
                     "without its result; please report the error",
-                    self.name,
+                    self._name,
                 )
             call.ended_at = time.monotonic()
-            call.seconds = call.ended_at - started_at
+            call.seconds = call.ended_at - began_at
             with self._condition:
-                del self._calls[number]
-            call.state = state
+                del self._running[number]
+            self._end(call)

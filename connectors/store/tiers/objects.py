@@ -3,7 +3,7 @@
     magic, version, header bytes   8 + 2 + 2
     group                          4
     namespace, key                 16 + 32   must equal the requested name
-    payload bytes, cost            8 + 8     the file ends with the payload; recompute cost in ns
+    payload bytes, end token       8 + 8     the file ends with the payload
     payload digest, header digest  16 + 16   xxh3_128; the header digest covers all fields before it
 
 The second column has the bytes of each field. Numbers are little endian. A lookup checks the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import xxhash
 
@@ -23,84 +22,48 @@ from connectors.store.keys.names import FORMAT, KEY_BYTES, NAMESPACE_BYTES
 
 MAGIC = b"TandemKV"
 _FIELDS = struct.Struct(f"<8sHHI{NAMESPACE_BYTES}s{KEY_BYTES}sQQ16s")
-_DIGEST_BYTES = 16
-_VERSION = slice(8, 10)
-HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
+HEADER_BYTES = _FIELDS.size + 16
 
 PayloadDigest = xxhash.xxh3_128
-"""Incremental digest of a payload."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """Name of an object.
+    """Name of an object: ``key`` in the namespace ``space``.
 
-    ``space``  namespace
-    ``key``    key within the namespace
-    ``group``  KV cache group, for people who inspect files; lookups and reads do not check it
+    ``group``      KV cache group, for people who inspect files
+    ``end_token``  number of tokens up to the object's end; orders evictions
     """
 
     space: bytes
     key: bytes
     group: int = 0
+    end_token: int = 0
 
-
-class ObjectFile(NamedTuple):
-    """Names of an object's folder, below ``objects``, and of its file."""
-
-    space: str
-    key: str
-
-    @classmethod
-    def of(cls, name: ObjectName) -> ObjectFile:
-        return cls(name.space.hex(), name.key.hex())
-
-    def name(self) -> ObjectName:
-        """Return the object's name. Raises ValueError if it is no file of the store."""
-        return ObjectName(bytes.fromhex(self.space), bytes.fromhex(self.key))
-
-    def __str__(self) -> str:
-        return f"objects/{self.space}/{self.key}"
+    @property
+    def path(self) -> tuple[str, str]:
+        """Names of the folder, below ``objects``, and of the file."""
+        return self.space.hex(), self.key.hex()
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """A valid header.
-
-    ``cost_ns``  estimated time to recompute the payload, in nanoseconds; orders evictions
-    """
-
     name: ObjectName
     payload_bytes: int
-    cost_ns: int
     payload_digest: bytes
 
 
-def encode_header(name: ObjectName, payload: memoryview, cost_ns: int) -> bytes:
-    """Return the header of a payload, with the digest of the whole payload."""
-    fields = _FIELDS.pack(
-        MAGIC,
-        FORMAT,
-        HEADER_BYTES,
-        name.group,
-        name.space,
-        name.key,
-        payload.nbytes,
-        min(max(cost_ns, 0), 2**63),
-        PayloadDigest(payload).digest(),
-    )
+def encode_header(name: ObjectName, payload: memoryview) -> bytes:
+    sizes = MAGIC, FORMAT, HEADER_BYTES, name.group, name.space, name.key, payload.nbytes, name.end_token
+    fields = _FIELDS.pack(*sizes, PayloadDigest(payload).digest())
     return fields + xxhash.xxh3_128_digest(fields)
 
 
 def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
-    """Parse ``data``, the first ``HEADER_BYTES`` of a file that has ``file_bytes``.
-
-    Raises CorruptObjectError if ``data`` is no header of format ``FORMAT``, has changed since it
-    was written, or states another file size.
-    """
+    """Parse the first bytes of a file of ``file_bytes``. Raises CorruptObjectError."""
     if len(data) < HEADER_BYTES:
         raise CorruptObjectError(f"the file has only {len(data)} of the {HEADER_BYTES} bytes of a header")
-    magic, version, header_bytes, group, space, key, payload_bytes, cost_ns, digest = _FIELDS.unpack_from(data)
+    magic, version, header_bytes, group, space, key, payload_bytes, end_token, digest = _FIELDS.unpack_from(data)
     if magic != MAGIC or version != FORMAT or header_bytes != HEADER_BYTES:
         raise CorruptObjectError(f"the file begins with {data[:12]!r} and is not an object of format {FORMAT}")
     if xxhash.xxh3_128_digest(data[: _FIELDS.size]) != data[_FIELDS.size : HEADER_BYTES]:
@@ -109,22 +72,15 @@ def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
         raise CorruptObjectError(
             f"the file has {file_bytes} bytes, but its header states {HEADER_BYTES + payload_bytes}"
         )
-    return ObjectHeader(ObjectName(space, key, group), payload_bytes, cost_ns, digest)
-
-
-def is_other_format(data: bytes) -> bool:
-    """Return whether ``data`` is the start of an object in the format of another release."""
-    return data.startswith(MAGIC) and data[_VERSION] != FORMAT.to_bytes(2, "little")
+    return ObjectHeader(ObjectName(space, key, group, end_token), payload_bytes, digest)
 
 
 def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
-    """Raise CorruptObjectError if a file contains an object other than ``wanted``."""
-    if (header.name.space, header.name.key) != (wanted.space, wanted.key):
+    if header.name.path != wanted.path:
         raise CorruptObjectError("the file contains another object: it was moved or copied here")
 
 
 def check_payload(header: ObjectHeader, payload_bytes: int, digest: bytes) -> None:
-    """Raise CorruptObjectError unless size and digest of a payload equal those in its header."""
     if payload_bytes != header.payload_bytes:
         raise CorruptObjectError(
             f"the file's header states {header.payload_bytes} bytes of payload, but {payload_bytes} were read"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import stat
 from collections import deque
@@ -15,7 +14,6 @@ from pathlib import Path
 _LINK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = _LINK | os.O_DIRECTORY
 _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_BATCH = 256
 _MAX_LINKS = 40
 
 
@@ -53,7 +51,7 @@ class OpenFolder:
         return found
 
     def file(self, name: str, create: bool = False) -> int:
-        """Open a file in this folder for reading and writing; return its descriptor.
+        """Open a file for reading and writing.
 
         Raises OSError, also if it is a link, has other names or is not a regular file: the store
         would overwrite a file of others.
@@ -71,36 +69,28 @@ class OpenFolder:
         raise OSError(errno.EPERM, "it is a link, or not a regular file", f"{self.path}/{name}")
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file; return its descriptor. Raises OSError, ELOOP if it is a link."""
+        """Open a file. Raises OSError, ELOOP if it is a link."""
         # O_NONBLOCK: a named pipe must not block.
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self.fd)
 
     def stat(self, name: str) -> os.stat_result:
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
-    def touch(self, name: str) -> None:
-        os.utime(name, dir_fd=self.fd, follow_symlinks=False)
+    def set_mtime(self, name: str, mtime_ns: int) -> None:
+        os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=self.fd, follow_symlinks=False)
 
     def unlink(self, name: str) -> None:
         os.unlink(name, dir_fd=self.fd)
 
     def move(self, name: str, target: OpenFolder, new_name: str) -> None:
-        """Rename a file into another folder."""
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
-    def names(self) -> list[str]:
-        return [entry.name for batch in self.batches() for entry in batch]
-
-    def batches(self) -> Iterator[list[os.DirEntry[str]]]:
-        """Yield the entries in lists of at most _BATCH.
-
-        Their ``stat`` works until the next list is requested.
-        """
+    def entries(self) -> Iterator[os.DirEntry[str]]:
+        """Yield the entries. Their ``stat`` works until the next one is requested."""
         fd = os.open(".", _LISTED, dir_fd=self.fd)
         try:
             with os.scandir(fd) as entries:
-                while batch := list(itertools.islice(entries, _BATCH)):
-                    yield batch
+                yield from entries
         finally:
             os.close(fd)
 
@@ -156,7 +146,6 @@ def _read_link(folder: OpenFolder, name: str) -> Path:
 
 
 def _check_writers(folder: OpenFolder) -> None:
-    """Raise PermissionError if another user could change the files in a folder."""
     state, path = os.fstat(folder.fd), folder.path or "/"
     if state.st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, f"it belongs to user {state.st_uid}, who could change KV (chown)", path)

@@ -1,8 +1,7 @@
 """Staging memory between files and KV blocks, shared by an engine's scheduler and workers.
 
 Loaded objects are verified here before a worker copies them into blocks. Stored objects are
-gathered here from all ranks before they are written to files. The memory is bounded: without room,
-a store is dropped, and a load covers a shorter prefix or none.
+gathered here from all ranks before they are written to files.
 """
 
 from __future__ import annotations
@@ -30,29 +29,23 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def slot_bytes(size_bytes: int) -> int:
-    """Return the bytes of a slot for ``size_bytes``: whole memory pages, at least one."""
     return max(1, -(-size_bytes // _ALIGN)) * _ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class StagingLocation:
-    """Path of staging memory in its engine's pid namespace, and the file that must be there.
-
-    ``identity``  this kernel's boot id, and the device and inode of the file
-    """
+    """Path in the engine's pid namespace; boot id, device and inode of the file there."""
 
     path: str
     identity: tuple[str, int, int]
 
 
 class Staging:
-    """A range of shared memory, divided into slots.
+    """A range of shared memory, divided into slots. Thread-safe.
 
-    Thread-safe. The file has no name, so the kernel frees the memory when the engine's processes
-    have ended, also if they are killed. Workers, which run under the same user and in the same pid
-    namespace, open it at ``location`` (``AttachedStaging``). The constructor raises
-    ConfigurationError if ``size_bytes`` is less than a memory page or does not fit into ``folder``,
-    and OSError if the file cannot be created.
+    The file has no name, so the kernel frees the memory when the engine's processes have ended,
+    also if they are killed. Workers open it at ``location``. Raises ConfigurationError if
+    ``size_bytes`` is less than a memory page or does not fit into ``folder``, and OSError.
     """
 
     def __init__(self, size_bytes: int, folder: Path = SHARED_MEMORY) -> None:
@@ -88,7 +81,6 @@ class Staging:
             return sum(self._slots.values())
 
     def bytes_of(self, offsets: Iterable[int]) -> int:
-        """Return the total bytes of the slots at ``offsets``."""
         with self._lock:
             return sum(self._slots[offset] for offset in offsets)
 
@@ -110,7 +102,6 @@ class Staging:
             self._users[offset] += 1
 
     def give_back(self, offset: int) -> None:
-        """Remove a user from a slot, and free the slot after its last user."""
         with self._lock:
             self._users[offset] -= 1
             if self._users[offset]:
@@ -129,7 +120,6 @@ class Staging:
         return self._view[offset : offset + size_bytes]
 
     def close(self) -> None:
-        """Close the file. The kernel frees the memory when the last process has unmapped it."""
         self._file.close()
 
 
@@ -139,10 +129,7 @@ def _identity(descriptor: int) -> tuple[str, int, int]:
 
 
 class AttachedStaging:
-    """A worker's mapping of its engine's staging memory, at ``address`` in this process.
-
-    Raises StoreError if the memory cannot be mapped, or if another file is at its path.
-    """
+    """A worker's mapping of its engine's staging memory, at ``address``. Raises StoreError."""
 
     def __init__(self, location: StagingLocation) -> None:
         try:

@@ -31,20 +31,14 @@ Changes = Iterable[tuple[str, ObjectName]]
 
 
 class StoreEvents:
-    """KV events of one engine's store.
-
-    ``describe`` records the content of the latest _KEPT objects for their BlockStored events.
-    """
+    """KV events of one engine's store."""
 
     def __init__(self, plan: StorePlan) -> None:
         self._plan = plan
         self._described: dict[bytes, BlockStored] = {}
 
     def describe(self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], request: Request) -> None:
-        """Record tokens, parent and extra keys of an object of ``request`` for its event.
-
-        ``names``  names of ``ref`` and of the object before it in its group, if there is one
-        """
+        """Record an object's content for its event; ``names`` has the one before it, too."""
         spans = self._plan.groups[ref.group]
         full = spans.group.kind is GroupKind.FULL
         begin = ref.end_token - spans.span_tokens
@@ -86,7 +80,6 @@ class StoreEvents:
 
 
 def reports_events(config: VllmConfig) -> bool:
-    """Return whether the configuration enables vLLM's KV events."""
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 

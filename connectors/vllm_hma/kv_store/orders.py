@@ -27,11 +27,8 @@ Tables = tuple[tuple[int, ...], ...]
 class Load:
     """Copy verified objects into a request's blocks, before the forward pass.
 
-    ``load_id``          number of this load, unique in the engine
     ``tables``           block table of each group
-    ``start_token``      number of tokens in the engine's own cache; the load does not write to
-                         blocks that have only such tokens
-    ``end_token``        number of tokens with KV after the load
+    ``start_token``      number of tokens in the engine's own cache
     ``offsets``          offset in staging of each object
     ``beside_transfer``  whether only full attention is loaded: a transfer fills the rest
     """
@@ -47,11 +44,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Copy objects from a request's blocks into staging, after the forward pass.
-
-    ``tables``   block table of each group
-    ``offsets``  offset in staging of each object
-    """
+    """Copy objects from a request's blocks into staging, after the forward pass."""
 
     request_id: str
     tables: Tables
@@ -62,7 +55,6 @@ class Store:
 class StoreOrders(KVConnectorMetadata):
     """Orders of one step, for all ranks.
 
-    ``staging``               where ranks find the engine's staging memory
     ``timed_tokens``          number of tokens of the step if ranks measure its duration, else 0
     ``timed_context_tokens``  mean number of tokens that these tokens attend to
     """
@@ -78,20 +70,16 @@ class StoreOrders(KVConnectorMetadata):
 class StoreReport(KVConnectorWorkerMetadata):
     """Report of one or several ranks on their copies since their last report.
 
-    ``attached``  number of ranks that have mapped the staging memory. Each rank reports once, with
-                  its first step, whether it can
-    ``detached``  number of ranks that cannot map it
-    ``loaded``    number of ranks that have ended a load, with or without success, by load id
-    ``filled``    number of ranks that have filled a slot of staging, by offset
-    ``failed``    number of ranks that have failed to fill a slot, by offset
-    ``broken``    whether a load without a transfer failed on a rank. The KV that the engine has
-                  computed since then may be invalid, for any request that shares blocks with the
-                  load
-    ``adapters``  identity of each LoRA adapter whose identity is new or has changed since the last
-                  report
-    ``timed_s``   duration of a step on the slowest rank, in seconds; 0 if it was not measured.
-                  ``timed_tokens`` and ``timed_context_tokens`` are those of its orders
-    ``copied_s``  duration of the loads' copies on the slowest rank, in seconds; 0 if one failed
+    ``attached``, ``detached``  number of ranks that have mapped the staging memory, or cannot; each
+                                reports once, with its first step
+    ``loaded``                  number of ranks that have ended a load, with or without success
+    ``filled``, ``failed``      number of ranks that have filled a slot, or failed to, by offset
+    ``broken``                  whether a load without a transfer failed on a rank. KV that the
+                                engine has computed since then may be invalid, for any request that
+                                shares blocks with the load
+    ``adapters``                identity of each LoRA adapter with a new one
+    ``timed_s``, ``copied_s``   duration on the slowest rank of the step with ``timed_tokens``, and
+                                of the loads' copies (0 if one failed); 0: not measured
     """
 
     attached: int = 0

@@ -1,64 +1,112 @@
-"""State of one request on the scheduler side of the KV store, and the names of its objects.
-
-Names depend on all tokens up to an object's end: those of the prompt, then of the answer.
-"""
+"""State of one request on the scheduler side of the KV store, and the names of its objects."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from connectors.errors import PlanError
-from connectors.store.fetches import Fetched
+from connectors.planning.blocks import first_needed_token
+from connectors.planning.layout import WINDOWED, GroupKind
+from connectors.store.fetch import Fetch
 from connectors.store.keys.names import PrefixChain
-from connectors.store.planning.prefix import ObjectRef
+from connectors.store.planning.prefix import ObjectRef, completed_objects
+from connectors.store.service import KVStore
 from connectors.store.tiers.objects import ObjectName
-from connectors.vllm_hma.kv_store.beside_transfer import TransferredTokens
-from connectors.vllm_hma.kv_store.bounded_fetch import BoundedFetch
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-@dataclass(slots=True)
+class Transferred:
+    """Tokens ``[start_token, end_token)`` whose full-attention KV a transfer supplies.
+
+    The store loads full attention of a prompt's first tokens. The transfer supplies full attention
+    of the tokens after them, and windows and states at the prompt's end (``docs/decisions/0050``).
+    Created when the transfer starts.
+    """
+
+    def __init__(self, store: KVStore, start_token: int, end_token: int) -> None:
+        self._store = store
+        # First token whose objects are not stored yet.
+        self._start_token = start_token
+        self._end_token = end_token
+        self._failed = False
+        groups = store.plan.full_attention.groups
+        per_token = sum(store.sizes[each.index] / each.span_tokens for each in groups)
+        self._size_bytes = int(per_token * (end_token - start_token))
+        # Start of the transfer; None after its success.
+        self._asked_at: float | None = time.monotonic()
+
+    def succeeded(self) -> None:
+        if self._asked_at is not None:
+            self._store.costs.transferred(self._size_bytes, time.monotonic() - self._asked_at)
+            self._asked_at = None
+
+    def take_objects(self, computed: int) -> list[ObjectRef]:
+        """Take the next objects of these tokens, to store in a step that begins at ``computed``.
+
+        Returns objects of at most one chunk, to keep the step short, and only of full attention: a
+        transfer sends windows and states only for the prompt's end.
+        """
+        if computed < self._end_token:
+            # The transfer failed and this engine computes the tokens.
+            self._start_token, self._failed = self._end_token, True
+        if self._start_token >= self._end_token:
+            return []
+        plan, start = self._store.plan, self._start_token
+        self._start_token = min(self._end_token, start + plan.chunk_tokens)
+        completed = completed_objects(plan, start, self._start_token)
+        return [ref for ref in completed if plan.groups[ref.group].group.kind is GroupKind.FULL]
+
+    def has_tokens_of(self, ref: ObjectRef) -> bool:
+        """Return whether the engine has all tokens of an object that ends after the transfer.
+
+        A transfer sends windows only from the first token that attention at its end reads. It does
+        not send earlier tokens of the same block, so an object that keeps them would be incomplete.
+        Call after ``take_objects``.
+        """
+        spans = self._store.plan.groups[ref.group]
+        if self._failed or spans.group.kind not in WINDOWED:
+            return True
+        return ref.end_token - spans.kept_tokens >= first_needed_token(spans.group, self._end_token)
+
+
+@dataclass(slots=True, eq=False)
 class StoreRequest:
     """State of one request.
 
-    ``chain``        digests of its prefixes
-    ``fetched``      result of its fetch, until its load is ordered or the fetch is discarded
+    ``fetch``        its fetch, until its load is ordered or the fetch is discarded
     ``present``      objects that a tier had at the request's last fetch; not stored again
-    ``tier``         ``Fetched.tier`` of the last fetch whose load was ordered; empty before
-    ``fetch``        its fetch, or the last one whose load is not ordered; None without one
-    ``transferred``  tokens that its last transfer supplies; None before a transfer
-    ``filling``      objects whose slots ranks are filling, by offset
-    ``ended``        whether vLLM has finished the request
+    ``tier``         ``Fetch.tier`` of the last load that was ordered; empty before
     ``void``         whether its KV must not be stored
     """
 
     request: Request
     chain: PrefixChain
-    fetched: Fetched | None = None
+    fetch: Fetch | None = None
     present: frozenset[ObjectRef] = frozenset()
     tier: str = ""
-    fetch: BoundedFetch | None = None
-    transferred: TransferredTokens | None = None
-    filling: dict[int, ObjectRef] = field(default_factory=dict)
-    ended: bool = False
+    transferred: Transferred | None = None
     void: bool = False
 
+    def end_fetch(self) -> None:
+        if self.fetch is not None:
+            self.fetch.close()
+            self.fetch = None
+
     def names(self, space: bytes, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Return the names of those of ``refs`` that end within the request's known tokens.
-
-        The last tokens of an answer may not be known yet. Empty while a token id is a negative
-        placeholder for a token that has not been sampled.
-
-        ``space``  namespace of the objects
-        """
+        """Return the names of those of ``refs`` that end within the request's known tokens."""
         request, chain = self.request, self.chain
         try:
             chain.extend(request.all_token_ids[chain.tokens :])
         except PlanError:
             # A negative id is a placeholder for a token that has not been sampled yet.
             return {}
-        return {ref: ObjectName(space, chain.key(ref), ref.group) for ref in refs if ref.end_token <= chain.tokens}
+        return {
+            ref: ObjectName(space, chain.key(ref), ref.group, ref.end_token)
+            for ref in refs
+            if ref.end_token <= chain.tokens
+        }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,11 +23,11 @@ from connectors.store.device_copies import DeviceCopies
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.planning.layout import RankPlans, plan_rank
 from connectors.store.planning.moves import load_moves, store_moves
+from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.settings import StoreSettings
 from connectors.store.tiers.staging import AttachedStaging
 from connectors.vllm_hma.kv_store.orders import RankCache, StoreOrders, StoreReport
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
 from connectors.vllm_hma.model.adapters import AdapterChanges, adapter_loads
 
 if TYPE_CHECKING:
@@ -39,12 +39,33 @@ logger = logging.getLogger(__name__)
 _HANGS_S = 120.0
 
 
+class SpoiledSteps:
+    """Steps that may compute KV from the blocks of a failed load; True if there are any.
+
+    They include the current step. Any request of such a step may read these blocks: vLLM's prefix
+    cache has them once the load is ordered.
+
+    ``batches``  number of steps that vLLM schedules before it reads the first one's output
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+        self._steps = 0
+
+    def __bool__(self) -> bool:
+        return self._steps > 0
+
+    def load_failed(self) -> None:
+        """Spoil the current step and those that vLLM may have scheduled already."""
+        self._steps = self._batches
+
+    def end_step(self) -> None:
+        self._steps = max(0, self._steps - 1)
+
+
 @dataclass(slots=True)
 class _Step:
-    """Report of a step, due once ``mark`` has passed.
-
-    ``forward``, ``loads``  start and end, as ``now`` of the copies; None: not measured
-    """
+    """Report of a step, due once ``mark`` has passed; start and end of what is measured."""
 
     report: StoreReport
     mark: Any = None
@@ -54,10 +75,7 @@ class _Step:
 
 
 class StoreWorker:
-    """Worker side of one rank's store. Ready after ``register``.
-
-    ``spoiled``  steps whose KV is not stored; the connector ends each step
-    """
+    """Worker side of one rank's store. Ready after ``register``; the connector ends ``spoiled``."""
 
     # Mark after the last copy from or to blocks of all stores of this process; they share a stream.
     _touched: ClassVar[tuple[Any, ...]] = ()
@@ -67,8 +85,7 @@ class StoreWorker:
         self._max_model_len = max_model_len
         self._spoiled = spoiled
         self._layout: EngineLayout | None = None
-        self._plan: StorePlan | None = None
-        self._plans: RankPlans | None = None
+        self._planned: tuple[StorePlan, RankPlans]
         self._staging: AttachedStaging | None = None
         self._tried = False
         self._report = StoreReport()
@@ -83,23 +100,18 @@ class StoreWorker:
         """Plan the copies between staging memory and this rank's KV blocks.
 
         Raises ConfigurationError if the cache does not fit the settings or its device is not
-        supported, and PlanError or CoverError if it cannot be mapped to objects (``plan_rank``).
-
-        ``tensors``  views of the cache; one in host memory needs none
+        supported, and PlanError or CoverError (``plan_rank``).
         """
         if layout.memory_kind.memory != "DRAM":
             self._copies = DeviceCopies(tensors)
-        self._layout = layout
-        self._plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
-        self._plans = plan_rank(self._plan, layout)
+        plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
+        self._layout, self._planned = layout, (plan, plan_rank(plan, layout))
 
     def rank_cache(self, model: ModelFingerprint) -> RankCache:
-        """Return this rank's layout and model, for the scheduler side."""
         assert self._layout is not None, "vLLM registers the cache before it reads the metadata"
         return RankCache(self._layout, model)
 
     def spoil(self) -> None:
-        """Store no KV that this step and steps already scheduled compute."""
         self._report.broken = True
         self._spoiled.load_failed()
 
@@ -115,22 +127,18 @@ class StoreWorker:
         """Copy objects into blocks; return the ids of requests whose load beside a transfer failed.
 
         The caller makes the transfer fill all their blocks. If a load without a transfer failed,
-        vLLM computes the request's prompt (``not_loaded``), or ends an engine with several KV cache
-        groups. The scheduler has already counted the request's tokens as computed, so this step,
-        and others already scheduled, are spoiled (``SpoiledSteps``).
+        the scheduler has already counted the request's tokens as computed, so this step, and others
+        already scheduled, are spoiled.
         """
         broken: set[str] = set()
         step, loads_began, all_copied = self._step, self._copies.now(), bool(orders.loads)
         self._attach_once(orders)
-        assert self._plan is not None
-        assert self._plans is not None
         for load in orders.loads:
             try:
-                base = self._attach(orders).address
-                addresses = {ref: base + offset for ref, offset in load.offsets.items()}
-                tables, plan = load.tables, self._plans.load
+                plan, tables = self._planned[1].load, load.tables
                 start, end, full_only = load.start_token, load.end_token, load.beside_transfer
-                moves = load_moves(self._plan, plan, tables, start, end, addresses, full_only)
+                addresses = self._addresses(orders, load.offsets)
+                moves = load_moves(self._planned[0], plan, tables, start, end, addresses, full_only)
                 self._copies.load(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
                 all_copied = False
@@ -156,31 +164,23 @@ class StoreWorker:
         return broken
 
     def store(self, orders: StoreOrders) -> None:
-        """Copy objects from blocks into staging after the forward pass.
-
-        If a copy fails, the scheduler side drops the request's objects of this step; after a
-        spoiled step, it drops all objects of the step.
-        """
-        assert self._plan is not None
-        assert self._plans is not None
+        """Copy objects from blocks into staging, after the forward pass."""
         step = self._step
         if orders.timed_tokens and self._began is not None:
             step.report.timed_tokens = orders.timed_tokens
             step.report.timed_context_tokens = orders.timed_context_tokens
             step.forward = self._began, self._copies.now()
         for store in orders.stores:
+            done = step.report.filled
             try:
                 if self._spoiled:
                     raise StoreError("a load failed in this or a preceding step, so KV of this step may be invalid")
-                base = self._attach(orders).address
-                addresses = {ref: base + offset for ref, offset in store.offsets.items()}
-                moves = store_moves(self._plan, self._plans.store, store.tables, addresses)
-                self._copies.store(build_runs(self._plans.store, moves))
+                plan, addresses = self._planned[1].store, self._addresses(orders, store.offsets)
+                self._copies.store(build_runs(plan, store_moves(self._planned[0], plan, store.tables, addresses)))
             except (PlanError, StoreError) as error:
                 logger.warning("Tandem: some KV of request %s is not stored: %s", store.request_id, error)
-                step.report.failed |= dict.fromkeys(store.offsets.values(), 1)
-            else:
-                step.report.filled |= dict.fromkeys(store.offsets.values(), 1)
+                done = step.report.failed
+            done |= dict.fromkeys(store.offsets.values(), 1)
         if orders.stores:
             StoreWorker._touched = self._copies.mark()[:1]
 
@@ -193,20 +193,18 @@ class StoreWorker:
         self._copies.close()
 
     def not_loaded(self) -> set[int]:
-        """Return the block ids of requests whose load has failed since the last call.
+        """Return the blocks of requests whose load without a transfer has failed.
 
         vLLM computes the prompts of these requests; it ends an engine with several KV cache groups
-        (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``). Loads beside transfers are
-        not included.
+        (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``).
         """
         found, self._not_loaded = self._not_loaded, set()
         return found
 
     def report(self) -> StoreReport | None:
-        """Return the results of ended copies, and changed identities of adapters, since the last
-        call.
+        """Return the results of ended copies, and changed adapters, since the last call.
 
-        None if there are neither. Raises StoreError, which ends the engine, if the device hangs.
+        Raises StoreError, which ends the engine, if the device hangs.
         """
         report, self._report = self._report, StoreReport()
         if self._step.report:
@@ -230,7 +228,6 @@ class StoreWorker:
         return report or None
 
     def _attach_once(self, orders: StoreOrders) -> None:
-        """Map the staging memory in the first step, and report whether that was possible."""
         if self._tried:
             return
         self._tried = True
@@ -244,6 +241,10 @@ class StoreWorker:
             self._report.detached = 1
         else:
             self._report.attached = 1
+
+    def _addresses(self, orders: StoreOrders, offsets: Mapping[ObjectRef, int]) -> dict[ObjectRef, int]:
+        base = self._attach(orders).address
+        return {ref: base + offset for ref, offset in offsets.items()}
 
     def _attach(self, orders: StoreOrders) -> AttachedStaging:
         if self._staging is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from connectors.errors import StoreError
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import HEADER_BYTES
-from connectors.store.tiers.usage_file import allocated
+from connectors.store.tiers.usage import allocated
 from tests.campaigns.store.world import DISK_BUDGET, SIZES, World, content, held
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,7 +125,7 @@ def two_writers(world: World) -> None:
 
     def write(tier: FolderTier) -> None:
         with contextlib.suppress(StoreError):
-            tier.write(name, data, 1000, time.monotonic() + 1.0)
+            tier.write(name, data, time.monotonic() + 1.0)
 
     threads = [threading.Thread(target=write, args=(tier,)) for tier in tiers]
     for thread in threads:
@@ -159,7 +159,7 @@ for _ in itertools.count():
     name = ObjectName(SPACES[0], dice.randrange(200).to_bytes(32, "big"))
     data = memoryview(content(name, SIZES[0]))
     try:
-        tier.write(name, data, 1000, time.monotonic() + 1.0)
+        tier.write(name, data, time.monotonic() + 1.0)
         tier.read(name, memoryview(bytearray(SIZES[0])))
     except StoreError:
         pass

@@ -1,12 +1,19 @@
-"""Let a prefill and a decode engine store KV, kill them, and let other engines load it.
+"""Kill pairs of engines during writes; let others with other TP and block sizes load their KV.
 
-    python -m tests.campaigns.store.restart [--only gemma3 llama4] [--prompts 100]
+    python -m tests.campaigns.store.restart [--only gemma3 llama4] [--prompts 100] [--restarts 10]
+        [--budget-mib 16]
 
-For each case: a pair of engines that share a store's path answers prompts, and ``kill -9`` ends
-both. Another pair, with other TP sizes and another block size, answers the same prompts. Nearly all
-prompt tokens in whole chunks must come from the store instead of being computed. Tokens and
-logprobs of both pairs must match those of one engine without a connector, by the rules of ``make
-identity``. Some cases have one engine with TandemStoreConnector instead of a pair.
+All engines of a case share a store's path. Clients send prompts at once; then ``kill -9`` ends all
+engines while they write an object. Engines of the other shape answer the same prompts, and longer
+ones that continue the answers. Checks of each life:
+
+loads   nearly all tokens in whole chunks that an earlier life has computed come from the store, of
+        prompts and of answers; with a budget that evicts objects, some
+wrong   tokens and logprobs match those of one engine without a connector, by the rules of ``make
+        identity``. Some cases have one engine with TandemStoreConnector instead of a pair
+budget  all files fit into the budget
+parts   files that the last life was writing are removed soon
+damage  after the kill, header and digest of each object are right
 
 In bfloat16, rounding of another TP size changes answers, so two engines without a connector are
 compared, one of each TP size of decode. The store's answers may differ as much as theirs. At an
@@ -20,25 +27,33 @@ if they were for the prompts themselves.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import random
-import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.upstream.vllm_cpu_kernels import cpu_features
+from connectors.errors import CorruptObjectError
+from connectors.store.tiers.objects import HEADER_BYTES, PayloadDigest, check_payload, parse_header
 from testing.engines import Answer
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference
 from testing.models import VOCABULARY, deepseek_v2, qwen3_next
 from tests.campaigns.shapes.families import FAMILIES, Family
-from tests.campaigns.store.engines import Connector, Engines, Reply, Setup, as_answer
+from tests.campaigns.store.engines import Connector, Engines, EnginesEndedError, Reply, Setup, as_answer
+from tests.campaigns.store.world import bytes_on_disk
 
 LEAST_LOADED = 0.95
-CONTROLS = 20
+CONTROLS, CLIENTS, NEW_TOKENS = 20, 4, 40
+BUDGET_MIB = 2048
+WRITE_S = 60.0
+"""Time in seconds within which engines under load begin a write, and remove parts of others."""
 
 
 @dataclass(frozen=True)
@@ -100,44 +115,35 @@ CASES = {
 }
 
 
-def prompts(count: int, chunk_tokens: int) -> list[list[int]]:
-    """Return random prompts of one to six chunks and a partial one, some with common prefixes."""
+Asked = tuple[int, ...]
+
+
+def prompts(count: int, chunk_tokens: int) -> list[Asked]:
+    """Return random prompts of one to six chunks and a partial one, some with common prefixes.
+
+    Answers of every other prompt complete a chunk.
+    """
     dice = random.Random(11)
-    found: list[list[int]] = []
+    found: list[Asked] = []
     for number in range(count):
-        begun = found[number // 2][: 2 * chunk_tokens] if number % 3 == 2 else []
+        begun = found[number // 2][: 2 * chunk_tokens] if number % 3 == 2 else ()
         length = dice.randrange(chunk_tokens + 20, 6 * chunk_tokens)
-        found.append(begun + [dice.randrange(4, 500) for _ in range(max(20, length - len(begun)))])
+        if number % 2:
+            length = length // chunk_tokens * chunk_tokens + chunk_tokens - MAX_TOKENS // 2
+        found.append((*begun, *(dice.randrange(4, 500) for _ in range(max(20, length - len(begun))))))
     return found
 
 
-def with_other_chunks(prompt: Sequence[int], chunk_tokens: int) -> list[int]:
+def with_other_chunks(prompt: Asked, chunk_tokens: int) -> Asked:
     """Return a prompt with other tokens in all whole chunks, and the same partial chunk."""
     dice = random.Random(12)
     tokens = (len(prompt) - 1) // chunk_tokens * chunk_tokens
-    return [dice.randrange(4, VOCABULARY) for _ in range(tokens)] + list(prompt[tokens:])
+    return (*(dice.randrange(4, VOCABULARY) for _ in range(tokens)), *prompt[tokens:])
 
 
-def ask_all(setup: Setup, asked: Sequence[Sequence[int]], log: Path) -> tuple[list[Reply], list[int]]:
-    """Start engines, send the prompts one after the other, and kill the engines.
-
-    Return the replies and the block sizes of prefill and decode.
-    """
-    with Engines(setup, log) as engines:
-        replies = [engines.ask(prompt, MAX_TOKENS) for prompt in asked]
-        # Let writes in progress end: the fault campaign covers a kill during a write.
-        time.sleep(1.0)
-        return replies, engines.block_sizes
-
-
-def largest_difference(wanted: Answer, got: Answer) -> float:
-    """Return the largest difference of the best logprobs, up to the first token that differs."""
-    worst = 0.0
-    for position, (one, other) in enumerate(zip(wanted.tokens, got.tokens, strict=True)):
-        worst = max(worst, abs(wanted.logprobs[position][0][1] - got.logprobs[position][0][1]))
-        if one != other:
-            break
-    return worst
+def continued(prompt: Asked, reply: Reply) -> Asked:
+    dice = random.Random(len(prompt))
+    return (*prompt, *reply["tokens"], *(dice.randrange(4, 500) for _ in range(NEW_TOKENS)))
 
 
 def needed_tolerance(wanted: Answer, got: Answer) -> float:
@@ -150,80 +156,123 @@ def needed_tolerance(wanted: Answer, got: Answer) -> float:
     return needed
 
 
-def closeness(wanted: Sequence[Answer], got: Sequence[Answer]) -> str:
-    """Return a description of how close answers are to the first ones of ``wanted``."""
-    equal = sum(right.tokens == other.tokens for right, other in zip(wanted, got, strict=False))
-    first = statistics.median(
-        abs(right.logprobs[0][0][1] - other.logprobs[0][0][1]) for right, other in zip(wanted, got, strict=False)
-    )
-    return f"{equal} of {len(got)} answers equal, median of the first logprob {first:.1e}"
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
-def check(name: str, case: Case, count: int) -> bool:
+def damaged(path: Path) -> list[str]:
+    """Return a description of each object that a reader would reject."""
+    found = []
+    for file in (path / "objects").glob("*/*"):
+        data = file.read_bytes()
+        try:
+            digest = PayloadDigest(memoryview(data)[HEADER_BYTES:]).digest()
+            check_payload(parse_header(data[:HEADER_BYTES], len(data)), len(data) - HEADER_BYTES, digest)
+        except CorruptObjectError as error:
+            found.append(f"{file.name}: {error}")
+    return found
+
+
+def ask_all(engines: Engines, asked: Iterable[Asked], clients: int = CLIENTS) -> dict[Asked, Reply]:
+    with ThreadPoolExecutor(clients) as pool:
+        return dict(zip(asked, pool.map(lambda prompt: engines.ask(prompt, MAX_TOKENS), asked), strict=True))
+
+
+def alone(case: Case, shape: Shape, model: str, asked: Sequence[Asked], log: Path) -> list[Answer]:
+    """Return the answers of one engine without a connector."""
+    with Engines(case.alone(model, shape), log) as engine:
+        replies = ask_all(engine, asked, 1)
+    return [as_answer(replies[prompt]) for prompt in asked]
+
+
+def kill_during_a_write(engines: Engines, path: Path, left: set[str]) -> list[str]:
+    """Send other prompts, and kill the engines while they write; return problems.
+
+    ``left``  files that earlier engines were writing when they were killed
+    """
+    dice, killed, problems = random.Random(5), threading.Event(), []
+
+    def send() -> None:
+        with contextlib.suppress(EnginesEndedError):
+            while not killed.is_set():
+                engines.ask([dice.randrange(4, VOCABULARY) for _ in range(600)], 1)
+
+    latest = time.monotonic() + WRITE_S
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        try:
+            for _ in range(CLIENTS):
+                pool.submit(send)
+            # Let the writes of the prompts end.
+            time.sleep(2.0)
+            while left & names(path / "parts") or not names(path / "parts"):
+                if time.monotonic() > latest:
+                    problems.append(f"no write began, or parts of dead writers remain, after {WRITE_S:.0f} s")
+                    break
+                time.sleep(0.0002)
+        finally:
+            killed.set()
+            engines.kill()
+    return problems + damaged(path)
+
+
+def check(name: str, case: Case, count: int, restarts: int, budget_mib: int) -> bool:
     """Run one case; return whether it is right."""
-    chunk = case.chunk_tokens
+    chunk, evicts = case.chunk_tokens, budget_mib < BUDGET_MIB
     asked = prompts(count, chunk)
+    problems: list[str] = []
+    lives: list[dict[Asked, Reply]] = []
+    loaded = loadable = kills = 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        model = case.family.build(root / "model")
-        store = root / "store"
-        first, blocks = ask_all(case.setup(model, case.first, store), asked, root / "first.log")
-        second, other_blocks = ask_all(case.setup(model, case.second, store), asked, root / "second.log")
+        model, store, left = case.family.build(root / "model"), root / "store", set[str]()
+        for life in range(restarts + 1):
+            shape = (case.first, case.second)[life % 2]
+            setup = replace(case.setup(model, shape, store), disk_gib=budget_mib / 1024)
+            # Tokens of each prompt that earlier lives have stored: all but an answer's last token.
+            known = {prompt: len(prompt) - 1 for prompt in asked} if lives else {}
+            if lives:
+                known |= {continued(one, lives[-1][one]): len(one) + MAX_TOKENS - 1 for one in asked}
+            with Engines(setup, root / f"{life}.log") as engines:
+                replies = ask_all(engines, known or asked)
+                problems += [f"life {life}: {problem}" for problem in kill_during_a_write(engines, store, left)]
+                print(f"  life {life}: TP {shape.tp_sizes}, blocks of {engines.block_sizes}", flush=True)
+            lives.append(replies)
+            left = names(store / "parts")
+            kills += bool(left)
+            if (size := bytes_on_disk(store)) > budget_mib << 20:
+                problems.append(f"life {life}: {size} bytes on disk")
+            could = sum(tokens // chunk * chunk for tokens in known.values())
+            did = sum(replies[prompt]["prefill_cached"] for prompt in known)
+            loaded, loadable = loaded + did, loadable + could
+            if did < (1 if evicts and could else LEAST_LOADED * could):
+                problems.append(f"life {life}: prefill loaded {did} of {could} tokens")
+        every = list(dict.fromkeys(prompt for replies in lives for prompt in replies))
         controls = [with_other_chunks(prompt, chunk) for prompt in asked[:CONTROLS]]
-        alone, _ = ask_all(case.alone(model, case.second), [*asked, *controls], root / "alone.log")
-        wanted = [as_answer(reply) for reply in alone]
-        tolerance, rounding = case.family.tolerance, ""
+        answers = alone(case, case.second, model, [*every, *controls], root / "alone.log")
+        right, tolerance = dict(zip(every, answers, strict=False)), case.family.tolerance
         if tolerance > LOGPROB_TOLERANCE:
-            other, _ = ask_all(case.alone(model, case.first), asked, root / "other.log")
-            stock = [as_answer(reply) for reply in other]
-            needed = [needed_tolerance(*pair) for pair in zip(wanted, stock, strict=False)]
-            rounding = (
-                f"; without a connector, TP {case.first.tp_sizes[-1]} and {case.second.tp_sizes[-1]}: "
-                f"{sum(each > tolerance for each in needed)} beyond {tolerance}, largest {max(needed):.2f}, "
-                f"{closeness(wanted, stock)}"
-            )
-            tolerance = max(tolerance, *needed)
-        objects = list((store / "objects").glob("*/*"))
-        size = sum(each.stat().st_size for each in objects)
-    wrong, worst, least = [], 0.0, 0.0
-    for which, replies in (("first", first), ("second", second)):
-        for number, (right, got) in enumerate(zip(wanted, map(as_answer, replies), strict=False)):
-            problem = difference(right, got, tolerance)
-            worst = max(worst, largest_difference(right, got))
-            least = max(least, needed_tolerance(right, got))
-            if problem is not None:
-                wrong.append(f"prompt {number} of {len(asked[number])} tokens, {which} engines: {problem}")
+            stock = alone(case, case.first, model, every, root / "other.log")
+            tolerance = max(tolerance, *map(needed_tolerance, answers, stock))
+    worst = 0.0
+    for life, replies in enumerate(lives):
+        for prompt, reply in replies.items():
+            worst = max(worst, needed_tolerance(right[prompt], as_answer(reply)))
+            if (problem := difference(right[prompt], as_answer(reply), tolerance)) is not None:
+                problems.append(f"life {life}, prompt of {len(prompt)} tokens: {problem}")
     noticed = sum(
-        difference(right, control, tolerance) is not None
-        for right, control in zip(wanted, wanted[count:], strict=False)
+        difference(right[prompt], control, tolerance) is not None
+        for prompt, control in zip(asked, answers[len(every) :], strict=False)
     )
-    loadable = sum((len(prompt) - 1) // chunk * chunk for prompt in asked)
-    loaded = sum(reply["prefill_cached"] for reply in second)
     print(
-        f"{name}: {_described(case.first, blocks)}, killed; {_described(case.second, other_blocks)}: {count} prompts, "
-        f"{loaded:,} of {loadable:,} tokens in whole chunks loaded (before the kill "
-        f"{sum(reply['prefill_cached'] for reply in first):,}; {sum(map(len, asked)):,} sent), "
-        f"{_sources(second)}{len(objects)} objects of {size / 1e6:.0f} MB; {len(wrong)} wrong, largest difference "
-        f"of a logprob {worst:.1e}, of a first token or near-tie {least:.1e}, "
-        f"{closeness(wanted, [as_answer(reply) for reply in second])}{rounding}; control: {noticed} of "
-        f"{len(controls)} noticed, {closeness(wanted, wanted[count:])}; "
-        f"{sum(reply['seconds'] for reply in first):.1f} s, then {sum(reply['seconds'] for reply in second):.1f} s",
+        f"{name}: {len(lives)} lives, {kills} killed during a write, {sum(map(len, lives))} answers, "
+        f"{loaded:,} of {loadable:,} known tokens in whole chunks loaded, largest difference of a first logprob or "
+        f"near-tie {worst:.1e} (tolerance {tolerance:.1e}); control: {noticed} of {len(controls)} noticed; "
+        f"{len(problems)} problems",
         flush=True,
     )
-    for line in wrong[:8]:
+    for line in problems[:8]:
         print(f"  {line}", flush=True)
-    return not wrong and loaded >= LEAST_LOADED * loadable
-
-
-def _described(shape: Shape, block_sizes: Sequence[int]) -> str:
-    sizes = " and ".join(str(size) for size in sorted(set(block_sizes)))
-    return f"TP {' -> '.join(map(str, shape.tp_sizes))}, blocks of {sizes}"
-
-
-def _sources(replies: Sequence[Reply]) -> str:
-    """Return where decode got its prompts from; empty without a pair."""
-    found = replies[-1]["decode_sources"]
-    return f"decode: {', '.join(f'{found[name]:,} from {name}' for name in sorted(found))}; " if any(found) else ""
+    return not problems
 
 
 def main() -> int:
@@ -231,6 +280,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--restarts", type=int, default=1)
+    parser.add_argument("--budget-mib", type=int, default=BUDGET_MIB)
     options = parser.parse_args()
     right = True
     for name in options.only:
@@ -238,7 +289,7 @@ def main() -> int:
             print(f"{name}: not run, this CPU has no AMX", flush=True)
             continue
         try:
-            right &= check(name, CASES[name], options.prompts)
+            right &= check(name, CASES[name], options.prompts, options.restarts, options.budget_mib)
         except RuntimeError as error:
             print(f"{name}: {error}", flush=True)
             right = False

@@ -42,8 +42,9 @@ from connectors.planning.layout import GroupKind
 from connectors.store.keys.names import ModelFingerprint
 from connectors.store.settings import parse_settings
 from connectors.vllm_hma.kv_store.orders import StoreOrders
-from connectors.vllm_hma.kv_store.spoiled_steps import SpoiledSteps
-from connectors.vllm_hma.kv_store.worker import StoreWorker
+from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
+from connectors.vllm_hma.orders import Orders
+from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from tests.planning.builders import Rank, Shape, make_engine, with_field
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
@@ -162,7 +163,7 @@ class Engine:
 
     @property
     def store(self) -> Any:
-        return self.connector.scheduler.store
+        return self.connector.store.store
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -220,8 +221,7 @@ class Engine:
             self.scheduler.update_from_output(output, self.execute(output, tables))
 
     def execute(self, output: SchedulerOutput, tables: dict[str, tuple[list[int], ...]]) -> ModelRunnerOutput:
-        orders = output.kv_connector_metadata
-        assert isinstance(orders, StoreOrders)
+        orders = orders_of(output)
         for load in orders.loads:
             self.counts["loads"] += 1
             self.counts["tokens loaded"] += load.end_token - load.start_token
@@ -233,7 +233,7 @@ class Engine:
             worker.store(orders)
             each = ModelRunnerOutput(list(sampled), {r: i for i, r in enumerate(sampled)}, list(sampled.values()))
             each.kv_connector_output = KVConnectorOutput(
-                invalid_block_ids=worker.not_loaded(), kv_connector_worker_meta=worker.report()
+                invalid_block_ids=worker.not_loaded(), kv_connector_worker_meta=WorkerReport(store=worker.report())
             )
             outputs.append(each)
         together = self.aggregator.aggregate(list(outputs))
@@ -326,7 +326,13 @@ class Engine:
         while not self.store.idle() and time.monotonic() < until:
             time.sleep(0.001)
         assert self.store.staging.used_bytes == 0, "staging memory is leaked"
-        assert self.connector.scheduler.remembered == 0, "the connector keeps state of ended requests"
+        assert self.connector.store.remembered == 0, "the connector keeps state of ended requests"
+
+
+def orders_of(output: SchedulerOutput) -> StoreOrders:
+    assert isinstance(output.kv_connector_metadata, Orders)
+    assert output.kv_connector_metadata.store is not None
+    return output.kv_connector_metadata.store
 
 
 def view(rank: Rank, group: int) -> npt.NDArray[np.uint64]:

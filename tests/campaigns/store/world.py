@@ -21,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
+from connectors.store.fetch import Fetch
 from connectors.store.keys.names import PrefixChain
 from connectors.store.planning.prefix import ObjectRef, completed_objects, possible_objects
 from connectors.store.planning.spans import StorePlan, plan_store
 from connectors.store.service import KVStore
-from connectors.store.tier_threads import StoreLimits
+from connectors.store.settings import StoreSettings
 from connectors.store.tiers.files import Files
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.objects import ObjectName
@@ -37,7 +38,7 @@ CHUNK = 128
 SIZES = {0: 9000, 1: 3000, 2: 700}
 SPACES = (b"the model's own!", b"other weights!!!")
 DISK_BUDGET, MEMORY_BUDGET, STAGING = 120 * 12288, 40 * 12288, 96 * 12288
-LIMITS = StoreLimits(lookup_s=0.02, load_s=0.25, store_s=0.5, queue_objects=64, read_threads=2, write_threads=2)
+LIMITS = StoreSettings(lookup_s=0.02, load_s=0.25, store_s=0.5)
 # A busy machine wakes a thread late; a wait without a deadline would last forever.
 SLACK_S = 2.0
 STEP_TOKENS = CHUNK
@@ -198,8 +199,8 @@ class World:
     def _stop(self, engine: Engine) -> None:
         self.outcome.counts += engine.store.counts
         for tier in engine.store.tiers:
-            self.outcome.counts["corrupt"] += tier.counts.corrupt
-            self.outcome.counts["evicted"] += tier.counts.evicted
+            self.outcome.counts["corrupt"] += tier.folder.counts.corrupt
+            self.outcome.counts["evicted"] += tier.folder.counts.evicted
         engine.files.heal()
         engine.store.close()
 
@@ -220,7 +221,8 @@ class World:
             ref for end in range(CHUNK, tokens + 1, CHUNK) for ref in completed_objects(self.plan, end - CHUNK, end)
         }
         refs.update(possible_objects(self.plan, 0, tokens - 1))
-        return Prompt(tokens, {ref: ObjectName(SPACES[space], chain.key(ref), ref.group) for ref in refs})
+        names = {ref: ObjectName(SPACES[space], chain.key(ref), ref.group, ref.end_token) for ref in refs}
+        return Prompt(tokens, names)
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -234,42 +236,42 @@ class World:
         request = f"request {self.outcome.requests}"
         self.outcome.requests += 1
         self.outcome.tokens += prompt.tokens
-        engine.store.fetches.begin(request, prompt.names, start, prompt.tokens - 1)
+        fetch = Fetch(engine.store, prompt.names, start, prompt.tokens - 1)
         if self.random.random() < 0.05:
             # The client has disconnected.
-            engine.store.fetches.end(request)
+            fetch.close()
             return
         began = time.monotonic()
-        while (fetched := engine.store.fetches.poll(request)) is None:
+        while not fetch.poll():
             if time.monotonic() - began > LIMITS.load_s + SLACK_S:
                 self.outcome.late.append(f"{request}: no end after {time.monotonic() - began:.1f} s")
-                engine.store.fetches.end(request)
+                fetch.close()
                 return
             time.sleep(0.0002)
         self.outcome.longest_wait_s = max(self.outcome.longest_wait_s, time.monotonic() - began)
-        self.outcome.hit_tokens += fetched.end_token - start
-        for ref, offset in fetched.offsets.items():
+        self.outcome.hit_tokens += fetch.end_token - start
+        for ref, offset in fetch.offsets.items():
             size = SIZES[ref.group]
             if bytes(engine.store.staging.view(offset, size)) != content(prompt.names[ref], size):
                 self.outcome.wrong.append(f"{request}: {ref} is not what was stored")
-        engine.store.fetches.end(request)
-        self._compute(engine, prompt, fetched.end_token)
+        fetch.close()
+        self._compute(engine, prompt, fetch.end_token)
 
     def _compute(self, engine: Engine, prompt: Prompt, computed: int) -> None:
         while computed < prompt.tokens:
             step = min(prompt.tokens - computed, STEP_TOKENS - computed % STEP_TOKENS)
             for ref in completed_objects(self.plan, computed, computed + step):
-                offset = engine.store.writer.reserve(ref)
+                offset = engine.store.reserve(ref)
                 if offset is None:
                     continue
                 size = SIZES[ref.group]
                 if self.random.random() < 0.02:
                     # A rank has failed: only half of the object is filled.
                     engine.store.staging.view(offset, size)[: size // 2] = content(prompt.names[ref], size)[: size // 2]
-                    engine.store.writer.drop(offset)
+                    engine.store.drop(offset)
                     continue
                 engine.store.staging.view(offset, size)[:] = content(prompt.names[ref], size)
-                engine.store.writer.commit(ref, prompt.names[ref], offset, STEP_TOKENS * 1000)
+                engine.store.commit(ref, prompt.names[ref], offset)
             computed += step
 
     # ---- checks ---------------------------------------------------------------------------------

@@ -1,0 +1,330 @@
+"""One request's load: look up the objects that it could need, and read them into staging memory.
+
+    lookup   all tiers are asked for all objects; ends once the fastest tier of each object is
+             known, or after ``lookup_s``. Then measured rates decide whether to read, and how long
+             the request may wait (``load_costs.py``)
+    reading  the objects of the longest prefix that fits into staging. If an object cannot be read
+             from any tier, the fetch continues with the longest prefix that does not need it
+    over     all objects that a resume at ``end_token`` needs are verified and in staging
+
+Without the store, a transfer or the engine's own computation supplies the same tokens. The request
+waits no longer than this would take.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from connectors.store.planning.prefix import ObjectRef, needed_objects, possible_objects, resume_points, usable_prefix
+from connectors.store.service import KVStore
+from connectors.store.tiers.folder import FolderTier
+from connectors.store.tiers.lanes import Call
+from connectors.store.tiers.objects import ObjectHeader, ObjectName
+from connectors.store.tiers.staging import slot_bytes
+
+_LOOKUPS_PER_CALL = 64
+
+
+class Fetch:
+    """Load of one request, in progress or with a result.
+
+    ``names``            names of the request's ``possible_objects``; others are missing
+    ``start_token``      number of tokens in the engine's own cache
+    ``limit_token``      largest token at which the request may resume
+    ``beside_transfer``  whether a transfer supplies windows, states and what is not loaded; its
+                         time then bounds the wait, else the time of the computation
+
+    Once ``over``:
+
+    ``end_token``  number of tokens with KV after the load
+    ``present``    objects that lookups found in time, without those that no tier could read. If
+                   the load was declined, only those in the fastest tier: others are worth a copy
+    ``tier``       label of the slowest tier from which an object was verified
+    ``reads``      verified bytes of each tier, and the duration of its lookups and reads
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        names: Mapping[ObjectRef, ObjectName],
+        start_token: int,
+        limit_token: int,
+        beside_transfer: bool = False,
+    ) -> None:
+        self.start_token = self.end_token = start_token
+        self.beside_transfer = beside_transfer
+        self.over = self.declined = False
+        self.reads: dict[str, tuple[int, float]] = {}
+        self.began_at = time.monotonic()
+        self.ended_at = 0.0
+        self._store = store
+        self._plan = store.plan.full_attention if beside_transfer else store.plan
+        self._names = names
+        self._limit_token = self._room_token = limit_token
+        # Verified objects and their offsets in staging.
+        self._offsets: dict[ObjectRef, int] = {}
+        # Fastest tier that may have an object; it rises when a read fails.
+        self._tiers: dict[ObjectRef, int] = {}
+        # Objects that are verified or can still be read.
+        self._usable: set[ObjectRef] = set()
+        self._reading: dict[ObjectRef, tuple[int, Call]] = {}
+        # Start, verified bytes and end of the reads of each tier.
+        self._measured: dict[int, tuple[float, int, float]] = {}
+        self._slowest = 0
+        # Time from which the fetch waits for bytes of a tier.
+        self._read_at = self.began_at
+        # Time for which only the fetch may delay the request, known after the lookups; and the
+        # moment since which it does.
+        self._patience_s = math.inf
+        self._ready_at: float | None = None
+        self._decided_at = 0.0
+        self._queued = False
+        self._candidates = [ref for ref in possible_objects(self._plan, start_token, limit_token) if ref in names]
+        self._looking = True
+        # Answers of each tier.
+        self._found: list[dict[ObjectRef, bool]] = [{} for _ in store.tiers]
+        self._lookups: list[tuple[int, list[ObjectRef], Call]] = []
+        for number, tier in enumerate(store.tiers):
+            for first in range(0, len(self._candidates), _LOOKUPS_PER_CALL):
+                refs = self._candidates[first : first + _LOOKUPS_PER_CALL]
+                find = partial(_find, tier.folder, [names[ref] for ref in refs])
+                call = tier.lookups.submit(find, self.began_at + store.settings.lookup_s)
+                if call is None:
+                    self._found[number] |= dict.fromkeys(refs, False)
+                else:
+                    self._lookups.append((number, refs, call))
+        store.running.add(self)
+
+    @property
+    def offsets(self) -> Mapping[ObjectRef, int]:
+        return self._offsets
+
+    @property
+    def present(self) -> frozenset[ObjectRef]:
+        return frozenset(ref for ref, tier in self._tiers.items() if not (self.declined and tier))
+
+    @property
+    def tier(self) -> str:
+        return self._store.tiers[self._slowest].folder.label
+
+    def poll(self, queued: bool = False) -> bool:
+        """Continue the fetch; return whether it is over. It is after ``load_s``.
+
+        ``queued``  whether the request could not run without the fetch either, so waiting is free
+        """
+        self._queued = queued
+        now = time.monotonic()
+        self._advance(now)
+        if not self.over and not queued:
+            self._ready_at = now if self._ready_at is None else self._ready_at
+            # A step may lie between the first poll and the start of the reads.
+            if now - max(self._ready_at, self._decided_at) >= self._patience_s:
+                self._end_late(now)
+        return self.over
+
+    def hand_over(self) -> dict[ObjectRef, int]:
+        """Return the offsets, whose slots the caller frees."""
+        offsets, self._offsets = self._offsets, {}
+        return offsets
+
+    def close(self) -> None:
+        self._stop()
+        for offset in self.hand_over().values():
+            self._store.staging.give_back(offset)
+
+    def _advance(self, now: float) -> None:
+        self._store.sweep()
+        if not self.over and self._looking:
+            self._look(now)
+        if self.over or self._looking:
+            return
+        settings = self._store.settings
+        hangs = bool(self._reading) and self._idle_s(now) >= settings.lookup_s
+        if not self._verified() and (hangs or now >= self.began_at + settings.load_s):
+            self._end_late(now)
+            return
+        # A read that cannot start changes the needed objects.
+        while refs := self._to_read():
+            if not self._reading:
+                # The time between two polls is the engine's step, not idle time of the tiers.
+                looked_s = max((call.seconds for _, _, call in self._lookups), default=0.0)
+                self._read_at = now - min(looked_s, settings.lookup_s)
+            for ref in refs:
+                self._read(ref)
+        if self._verified():
+            self._settle()
+
+    # Lookups.
+
+    def _look(self, now: float) -> None:
+        settings = self._store.settings
+        late = now >= self.began_at + min(settings.lookup_s, settings.load_s)
+        for number, refs, call in self._lookups:
+            if refs[0] not in self._found[number] and (call.over or late):
+                answers = call.result if call.over and call.ok else [False] * len(refs)
+                self._found[number] |= zip(refs, answers, strict=True)
+                # Its deadline passed while it or other lookups ran.
+                self._store.counts["late_lookups"] += not (call.over and call.started)
+        for ref in self._candidates:
+            tiers = [found.get(ref) for found in self._found]
+            fastest = tiers.index(True) if True in tiers else len(tiers)
+            if None in tiers[:fastest]:
+                return
+            if fastest < len(tiers):
+                self._tiers[ref] = fastest
+        self._looking, self._usable = False, set(self._tiers)
+        self._choose()
+        self._decide(now)
+
+    def _decide(self, now: float) -> None:
+        self._fit()
+        costs, sizes, self._decided_at = self._store.costs, Counter[str](), now
+        for ref in self._needed():
+            sizes[self._store.tiers[self._tiers[ref]].folder.label] += self._store.sizes[ref.group]
+        if not sizes or (self._store.settings.always_load and not self.beside_transfer):
+            return
+        if self.beside_transfer:
+            otherwise_s = costs.transfer_s(sizes.total())
+        else:
+            otherwise_s = costs.compute_s(self.start_token, self.end_token)
+        self._patience_s = costs.patience_s(sizes, otherwise_s)
+        if self._patience_s <= 0 and not self._queued:
+            self._store.counts["declined"] += 1
+            self.declined, self.end_token = True, self.start_token
+            self._settle()
+
+    # Reads.
+
+    def _verified(self) -> bool:
+        return self._offsets.keys() >= set(self._needed())
+
+    def _needed(self) -> list[ObjectRef]:
+        return needed_objects(self._plan, self.start_token, self.end_token)
+
+    def _unread(self, end_token: int | None = None) -> list[ObjectRef]:
+        needed = needed_objects(self._plan, self.start_token, self.end_token if end_token is None else end_token)
+        return [ref for ref in needed if ref not in self._reading and ref not in self._offsets]
+
+    def _choose(self) -> None:
+        self.end_token = usable_prefix(self._plan, self._usable, self.start_token, self._room_token)
+
+    def _fit(self) -> None:
+        """Lower ``end_token`` until the objects still to be read fit into staging."""
+        room = self._store.staging.size_bytes - self._store.staging.used_bytes
+
+        def unread_bytes(limit_token: int) -> int:
+            end = usable_prefix(self._plan, self._usable, self.start_token, limit_token)
+            return sum(slot_bytes(self._store.sizes[ref.group]) for ref in self._unread(end))
+
+        if unread_bytes(self.end_token) > room:
+            self._store.counts["no_room_to_load"] += 1
+            points = [*resume_points(self._plan, self.start_token, self.end_token), self.start_token][::-1]
+            self._room_token = points[bisect_right(points, room, key=unread_bytes) - 1]
+            self._choose()
+
+    def _to_read(self) -> list[ObjectRef]:
+        self._free_unneeded()
+        self._fit()
+        return self._unread()
+
+    def _free_unneeded(self) -> None:
+        """Free slots past ``end_token``, which only decreases once reads start."""
+        for ref in self._offsets.keys() - set(self._needed()):
+            self._store.staging.give_back(self._offsets.pop(ref))
+
+    def _read(self, ref: ObjectRef) -> None:
+        size = self._store.sizes[ref.group]
+        offset = self._store.staging.take(size)
+        if offset is None:
+            self._store.counts["no_room_to_load"] += 1
+        else:
+            view, now = self._store.staging.view(offset, size), time.monotonic()
+            for number in range(self._tiers[ref], len(self._store.tiers)):
+                lane, folder = self._store.tiers[number].reads, self._store.tiers[number].folder
+                deadline = max(now, self.began_at + self._store.settings.load_s)
+                read, then = partial(_read, folder, self._names[ref], view), partial(self._read_ended, ref, offset)
+                if call := lane.submit(read, deadline, then):
+                    self._tiers[ref] = number
+                    self._measured.setdefault(number, (now, 0, 0.0))
+                    self._reading[ref] = number, call
+                    return
+            self._store.staging.give_back(offset)
+        self._usable.discard(ref)
+        self._choose()
+
+    def _read_ended(self, ref: ObjectRef, offset: int, call: Call) -> None:
+        if self.over:
+            self._store.staging.give_back(offset)
+            return
+        number, _ = self._reading.pop(ref)
+        self._read_at = time.monotonic()
+        self._store.seconds[self._store.tiers[number].folder.label] += call.seconds
+        if call.ok:
+            size = self._store.sizes[ref.group]
+            began_at, read_bytes, ended_at = self._measured[number]
+            self._measured[number] = began_at, read_bytes + size, max(ended_at, call.ended_at)
+            self._slowest = max(self._slowest, number)
+            self._offsets[ref] = offset
+            self._store.promote(self._names[ref], offset, size, number)
+            return
+        self._store.staging.give_back(offset)
+        self._store.counts["failed_reads"] += 1
+        # A slower tier may have it, too.
+        self._tiers[ref] = number + 1
+        if number + 1 == len(self._store.tiers):
+            del self._tiers[ref]
+            self._usable.discard(ref)
+            self._choose()
+
+    def _idle_s(self, now: float) -> float:
+        """Return for how long no read of the fetch has made progress, in seconds."""
+        return now - max(self._read_at, *(call.heard_at for _, call in self._reading.values()))
+
+    # End.
+
+    def _end_late(self, now: float) -> None:
+        """End the fetch with the longest prefix of verified objects."""
+        self._store.counts["late"] += 1
+        for number, _ in self._reading.values():
+            self._measured[number] = *self._measured[number][:2], now
+        self._usable = set(self._offsets)
+        self._choose()
+        self._settle()
+
+    def _settle(self) -> None:
+        self._free_unneeded()
+        counts, loaded = self._store.counts, self.end_token - self.start_token
+        counts["hits" if loaded else "misses"] += 1
+        counts["hit_tokens"] += loaded
+        counts["missed_tokens"] += self._limit_token - self.end_token
+        for number, (began_at, size, ended_at) in self._measured.items():
+            label = self._store.tiers[number].folder.label
+            if ended_at:
+                looked_s = sum(call.seconds for tier, _, call in self._lookups if tier == number)
+                self.reads[label] = size, looked_s + ended_at - began_at
+                # A read that ended because the transfer became due is no measurement.
+                if size or self._patience_s > 0:
+                    self._store.costs.read(label, *self.reads[label])
+        self._stop()
+
+    def _stop(self) -> None:
+        if not self.over:
+            self.over, self.ended_at = True, time.monotonic()
+            self._store.running.discard(self)
+            for number, call in self._reading.values():
+                self._store.tiers[number].reads.cancel(call)
+            self._reading.clear()
+            self._store.sweep()
+
+
+def _find(folder: FolderTier, names: Sequence[ObjectName], call: Call) -> list[bool]:
+    return folder.find_all(names)
+
+
+def _read(folder: FolderTier, name: ObjectName, view: memoryview, call: Call) -> ObjectHeader:
+    return folder.read(name, view, call.progress)
