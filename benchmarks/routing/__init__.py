@@ -1,3 +1,1 @@
-"""Replay loads in a simulated fleet and compare routing policies: `python -m
-benchmarks.routing`.
-"""
+"""Replay loads in a simulated fleet, compare routing policies: `python -m benchmarks.routing`."""

@@ -1,68 +1,54 @@
 """Replay every load under every policy: `python -m benchmarks.routing [--seeds 3] [--jobs 2]`.
 
-Writes benchmarks/results/routing.json and the tables build/routing.md; `--page` writes the tables
-from existing results.
+Writes benchmarks/results/routing.json and prints a table of it; `--page` prints an existing one.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.routing.fleet import Fleet, Policy, replay
+from benchmarks.routing.fleet import Outcome, Policy, replay
 from benchmarks.routing.loads import LOADS, Load
 from benchmarks.routing.oracle import Oracle
-from benchmarks.routing.policies import AlwaysRemote, NeverRemote, Ours, RoundRobin, Threshold
-from benchmarks.routing.report import (
-    BLIND,
-    ORACLE,
-    OURS,
-    STORES_UNKNOWN,
-    THRESHOLDS,
-    Measured,
-    measure,
-    tables,
-    threshold,
-)
+from benchmarks.routing.policies import Ours, RoundRobin, Threshold
 from configs.settings.router import RoutingSettings
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "routing.json"
-PAGE = ROOT / "build" / "routing.md"
-PREFIX_LOADS = ("multi-turn", "shared system prompts")
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "routing.json"
+OURS, ORACLE = "cost", "oracle"
+THRESHOLDS = {f"threshold {tokens}": tokens for tokens in (128, 512, 2048)}
+Measured = dict[str, float]
 
 
-def begin(load: Load) -> Fleet:
-    """Return the idle fleet of a load."""
-    return Fleet(load.hardware, load.prefill, load.decode, load.factors, load.stored_tokens, load.hosts)
+def arms(load: Load, first_tokens: bool) -> dict[str, Callable[[], Policy]]:
+    """Return every policy, new and without measurements.
 
-
-def arms(load: Load) -> dict[str, Callable[[], Policy]]:
-    """Return every policy, new and without measurements."""
-    found: dict[str, Callable[[], Policy]] = {
-        OURS: lambda: Ours(RoutingSettings()),
-        "always remote": AlwaysRemote,
-        "never remote": NeverRemote,
+    ``first_tokens``  those for clients that need fast first tokens only
+    """
+    if first_tokens:
+        settings = RoutingSettings(interference_weight=0, decode_weight=0)
+        return {OURS: lambda: Ours(settings), ORACLE: lambda: Oracle(load, ttft_only=True)}
+    return {
+        OURS: Ours,
         "round robin": RoundRobin,
-        **{threshold(tokens): lambda tokens=tokens: Threshold(tokens) for tokens in THRESHOLDS},  # type: ignore[misc]
+        "always remote": lambda: Threshold(0),
+        **{name: lambda tokens=tokens: Threshold(tokens) for name, tokens in THRESHOLDS.items()},  # type: ignore[misc]
         ORACLE: lambda: Oracle(load, ttft_only=False),
     }
-    if load.name in PREFIX_LOADS:
-        found[BLIND] = lambda: Ours(RoutingSettings(prefix_tokens_per_engine=0))
-    if load.stored_tokens:
-        found[STORES_UNKNOWN] = lambda: Ours(RoutingSettings(), knows_stores=False)
-    return found
 
 
-def first_token_arms(load: Load) -> dict[str, Callable[[], Policy]]:
-    """Return the policies for clients that need fast first tokens only."""
+def measure(outcomes: Sequence[Outcome]) -> Measured:
+    """Return means in milliseconds (TPOT: of each request), and the share of cached tokens."""
+    tpot = [one.decode_s / (one.answer_tokens - 1) for one in outcomes if one.answer_tokens > 1]
+    computed, asked = (sum(getattr(one, name) for one in outcomes) for name in ("computed_tokens", "prompt_tokens"))
     return {
-        OURS: lambda: Ours(RoutingSettings(interference_weight=0, decode_weight=0)),
-        ORACLE: lambda: Oracle(load, ttft_only=True),
+        "ttft_ms": 1e3 * statistics.fmean(one.ttft_s for one in outcomes),
+        "tpot_ms": 1e3 * statistics.fmean(tpot),
+        "finish_ms": 1e3 * statistics.fmean(one.ttft_s + one.decode_s for one in outcomes),
+        "cached_share": 1 - computed / asked,
     }
 
 
@@ -70,8 +56,7 @@ def play(task: tuple[int, int, bool]) -> dict[str, Measured]:
     """Replay all arms of one load and seed."""
     index, seed, first_tokens = task
     load = LOADS[index](seed)
-    chosen = first_token_arms(load) if first_tokens else arms(load)
-    return {name: measure(replay(load, policy(), begin)) for name, policy in chosen.items()}
+    return {name: measure(replay(load, policy())) for name, policy in arms(load, first_tokens).items()}
 
 
 def run(seeds: int, jobs: int) -> dict[str, Any]:
@@ -80,34 +65,52 @@ def run(seeds: int, jobs: int) -> dict[str, Any]:
     tasks += [(index, 1, True) for index in range(len(LOADS))]
     with ProcessPoolExecutor(jobs) as pool:
         played = dict(zip(tasks, pool.map(play, tasks), strict=True))
-    loads = []
-    for index, make in enumerate(LOADS):
-        load = make(1)
-        loads.append(
-            {
-                "name": load.name,
-                "description": (make.__doc__ or "").strip(),
-                "requests": len(load.requests),
-                "fleet": f"{load.prefill} prefill and {load.decode} decode engines ({load.hardware.name})",
-                "seeds": [played[index, seed, False] for seed in range(1, seeds + 1)],
-                "first_tokens": played[index, 1, True],
-            }
-        )
+    loads = [
+        {
+            "name": make(1).name,
+            "seeds": [played[index, seed, False] for seed in range(1, seeds + 1)],
+            "first_tokens": played[index, 1, True],
+        }
+        for index, make in enumerate(LOADS)
+    ]
     return {"seeds": seeds, "loads": loads}
 
 
+def regrets(runs: Sequence[dict[str, Measured]], arm: str, number: str) -> tuple[float, float, float]:
+    """Return the excess of `number` over the oracle's: of the means over seeds, least and most."""
+    each = [run[arm][number] / run[ORACLE][number] - 1 for run in runs]
+    mine, best = (statistics.fmean(run[name][number] for run in runs) for name in (arm, ORACLE))
+    return mine / best - 1, min(each), max(each)
+
+
+def table(document: dict[str, Any]) -> str:
+    """Return the regret against the oracle: of the mean time to the last token, and of others."""
+    lines = [
+        "| load | last token | seeds | TTFT | TPOT | last token: round robin | best threshold | worst "
+        "| TTFT, both weights 0, seed 1 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for load in document["loads"]:
+        runs, first = load["seeds"], load["first_tokens"]
+        mean, least, most = regrets(runs, OURS, "finish_ms")
+        fixed = [regrets(runs, name, "finish_ms")[0] for name in THRESHOLDS]
+        columns = [regrets(runs, OURS, "ttft_ms")[0], regrets(runs, OURS, "tpot_ms")[0]]
+        columns += [regrets(runs, "round robin", "finish_ms")[0], min(fixed), max(fixed)]
+        columns.append(first[OURS]["ttft_ms"] / first[ORACLE]["ttft_ms"] - 1)
+        figures = " | ".join(f"{figure:+.1%}" for figure in columns)
+        lines.append(f"| {load['name']} | {mean:+.1%} | {least:+.1%} … {most:+.1%} | {figures} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Replay the loads and write the results and the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--page", action="store_true", help="only write the tables, from existing results")
+    parser.add_argument("--page", action="store_true", help="only print the table of existing results")
     options = parser.parse_args()
     if not options.page:
         RESULTS.write_text(json.dumps(run(options.seeds, options.jobs), indent=1) + "\n")
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(tables(json.loads(RESULTS.read_text())))
-    print(PAGE.read_text())
+    print(table(json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":

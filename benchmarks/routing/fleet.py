@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.routing.loads import Load, Request
-from benchmarks.routing.machine import BLOCK_TOKENS, Cache, Engine, Hardware, Job
+from benchmarks.routing.machine import BLOCK_TOKENS, Cache, Engine, Job
 
 
 @dataclass(frozen=True)
@@ -28,32 +27,18 @@ class Policy(Protocol):
 
 
 class Fleet:
-    """State of the simulation. `fork` copies it, to simulate ahead."""
+    """State of the simulation of a load, idle at first. `fork` copies it, to simulate ahead."""
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        prefill: int,
-        decode: int,
-        factors: dict[str, float],
-        stored_tokens: int = 0,
-        hosts: int = 1,
-    ) -> None:
-        self.hardware = hardware
-        self.stored_tokens = stored_tokens
-        """Room in the KV store of each host; 0: no stores."""
-        self.now = 0.0
-        self._stores = [Cache(stored_tokens // BLOCK_TOKENS) for _ in range(hosts)]
-        self.prefill = [
-            Engine(hardware, "prefill", factors.get(f"p{n}", 1.0), store=self._store(n)) for n in range(prefill)
-        ]
-        self.decode = [
-            Engine(hardware, "decode", factors.get(f"d{n}", 1.0), store=self._store(n)) for n in range(decode)
-        ]
-        self.jobs: dict[int, Job] = {}
-        """All requests that have not ended."""
-        self._egress = [0.0] * prefill
-        self._ingress = [0.0] * decode
+    def __init__(self, load: Load) -> None:
+        self.hardware, self.stored_tokens, self.now = load.hardware, load.stored_tokens, 0.0
+        self._stores = [Cache(load.stored_tokens // BLOCK_TOKENS) for _ in range(load.hosts)]
+        self.prefill, self.decode = (
+            [Engine(load.hardware, role, load.factors.get(f"{role[0]}{n}", 1.0), self._store(n)) for n in range(count)]
+            for role, count in (("prefill", load.prefill), ("decode", load.decode))
+        )
+        self.jobs: dict[int, Job] = {}  # all requests that have not ended
+        self._egress = [0.0] * load.prefill
+        self._ingress = [0.0] * load.decode
         self._heap: list[tuple[float, int, str, int]] = []
         self._order = 0
 
@@ -69,7 +54,6 @@ class Fleet:
         return copy
 
     def at(self, when: float, what: str, number: int) -> None:
-        """Schedule an event of a request or an engine."""
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, what, number))
 
@@ -78,7 +62,6 @@ class Fleet:
         return sorted((when, number) for when, _, kind, number in self._heap if kind == what)
 
     def send(self, request: Request, route: Route) -> Job:
-        """Start a request."""
         job = Job(
             request.number, request.prompt_tokens, request.answer_tokens, request.blocks, request.effort, self.now
         )
@@ -94,11 +77,12 @@ class Fleet:
 
     def advance(self) -> list[tuple[str, int]]:
         """Advance to the next event; return (kind, request) pairs. Empty if no event is left."""
-        due = [(engine.due, index) for index, engine in enumerate(self._engines()) if engine.due is not None]
+        engines = self.prefill + self.decode
+        due = [(engine.due, index) for index, engine in enumerate(engines) if engine.due is not None]
         first = min(due, default=None)
         if first is not None and (not self._heap or first[0] <= self._heap[0][0]):
             self.now = first[0]
-            return self._step(self._engines()[first[1]])
+            return self._step(engines[first[1]])
         if not self._heap:
             return []
         self.now, _, what, number = heapq.heappop(self._heap)
@@ -118,26 +102,20 @@ class Fleet:
     def _store(self, index: int) -> Cache:
         return self._stores[index % len(self._stores)]
 
-    def _engines(self) -> list[Engine]:
-        return self.prefill + self.decode
-
     def _step(self, engine: Engine) -> list[tuple[str, int]]:
         events, chunks = engine.step()
         if engine.role == "prefill":
             for job, _ in chunks:
                 self._move(job)
-        for event in events:
-            job = event.job
-            if event.kind == "prefilled":
+        for kind, job in events:
+            if kind == "prefilled":
                 self.at(max(self._egress[job.prefill], self.now) + self.hardware.link_overhead_s, "kv", job.number)
-            elif event.kind == "done":
+            elif kind == "done":
                 del self.jobs[job.number]
-        return [(event.kind, event.job.number) for event in events] or [("step", -1)]
+        return [(kind, job.number) for kind, job in events] or [("step", -1)]
 
     def _move(self, job: Job) -> None:
-        """Transfer computed KV, one request after the other on the sender's link and on the
-        receiver's.
-        """
+        # One request after the other, on the sender's link and on the receiver's.
         tokens = job.computed - job.sent
         if tokens > 0:
             job.sent = job.computed
@@ -148,8 +126,6 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one request, in seconds and tokens."""
-
     number: int
     ttft_s: float
     decode_s: float
@@ -159,9 +135,9 @@ class Outcome:
     remote: bool
 
 
-def replay(load: Load, policy: Policy, begin: Callable[[Load], Fleet]) -> list[Outcome]:
+def replay(load: Load, policy: Policy) -> list[Outcome]:
     """Serve a load to its end."""
-    fleet = begin(load)
+    fleet = Fleet(load)
     requests = {request.number: request for request in load.requests}
     followers = {request.after: request for request in load.requests if request.after is not None}
     for request in load.requests:
@@ -188,20 +164,13 @@ def replay(load: Load, policy: Policy, begin: Callable[[Load], Fleet]) -> list[O
                 continue
             policy.saw(what, request, fleet)
             if what == "done":
-                outcomes.append(_outcome(sent.pop(number)))
+                job = sent.pop(number)
+                times = job.first_token_at - job.arrived_at, job.done_at - job.first_token_at
+                computed = job.prompt_tokens - job.held
+                outcomes.append(
+                    Outcome(number, *times, job.answer_tokens, job.prompt_tokens, computed, job.prefill >= 0)
+                )
                 if follower := followers.get(number):
                     fleet.at(fleet.now + follower.at_s, "arrival", follower.number)
     assert not sent, "a request was lost"
     return sorted(outcomes, key=lambda one: one.number)
-
-
-def _outcome(job: Job) -> Outcome:
-    return Outcome(
-        job.number,
-        job.first_token_at - job.arrived_at,
-        job.done_at - job.first_token_at,
-        job.answer_tokens,
-        job.prompt_tokens,
-        job.prompt_tokens - job.held,
-        job.prefill >= 0,
-    )

@@ -1,8 +1,4 @@
-"""Synthetic loads from a seed: arrival times, shared prefixes of prompts, and lengths of
-answers.
-"""
-
-from __future__ import annotations
+"""Synthetic loads from a seed: arrivals, shared prefixes of prompts, and lengths of answers."""
 
 import math
 import random
@@ -25,7 +21,7 @@ class Segment:
 
     @property
     def data(self) -> bytes:
-        """Return its text as the router sees it, with its own number of bytes per token."""
+        # The text as the router sees it, with its own number of bytes per token.
         dice = random.Random(self.number)
         return dice.randbytes(round(self.tokens * dice.gauss(TEXT_BYTES_PER_TOKEN, 0.3)))
 
@@ -75,23 +71,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """A replay: its requests, its fleet, and the engines' changes of speed (`slowdowns`).
-
-    ``stored_tokens``  room in the KV store of each host; 0: none
-    ``hosts``          number of hosts; engine n of a role is on host n modulo this number
-    ``restarts``       times at which engines lose their prefix caches
-    """
+    """Requests and the fleet that serves them."""
 
     name: str
     hardware: Hardware
     prefill: int
     decode: int
     requests: tuple[Request, ...]
-    factors: dict[str, float]
-    slowdowns: tuple[tuple[float, str, float], ...] = ()
-    stored_tokens: int = 0
-    hosts: int = 1
-    restarts: tuple[tuple[float, str], ...] = ()
+    factors: dict[str, float]  # on the times of engines
+    slowdowns: tuple[tuple[float, str, float], ...] = ()  # time, engine, its new factor
+    stored_tokens: int = 0  # room in the KV store of each host; 0: none
+    hosts: int = 1  # engine n of a role is on host n modulo this number
+    restarts: tuple[tuple[float, str], ...] = ()  # times at which engines lose their prefix caches
 
 
 class Maker:
@@ -148,16 +139,14 @@ def _mixed(make: Maker, times: list[float]) -> None:
 
 
 def mixed(seed: int) -> Load:
-    """Return a load of three chats per document."""
+    """Three chats per document."""
     make = Maker(seed)
     _mixed(make, make.arrivals(400, 16.0))
     return Load("mixed", GPU, 2, 2, tuple(make.requests), {"d1": 1.1})
 
 
 def bursts(seed: int) -> Load:
-    """The mixed load in bursts of four seconds, six times as dense as the ten seconds between
-    them.
-    """
+    """The mixed load in bursts of four seconds, six times as dense as the ten seconds between."""
     make = Maker(seed)
     times, at, until = [], 0.0, 0.0
     for burst in range(12):
@@ -170,37 +159,34 @@ def bursts(seed: int) -> Load:
 
 
 def ill_engine(seed: int) -> Load:
-    """The mixed load, with a prefill engine four times as slow for ten seconds, and a decode
-    engine twice.
-    """
+    """The mixed load; for some seconds, a prefill engine is four times as slow, a decode twice."""
     make = Maker(seed)
     _mixed(make, make.arrivals(400, 12.0))
     slow = ((8.0, "p0", 4.0), (18.0, "p0", 1.0), (20.0, "d0", 2.0), (28.0, "d0", 1.0))
     return Load("a degraded engine", GPU, 2, 2, tuple(make.requests), {}, slow)
 
 
+def _conversation(make: Maker, at_s: float, prompt: tuple[Segment, ...], turns: int, pause_s: float) -> None:
+    before = None
+    for turn in range(turns):
+        wait_s = make.dice.expovariate(1 / pause_s) if turn else at_s
+        request = make.ask(wait_s, prompt, make.length(180, 0.5, 500), before)
+        before = request.number
+        prompt = (*prompt, request.answer, make.segment(make.length(120, 0.6, 1000)))
+
+
 def multi_turn(seed: int) -> Load:
-    """Conversations of up to six turns with one of four system prompts, some seconds between
-    turns.
-    """
+    """Conversations of up to six turns with one of four system prompts."""
     make = Maker(seed)
     systems = [make.segment(600) for _ in range(4)]
     for at_s in make.arrivals(90, 2.0):
-        prompt: tuple[Segment, ...] = (make.dice.choice(systems), make.segment(make.length(800, 0.8, 6000)))
-        before = None
-        for turn in range(make.dice.randint(2, 6)):
-            wait_s = make.dice.expovariate(1 / 6.0) if turn else at_s
-            request = make.ask(wait_s, prompt, make.length(180, 0.5, 500), before)
-            before = request.number
-            prompt = (*prompt, request.answer, make.segment(make.length(120, 0.6, 1000)))
-    hardware = replace(GPU, cache_tokens=200_000)
-    return Load("multi-turn", hardware, 2, 3, tuple(make.requests), {})
+        prompt = make.dice.choice(systems), make.segment(make.length(800, 0.8, 6000))
+        _conversation(make, at_s, prompt, make.dice.randint(2, 6), 6.0)
+    return Load("multi-turn", replace(GPU, cache_tokens=200_000), 2, 3, tuple(make.requests), {})
 
 
 def shared_prompts(seed: int) -> Load:
-    """Forty system prompts of some thousand tokens, a few of them frequent; no engine has room
-    for all.
-    """
+    """Forty system prompts, a few of them frequent; no engine has room for all."""
     make = Maker(seed)
     systems = [make.segment(make.length(3500, 0.3, 8000)) for _ in range(40)]
     weights = [1 / (rank + 1) for rank in range(len(systems))]
@@ -219,33 +205,16 @@ def stored_conversations(seed: int) -> Load:
     """
     make = Maker(seed)
     for at_s in make.arrivals(80, 1.0):
-        prompt: tuple[Segment, ...] = (make.segment(make.length(8000, 0.6, 30_000)),)
-        before = None
-        for turn in range(make.dice.randint(3, 6)):
-            wait_s = make.dice.expovariate(1 / 30.0) if turn else at_s
-            request = make.ask(wait_s, prompt, make.length(180, 0.5, 500), before)
-            before = request.number
-            prompt = (*prompt, request.answer, make.segment(make.length(120, 0.6, 1000)))
+        _conversation(make, at_s, (make.segment(make.length(8000, 0.6, 30_000)),), make.dice.randint(3, 6), 30.0)
     hardware = replace(GPU, cache_tokens=200_000)
     engines = [*(f"p{n}" for n in range(4)), "d0", "d1"]
     restarts = tuple((at_s + n, engine) for at_s in (60.0, 120.0) for n, engine in enumerate(engines))
-    return Load(
-        "conversations in stores",
-        hardware,
-        4,
-        2,
-        tuple(make.requests),
-        {},
-        stored_tokens=8_000_000,
-        hosts=2,
-        restarts=restarts,
-    )
+    requests, stored = tuple(make.requests), 8_000_000
+    return Load("conversations in stores", hardware, 4, 2, requests, {}, (), stored, hosts=2, restarts=restarts)
 
 
 def small_machine(seed: int) -> Load:
-    """One prefill and one decode engine on a CPU, a hundred times slower than the router
-    assumes.
-    """
+    """One prefill and one decode engine on a CPU, a hundred times slower than assumed."""
     make = Maker(seed)
     for at_s in make.arrivals(150, 0.45):
         make.ask(at_s, (make.segment(make.length(250, 0.9, 1800)),), make.length(40, 0.5, 120))
@@ -253,13 +222,6 @@ def small_machine(seed: int) -> Load:
 
 
 LOADS = (
-    short_chat,
-    long_documents,
-    mixed,
-    bursts,
-    ill_engine,
-    multi_turn,
-    shared_prompts,
-    stored_conversations,
-    small_machine,
+    *(short_chat, long_documents, mixed, bursts, ill_engine),
+    *(multi_turn, shared_prompts, stored_conversations, small_machine),
 )

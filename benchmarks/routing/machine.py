@@ -1,9 +1,8 @@
 """Models of engines, links and caches, independent of the policy that they judge.
 
-An engine runs steps. A step computes one token of every running answer and, within its token
-budget, pieces of the waiting prompts, first come, first served. It takes the sum of its parts,
-times the engine's own factor. The policy does not see this: it observes the ends of stages, like a
-router.
+A step of an engine computes one token of every running answer and, within its token budget, pieces
+of the waiting prompts, first come, first served. It takes the sum of its parts, times the engine's
+own factor. The policy observes only the ends of stages, like a router.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ BLOCK_TOKENS = 32
 class Hardware:
     """Seconds and tokens of one kind of machine."""
 
-    name: str
     step_s: float
     prefill_token_s: float
-    attention_s: float
-    """Cost of each pair of a new token and an earlier one."""
+    attention_s: float  # of each pair of a new token and an earlier one
     decode_sequence_s: float
     decode_context_token_s: float
     budget_tokens: int
@@ -31,12 +28,10 @@ class Hardware:
     cache_tokens: int
     link_tokens_per_s: float
     link_overhead_s: float
-    load_tokens_per_s: float = 80_000.0
-    """Rate at which an engine loads tokens from its KV store."""
+    load_tokens_per_s: float = 80_000.0  # from the engine's KV store
 
 
 GPU = Hardware(
-    "gpu",
     step_s=0.006,
     prefill_token_s=4.0e-5,
     attention_s=1.2e-9,
@@ -54,7 +49,6 @@ The values have the order of magnitude of public reports; none is measured.
 """
 
 CPU = Hardware(
-    "cpu",
     step_s=0.028,
     prefill_token_s=1.5e-3,
     attention_s=1.5e-7,
@@ -73,10 +67,7 @@ Step, prefill and handover as in benchmarks/results/handover.json; the other val
 
 
 class Cache:
-    """An engine's prefix cache or its KV store: block hashes, least recently used dropped first.
-
-    A fork does not change it.
-    """
+    """Block hashes, least recently used dropped first. A fork does not change it."""
 
     def __init__(self, blocks: int, parent: Cache | None = None) -> None:
         self._most = blocks
@@ -106,56 +97,35 @@ class Cache:
         return block in self._held or (self._parent is not None and block in self._parent)
 
 
+@dataclass
 class Job:
-    """A request in the simulation. `fork` copies it, to simulate ahead."""
+    """A request in the simulation."""
 
-    __slots__ = (
-        "answer_tokens", "arrived_at", "blocks", "computed", "decode", "done_at", "effort", "first_token_at", "held",
-        "left", "number", "prefill", "prompt_tokens", "sent",
-    )  # fmt: skip
+    number: int
+    prompt_tokens: int
+    answer_tokens: int
+    blocks: Sequence[int]  # of the prompt and the answer
+    effort: float  # of computing this prompt, relative to the usual one
+    arrived_at: float
+    computed: int = -1  # prompt tokens with KV; -1 before the cache lookup
+    held: int = 0  # cached or stored ones of these tokens
+    decode: int = -1
+    prefill: int = -1
+    sent: int = 0  # prompt tokens whose KV decode has or is receiving
+    first_token_at: float = -1.0
+    done_at: float = -1.0
 
-    def __init__(
-        self, number: int, prompt_tokens: int, answer_tokens: int, blocks: Sequence[int], effort: float, now: float
-    ) -> None:
-        self.number = number
-        self.prompt_tokens = prompt_tokens
-        self.answer_tokens = answer_tokens
-        self.blocks = blocks
-        """Tokens of the prompt and the answer."""
-        self.effort = effort
-        """Cost of computing this prompt, relative to the usual cost."""
-        self.arrived_at = now
-        self.computed = -1
-        """Prompt tokens with KV; -1 before the cache lookup."""
-        self.held = 0
-        """Cached or stored ones of these tokens."""
-        self.decode = -1
-        self.prefill = -1
-        self.sent = 0
-        """Prompt tokens whose KV decode has or is receiving."""
-        self.left = answer_tokens
-        self.first_token_at = -1.0
-        self.done_at = -1.0
+    def __post_init__(self) -> None:
+        self.left = self.answer_tokens
 
     def fork(self) -> Job:
         copy = Job.__new__(Job)
-        for name in Job.__slots__:
-            setattr(copy, name, getattr(self, name))
+        copy.__dict__.update(self.__dict__)
         return copy
 
     @property
     def prompt_blocks(self) -> Sequence[int]:
         return self.blocks[: self.prompt_tokens // BLOCK_TOKENS]
-
-
-@dataclass
-class Event:
-    """Event at the end of a step: `job` has its prompt computed, its first token, or its last
-    one.
-    """
-
-    kind: str
-    job: Job
 
 
 class Engine:
@@ -165,22 +135,11 @@ class Engine:
     their own request.
     """
 
-    MOST_STEPS_AT_ONCE = 16
-    """Steps without prompts that count as one event, if no request arrives meanwhile."""
+    MOST_STEPS_AT_ONCE = 16  # without prompts; they count as one event, if no request arrives
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        role: str,
-        factor: float,
-        cache: Cache | None = None,
-        store: Cache | None = None,
-    ) -> None:
-        self.hardware = hardware
-        self.role = role
-        self.factor = factor
-        self.cache = cache or Cache(hardware.cache_tokens // BLOCK_TOKENS)
-        self.store = store or Cache(0)
+    def __init__(self, hardware: Hardware, role: str, factor: float, store: Cache) -> None:
+        self.hardware, self.role, self.factor, self.store = hardware, role, factor, store
+        self.cache = Cache(hardware.cache_tokens // BLOCK_TOKENS)
         self.restarts = 0
         self.waiting: list[Job] = []
         self.running: list[Job] = []
@@ -192,22 +151,19 @@ class Engine:
         self._decoding = 0
 
     def fork(self, jobs: dict[int, Job], store: Cache) -> Engine:
-        copy = Engine(self.hardware, self.role, self.factor, self.cache.fork(), store)
-        copy.restarts = self.restarts
+        copy = Engine.__new__(Engine)
+        copy.__dict__.update(self.__dict__)
+        copy.cache, copy.store = self.cache.fork(), store
         copy.waiting = [jobs[job.number] for job in self.waiting]
         copy.running = [jobs[job.number] for job in self.running]
-        copy.due, copy._began_at, copy._steps, copy._step_s = self.due, self._began_at, self._steps, self._step_s
         copy._chunks = [(jobs[job.number], tokens) for job, tokens in self._chunks]
-        copy._decoding = self._decoding
         return copy
 
     def compute(self, job: Job, now: float) -> None:
-        """Queue a prompt; a decode engine also generates its answer."""
         self.waiting.append(job)
         self._wake(now)
 
     def adopt(self, job: Job, now: float) -> None:
-        """Add a prompt whose KV has arrived."""
         job.computed = job.prompt_tokens
         self.running.append(job)
         self._keep(job.prompt_blocks)
@@ -222,19 +178,17 @@ class Engine:
         self.cache.add(blocks)
         self.store.add(blocks)
 
-    def step(self) -> tuple[list[Event], list[tuple[Job, int]]]:
-        """End the step; return its events, and the prompt tokens that were computed for other
-        engines.
-        """
+    def step(self) -> tuple[list[tuple[str, Job]], list[tuple[Job, int]]]:
+        """End the step; return its events, and the prompt tokens that it has computed."""
         assert self.due is not None
-        now, events = self.due, []
+        now, events = self.due, list[tuple[str, Job]]()
         finished: list[Job] = []
         chunks, self._chunks = self._chunks, []
         if self.role == "decode":
             for job in self.running[: self._decoding]:
                 if job.first_token_at < 0:
                     job.first_token_at = now
-                    events.append(Event("first", job))
+                    events.append(("first", job))
                 job.left -= self._steps
                 if job.left <= 0:
                     job.done_at = now
@@ -245,11 +199,11 @@ class Engine:
                 self.waiting.remove(job)
                 self._keep(job.prompt_blocks)
                 if self.role == "prefill":
-                    events.append(Event("prefilled", job))
+                    events.append(("prefilled", job))
                 else:
                     job.first_token_at = now
                     job.left -= 1
-                    events.append(Event("first", job))
+                    events.append(("first", job))
                     if job.left <= 0:
                         job.done_at = now
                         finished.append(job)
@@ -257,7 +211,7 @@ class Engine:
                         self.running.append(job)
         for job in finished:
             self._keep(job.blocks)
-            events.append(Event("done", job))
+            events.append(("done", job))
         if finished:
             gone = {job.number for job in finished}
             self.running = [job for job in self.running if job.number not in gone]

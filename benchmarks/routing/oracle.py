@@ -1,12 +1,9 @@
 """Choose routes with full knowledge: try every option on a copy of the simulation, take the best.
 
-The copy has each engine's real speed, queue and cache, the lengths of answers, and the next
-arrivals. Each trial runs until the requests in the simulation, this one and the next arrivals have
-ended; a rule of thumb over true costs sends the arrivals. Not the optimum (no decision plans for
-the whole future), but more than a router can know.
+Each trial runs until the requests in the simulation, this one and the next arrivals have ended; a
+rule of thumb over true costs sends the arrivals. Not the optimum (no decision plans for the whole
+future), but more than a router can know.
 """
-
-from __future__ import annotations
 
 from benchmarks.routing.fleet import Fleet, Route
 from benchmarks.routing.loads import Load, Request
@@ -16,9 +13,7 @@ AHEAD = 5
 
 
 class Oracle:
-    """An oracle; with `ttft_only` it minimizes first-token times, otherwise the time to each
-    answer's end.
-    """
+    """Minimizes the times to answers' ends, or with `ttft_only` those to their first tokens."""
 
     def __init__(self, load: Load, ttft_only: bool) -> None:
         self._requests = {request.number: request for request in load.requests}
@@ -39,9 +34,7 @@ class Oracle:
         trial.send(request, route)
         coming = [number for _, number in trial.upcoming("arrival")[:AHEAD]]
         watched = {*trial.jobs, *coming}
-        open_jobs = dict(trial.jobs)
-        total_s = 0.0
-        waiting = set(watched)
+        open_jobs, waiting, total_s = dict(trial.jobs), set(watched), 0.0
         while waiting:
             for what, number in trial.advance():
                 if what == "arrival" and number in watched:
@@ -61,10 +54,9 @@ def _routes(fleet: Fleet) -> list[Route]:
 
 
 def rule_of_thumb(request: Request, fleet: Fleet) -> Route:
-    """Return the route of the least true cost.
+    """Return the route whose queued prompt tokens and own ones take the least true time.
 
-    The cost is the time for the queued prompt tokens and its own at the engine's true speed. On
-    decode, its own tokens also delay each running stream.
+    On decode, its own tokens also delay each running stream.
     """
 
     def seconds(route: Route) -> float:

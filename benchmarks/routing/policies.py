@@ -1,7 +1,5 @@
 """Policies: the router's own planner, and others. Only the oracle reads the simulation's state."""
 
-from __future__ import annotations
-
 from actors.policy.inflight import InflightRequest
 from actors.policy.planner import Planner
 from actors.policy.stores import EngineStore
@@ -12,30 +10,24 @@ from configs.settings.router import RoutingSettings
 
 
 class Ours:
-    """The router's planner, with the events that a router reports.
+    """The router's planner, with the events that a router reports."""
 
-    ``knows_stores``  whether the planner knows which KV store an engine has
-    """
-
-    def __init__(self, settings: RoutingSettings, knows_stores: bool = True) -> None:
-        self._planner = Planner(settings)
-        self._knows_stores = knows_stores
+    def __init__(self, settings: RoutingSettings | None = None) -> None:
+        self._planner = Planner(settings or RoutingSettings())
         self._inflight: dict[int, InflightRequest] = {}
 
     def route(self, request: Request, fleet: Fleet) -> Route:
         # An engine that has restarted is another one for the router.
         prefill = {f"p{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.prefill)}
         decode = {f"d{n}.{engine.restarts}": 0 for n, engine in enumerate(fleet.decode)}
-        known = [*prefill, *decode] if self._knows_stores else []
-        stores = {name: self._store(fleet, name) for name in known} if fleet.stored_tokens else {}
+        stores = {}
+        for name in (*prefill, *decode) if fleet.stored_tokens else ():
+            host = fleet.host(name.partition(".")[0])
+            stores[name] = EngineStore(f"host {host}", fleet.stored_tokens, BLOCK_TOKENS)
         decision = self._planner.decide(request.seen, prefill, decode, fleet.now, stores=stores)
         chosen = next(iter(decision.prefill), None)
         self._inflight[request.number] = self._planner.begin(request.seen, decision.decode[0], chosen, fleet.now)
         return Route(_index(decision.decode[0]), None if chosen is None else _index(chosen))
-
-    @staticmethod
-    def _store(fleet: Fleet, name: str) -> EngineStore:
-        return EngineStore(f"host {fleet.host(name.partition('.')[0])}", fleet.stored_tokens, BLOCK_TOKENS)
 
     def saw(self, what: str, request: Request, fleet: Fleet) -> None:
         inflight = self._inflight[request.number]
@@ -51,65 +43,46 @@ def _index(name: str) -> int:
     return int(name[1:].partition(".")[0])
 
 
-class Counting:
-    """Policy that sends each request to the engine with the fewest open requests of this router."""
+class Threshold:
+    """Remote from this number of uncached tokens on, which this policy knows exactly.
 
-    def __init__(self) -> None:
+    Chooses the engines with the fewest open requests of this router.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
         self._turn = 0
         self._sent: dict[int, Route] = {}
-
-    def _prefill(self, fleet: Fleet) -> int:
-        return self._least(len(fleet.prefill), [route.prefill for route in self._sent.values()])
-
-    def _decode(self, fleet: Fleet) -> int:
-        return self._least(len(fleet.decode), [route.decode for route in self._sent.values()])
 
     def _least(self, engines: int, busy: list[int | None]) -> int:
         self._turn += 1
         return min(range(engines), key=lambda engine: (busy.count(engine), (engine + self._turn) % engines))
 
     def route(self, request: Request, fleet: Fleet) -> Route:
-        self._sent[request.number] = route = self._choose(request, fleet)
+        decode = self._least(len(fleet.decode), [route.decode for route in self._sent.values()])
+        held = fleet.decode[decode].cache.held_tokens(request.blocks)
+        prefill = None
+        if request.prompt_tokens - held >= self._tokens:
+            prefill = self._least(len(fleet.prefill), [route.prefill for route in self._sent.values()])
+        self._sent[request.number] = route = Route(decode, prefill)
         return route
-
-    def _choose(self, request: Request, fleet: Fleet) -> Route:
-        raise NotImplementedError
 
     def saw(self, what: str, request: Request, fleet: Fleet) -> None:
         if what == "done":
             del self._sent[request.number]
-        elif what == "kv":
-            # Its prefill engine has completed it.
+        elif what == "kv":  # its prefill engine has completed it
             self._sent[request.number] = Route(self._sent[request.number].decode, None)
 
 
-class AlwaysRemote(Counting):
-    def _choose(self, request: Request, fleet: Fleet) -> Route:
-        return Route(self._decode(fleet), self._prefill(fleet))
-
-
-class NeverRemote(Counting):
-    def _choose(self, request: Request, fleet: Fleet) -> Route:
-        return Route(self._decode(fleet), None)
-
-
-class RoundRobin(Counting):
+class RoundRobin:
     """Policy that always chooses a pair, each role in turn, as public proxies do."""
 
-    def _choose(self, request: Request, fleet: Fleet) -> Route:
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def route(self, request: Request, fleet: Fleet) -> Route:
         self._turn += 1
         return Route(self._turn % len(fleet.decode), self._turn % len(fleet.prefill))
 
-
-class Threshold(Counting):
-    """Remote from this number of uncached tokens on, which this policy knows exactly."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self._tokens = tokens
-
-    def _choose(self, request: Request, fleet: Fleet) -> Route:
-        decode = self._decode(fleet)
-        held = fleet.decode[decode].cache.held_tokens(request.blocks)
-        remote = request.prompt_tokens - held >= self._tokens
-        return Route(decode, self._prefill(fleet) if remote else None)
+    def saw(self, what: str, request: Request, fleet: Fleet) -> None:
+        pass

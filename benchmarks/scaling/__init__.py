@@ -1,4 +1,1 @@
-"""Autoscaling policies in a simulation: `make scaling`.
-
-The engines are models; Serve's autoscaler is Serve's own code.
-"""
+"""Autoscaling policies in a simulation: models of engines, and Serve's own autoscaler."""

@@ -1,8 +1,4 @@
-"""Serve's own autoscaling state (2.60) on the simulation's clock: reports, means, policies,
-delays, bounds.
-"""
-
-from __future__ import annotations
+"""Serve's own autoscaling state (2.60) on the simulation's clock."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,19 +43,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy: name in the results, its part of Serve's config file, `target_ongoing_requests`
-    per role.
-    """
+    """A policy, by its name in the results."""
 
     name: str
-    application: Mapping[str, Any] | None = None
-    targets: tuple[float, float] = (2.0, 2.0)
+    application: Mapping[str, Any] | None = None  # its part of Serve's config file
+    targets: tuple[float, float] = (2.0, 2.0)  # `target_ongoing_requests` of each role
 
 
 @dataclass
 class _Series:
-    """Values that a source has recorded over the look-back period."""
-
     keep_s: float
     points: defaultdict[str, deque[TimeStampedValue]] = field(default_factory=lambda: defaultdict(deque))
 
@@ -75,9 +67,7 @@ class _Series:
 
 
 class Autoscaler:
-    """One application with both roles under `policy`; `config` is each role's
-    autoscaling_config.
-    """
+    """One application under `policy`; `config` is the autoscaling_config of both roles."""
 
     def __init__(self, policy: Policy, config: Mapping[str, Any], clock: Clock) -> None:
         self._clock = clock
@@ -101,7 +91,6 @@ class Autoscaler:
         self._handles = {role: _Series(self._keep_s) for role in ROLES}
 
     def record(self, role: str, queued: int, ongoing: Mapping[int, int], stats: Mapping[int, Any]) -> None:
-        """Record a sample of a router's handle and of the role's replicas, by their numbers."""
         now_s = self._clock.now_s
         running = {f"running {number}": float(count) for number, count in ongoing.items()}
         self._handles[role].add({"queued": float(queued), **running}, now_s)
@@ -109,9 +98,8 @@ class Autoscaler:
             self._replicas.setdefault((role, number), _Series(self._keep_s)).add(values, now_s)
 
     def push(self, role: str, running: Sequence[int]) -> None:
-        """Send the reports to Serve's controller, and update the replicas that it knows to run."""
-        ids = {number: ReplicaID(str(number), self._ids[role]) for number in running}
-        self._state.update_running_replica_ids(self._ids[role], list(ids.values()))
+        """Send the reports to Serve's controller."""
+        ids = self.knows(role, running)
         now_s = self._clock.now_s
         for number, replica in ids.items():
             series = self._replicas.get((role, number))
@@ -135,13 +123,13 @@ class Autoscaler:
             )
         )
 
-    def knows(self, role: str, running: Sequence[int]) -> None:
+    def knows(self, role: str, running: Sequence[int]) -> dict[int, ReplicaID]:
         """The controller observes starting and stopping replicas without a report."""
-        ids = [ReplicaID(str(number), self._ids[role]) for number in running]
-        self._state.update_running_replica_ids(self._ids[role], ids)
+        ids = {number: ReplicaID(str(number), self._ids[role]) for number in running}
+        self._state.update_running_replica_ids(self._ids[role], list(ids.values()))
+        return ids
 
     def decide(self, targets: Mapping[str, int]) -> dict[str, int]:
-        """Return Serve's decision for each role with `targets`."""
         decided = self._state.get_decision_num_replicas({self._ids[role]: count for role, count in targets.items()})
         return {one.name: count for one, count in decided.items()}
 

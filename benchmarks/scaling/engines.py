@@ -1,11 +1,8 @@
-"""Models of a prefill and a decode engine. Times are simulated seconds.
+"""Models of a prefill and a decode engine, whose load the product's own code measures.
 
-`actors.autoscaling.load` measures the loads. Not modelled: preemption (a request waits until its
-prompt and answer fit), prefix caches, chunks of several prompts in a step, prompts that decode
-computes itself, the network (a constant), failures.
+Not modelled: preemption (a request waits until its prompt and answer fit), prefix caches, chunks of
+several prompts in a step, prompts that decode computes itself, the network (a constant), failures.
 """
-
-from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,20 +13,16 @@ from benchmarks.scaling.loads import Arrival
 
 @dataclass(frozen=True)
 class Machine:
-    """Capabilities of one engine, in the order of an 8B model on one large GPU; none is
-    measured.
-    """
+    """One engine, in the order of an 8B model on one large GPU; no figure is measured."""
 
     prompt_tokens_per_s: float = 10_000.0
-    step_s: float = 0.010
-    """A decode step without sequences."""
+    step_s: float = 0.010  # a decode step without sequences
     step_per_sequence_s: float = 0.0004
     kv_tokens: int = 400_000
     start_s: float = 90.0
     handover_s: float = 0.02
-    prefill_places: int = 32
+    prefill_places: int = 32  # requests in one replica; more wait in routers
     decode_places: int = 256
-    """Requests in one replica; more wait in routers."""
 
 
 @dataclass
@@ -46,9 +39,6 @@ class Request:
 
     @property
     def tpot_s(self) -> float:
-        """Return the mean time between tokens; 0 for an answer of one, infinite for one that has
-        not ended.
-        """
         if self.ended_s == float("inf"):
             return float("inf")
         return (self.ended_s - self.first_token_s) / max(self.arrival.answer_tokens - 1, 1)
@@ -65,10 +55,9 @@ class Replica:
     number: int
     ready_s: float
     machine: Machine
-    stopping: bool = False
-    load: LoadMeter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.stopping = False
         self.load = LoadMeter(self.ready_s)
 
     @property
@@ -81,9 +70,7 @@ class Replica:
 
 @dataclass
 class PrefillReplica(Replica):
-    """Replica that computes prompts one after the other; a request counts as ongoing until decode
-    has its KV.
-    """
+    """Computes prompts one after the other; a request is ongoing until decode has its KV."""
 
     queue: deque[Request] = field(default_factory=deque)
     held: list[Request] = field(default_factory=list)
@@ -100,7 +87,6 @@ class PrefillReplica(Replica):
         self.queue.append(request)
 
     def step(self, now_s: float) -> None:
-        """Return the work done by now."""
         while self.queue and self.queue[0].prompt_done_s <= now_s:
             request = self.queue.popleft()
             tokens = request.arrival.prompt_tokens
@@ -114,9 +100,7 @@ class PrefillReplica(Replica):
 
 @dataclass
 class DecodeReplica(Replica):
-    """Replica that advances all its sequences by a token per step, which takes longer the more
-    there are.
-    """
+    """Advances all its sequences by a token per step, which takes longer the more there are."""
 
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)

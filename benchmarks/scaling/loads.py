@@ -1,11 +1,7 @@
-"""Loads to replay: arrivals with prompt and answer lengths, synthetic from a seed or from a
-file.
-"""
-
-from __future__ import annotations
+"""Loads to replay: arrivals with their lengths, synthetic from a seed or from a file."""
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,7 +30,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Mix:
-    """Mean lengths (tokens); lengths are lognormal around them."""
+    """Mean lengths in tokens of lognormal distributions."""
 
     prompt_tokens: float
     answer_tokens: float
@@ -51,37 +47,21 @@ def synthetic(seed: int) -> list[Load]:
     return [
         _make("ramp", "chat, from 1 to 20 requests/s and back", seed, _ramp, lambda _: CHAT),
         _make("bursts", "chat, 4 requests/s, and 12 for five minutes of every fifteen", seed, _bursts, lambda _: CHAT),
-        _make(
-            "shift",
-            "long prompts at 4 requests/s for half an hour, then long answers",
-            seed,
-            lambda _: 4.0,
-            lambda at_s: READING if at_s < HOUR_S / 2 else WRITING,
-        ),
+        _make("shift", "long prompts at 4 requests/s for half an hour, then long answers", seed, lambda _: 4.0, _shift),
         _make("day", "a day in an hour: two peaks of 15 requests/s, lengths of both kinds", seed, _day, _any),
     ]
 
 
-def from_file(path: Path, rate: float = 1.0) -> Load:
-    """Read a recorded load: CSV with Azure's columns TIMESTAMP (ISO 8601), ContextTokens,
-    GeneratedTokens.
-
-    With a `rate` below 1, only this share of the requests is used, evenly.
-    """
+def from_file(path: Path) -> Load:
+    """Read CSV with Azure's columns TIMESTAMP (ISO 8601), ContextTokens and GeneratedTokens."""
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     began = _timestamp(rows[0]["TIMESTAMP"])
-    arrivals = tuple(
-        Arrival(
-            (_timestamp(row["TIMESTAMP"]) - began).total_seconds(),
-            max(int(row["ContextTokens"]), 1),
-            max(int(row["GeneratedTokens"]), 1),
-        )
-        for number, row in enumerate(rows)
-        if int((number + 1) * rate) > int(number * rate)
-    )
-    about = f"recorded, {rate:.0%} of {len(rows)} requests"
-    return Load(path.stem, about, arrivals[-1].at_s, arrivals)
+    arrivals = []
+    for row in rows:
+        lengths = (max(int(row[name]), 1) for name in ("ContextTokens", "GeneratedTokens"))
+        arrivals.append(Arrival((_timestamp(row["TIMESTAMP"]) - began).total_seconds(), *lengths))
+    return Load(path.stem, f"recorded, 100% of {len(rows)} requests", arrivals[-1].at_s, tuple(arrivals))
 
 
 def _timestamp(text: str) -> datetime:
@@ -104,31 +84,25 @@ def _day(at_s: float) -> float:
     return float(8 - 5 * np.cos(phase) - 3 * np.cos(2 * phase)) * 15 / 14.1
 
 
+def _shift(at_s: float) -> Mix:
+    return READING if at_s < HOUR_S / 2 else WRITING
+
+
 def _any(at_s: float) -> Mix:
     # Both kinds alternate by seconds, so that both occur at any time.
     return READING if int(at_s * 10) % 10 == 0 else CHAT if int(at_s * 10) % 10 < 8 else WRITING
 
 
-def _make(
-    name: str, about: str, seed: int, rate: Callable[[float], float], mix: Callable[[float], Mix], most: float = 25.0
-) -> Load:
-    random = np.random.default_rng([seed, *name.encode()])
-    return Load(name, about, HOUR_S, tuple(_arrivals(random, rate, mix, most)))
-
-
-def _arrivals(
-    random: np.random.Generator, rate: Callable[[float], float], mix: Callable[[float], Mix], most: float
-) -> Iterator[Arrival]:
-    """Draw by thinning: candidates at the highest rate, each kept with the probability of its
-    time's rate.
-    """
-    at_s = 0.0
+def _make(name: str, about: str, seed: int, rate: Callable[[float], float], mix: Callable[[float], Mix]) -> Load:
+    # Thinning: candidates at the highest rate, each kept with the probability of its time's rate.
+    random, most, at_s = np.random.default_rng([seed, *name.encode()]), 25.0, 0.0
+    arrivals = []
     while (at_s := at_s + random.exponential(1 / most)) < HOUR_S:
-        if random.random() * most >= rate(at_s):
-            continue
-        kind = mix(at_s)
-        lengths = [
-            max(1, int(random.lognormal(np.log(mean) - kind.sigma**2 / 2, kind.sigma)))
-            for mean in (kind.prompt_tokens, kind.answer_tokens)
-        ]
-        yield Arrival(at_s, *lengths)
+        if random.random() * most < rate(at_s):
+            kind = mix(at_s)
+            lengths = [
+                max(1, int(random.lognormal(np.log(mean) - kind.sigma**2 / 2, kind.sigma)))
+                for mean in (kind.prompt_tokens, kind.answer_tokens)
+            ]
+            arrivals.append(Arrival(at_s, *lengths))
+    return Load(name, about, HOUR_S, tuple(arrivals))

@@ -1,7 +1,5 @@
 """Replay a load against replicas that an autoscaler starts and stops."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +13,7 @@ from benchmarks.scaling.engines import DecodeReplica, Machine, PrefillReplica, R
 from benchmarks.scaling.loads import HOUR_S, Load
 
 STEP_S = 0.2
-DECIDE_EVERY_S = 2.0
-"""Serve decides ten times per second, from reports at intervals of a few seconds."""
-
+DECIDE_EVERY_S = 2.0  # Serve: ten times per second, from reports at intervals of a few seconds
 PLOT_EVERY_S = 10.0
 
 
@@ -35,9 +31,7 @@ OBJECTIVE = Objective()
 
 @dataclass(frozen=True)
 class Outcome:
-    """Shares of all requests; one that has not ended an hour after the load misses both
-    objectives.
-    """
+    """Shares of all requests; one that has not ended an hour after the load misses both."""
 
     requests: int
     ttft_attained: float
@@ -48,8 +42,7 @@ class Outcome:
     tpot_p50_s: float
     tpot_p99_s: float
     gpu_hours: float
-    changes: int
-    """Number of decisions that changed a number of replicas."""
+    changes: int  # decisions that changed a number of replicas
     timeline: list[dict[str, float]] = field(repr=False, default_factory=list)
 
 
@@ -57,17 +50,13 @@ ReplicaT = TypeVar("ReplicaT", bound=Replica)
 
 
 class Fleet(Generic[ReplicaT]):
-    """The replicas of a role, starting, serving or stopping, and their cost."""
+    """The replicas of a role, and their cost."""
 
     def __init__(self, role: str, kind: type[ReplicaT], machine: Machine, slots: int, count: int) -> None:
-        self.role = role
-        self.slots = slots
-        self.target = count
+        self.role, self.slots, self.target = role, slots, count
         self.gpu_s = 0.0
-        self.changes = 0
+        self.changes = self._next = self._turn = 0
         self._kind, self._machine = kind, machine
-        self._next = 0
-        self._turn = 0
         self.replicas: list[ReplicaT] = []
         for _ in range(count):
             self._start(0.0)
@@ -80,9 +69,7 @@ class Fleet(Generic[ReplicaT]):
         return [one for one in self.replicas if one.ready_s <= now_s and not one.stopping]
 
     def scale(self, target: int, now_s: float) -> None:
-        """Start replicas, or stop some: those that are not ready first, as Serve does, then the
-        idlest.
-        """
+        """Start replicas, or stop some: as Serve does those not ready first, then the idlest."""
         self.changes += target != self.target
         self.target = target
         there = [one for one in self.replicas if not one.stopping]
@@ -106,30 +93,16 @@ class Fleet(Generic[ReplicaT]):
         self.gpu_s += dt_s * len(self.replicas)
 
 
-def simulate(
-    load: Load,
-    policy: Policy,
-    config: Mapping[str, Any],
-    machine: Machine = MACHINE,
-    objective: Objective = OBJECTIVE,
-) -> Outcome:
+def simulate(load: Load, policy: Policy, config: Mapping[str, Any], machine: Machine = MACHINE) -> Outcome:
     """Replay all of `load`, and continue until every request has ended."""
     clock = Clock()
     with simulated_time(clock):
-        return _Run(load, policy, config, machine, objective, clock).play()
+        return _Run(load, policy, config, machine, clock).play()
 
 
 class _Run:
-    def __init__(
-        self,
-        load: Load,
-        policy: Policy,
-        config: Mapping[str, Any],
-        machine: Machine,
-        objective: Objective,
-        clock: Clock,
-    ) -> None:
-        self._load, self._objective, self._clock = load, objective, clock
+    def __init__(self, load: Load, policy: Policy, config: Mapping[str, Any], machine: Machine, clock: Clock) -> None:
+        self._load, self._clock = load, clock
         self._autoscaler = Autoscaler(policy, config, clock)
         fewest = config["min_replicas"]
         self._prefill = Fleet("Prefill", PrefillReplica, machine, machine.prefill_places, fewest)
@@ -172,7 +145,6 @@ class _Run:
             prefill.take(request, now_s)
 
     def _serve(self, steps: int, now_s: float) -> None:
-        """Run the periodic work of replicas, routers and the controller at their times."""
         scaler = self._autoscaler
         fleets: tuple[Fleet[Any], ...] = (self._prefill, self._decode)
         for fleet in fleets:
@@ -207,7 +179,7 @@ class _Run:
     def _outcome(self) -> Outcome:
         ttft = np.array([one.ttft_s for one in self._requests])
         tpot = np.array([one.tpot_s for one in self._requests])
-        in_time, fast = ttft <= self._objective.ttft_s, tpot <= self._objective.tpot_s
+        in_time, fast = ttft <= OBJECTIVE.ttft_s, tpot <= OBJECTIVE.tpot_s
         return Outcome(
             requests=len(self._requests),
             ttft_attained=float(in_time.mean()),

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,6 +21,14 @@ def request(prompt_tokens: int, answer_tokens: int, at_s: float = 0.0) -> Reques
     return Request(Arrival(at_s, prompt_tokens, answer_tokens))
 
 
+def decoding(*requests: Request) -> DecodeReplica:
+    decode = DecodeReplica(0, 0.0, MACHINE)
+    for one in requests:
+        one.prompt_done_s = 0.0
+        decode.take(one)
+    return decode
+
+
 def test_prompts_are_computed_in_turn():
     """A replica computes 500, then 250 tokens at 1,000 tokens/s, and reports this rate."""
     prefill = PrefillReplica(0, 0.0, MACHINE)
@@ -38,44 +45,29 @@ def test_prompts_are_computed_in_turn():
 
 def test_a_step_takes_longer_the_more_sequences_it_has():
     """Two sequences take 0.02 + 2 x 0.005 s per token."""
-    decode = DecodeReplica(0, 0.0, MACHINE)
-    both = [request(100, 31), request(100, 31)]
-    for one in both:
-        one.prompt_done_s = 0.0
-        decode.take(one)
-    now_s = 0.0
-    ended: list[Request] = []
-    while len(ended) < 2:
-        now_s += 0.01
-        ended += decode.step(now_s, 0.01)
-    assert both[0].tpot_s == pytest.approx(0.03, rel=0.03)
-    assert decode.stats(now_s)["tpot_s"] == pytest.approx(0.03)
+    decode = decoding(one := request(100, 31), request(100, 31))
+    ended = [step for step in range(1, 200) if decode.step(step / 100, 0.01)]
+    assert one.tpot_s == pytest.approx(0.03, rel=0.03)
+    assert decode.stats(ended[-1] / 100)["tpot_s"] == pytest.approx(0.03)
 
 
 def test_a_request_without_room_for_its_kv_waits():
     """A cache of 1,000 tokens does not hold two requests of 600."""
-    decode = DecodeReplica(0, 0.0, MACHINE)
-    for one in (first := request(500, 100), request(500, 100)):
-        one.prompt_done_s = 0.0
-        decode.take(one)
+    decode = decoding(first := request(500, 100), request(500, 100))
     assert decode.stats(0.0) == decode.stats(0.0) | {"kv_use": 0.6, "running": 1.0, "waiting": 1.0}
     now_s = 0.0
     while first.ended_s == float("inf"):
         now_s += 0.1
         decode.step(now_s, 0.1)
-    assert decode.stats(now_s)["running"] == 1.0
-    assert decode.stats(now_s)["waiting"] == 0.0
+    assert decode.stats(now_s) == decode.stats(now_s) | {"running": 1.0, "waiting": 0.0}
 
 
-def test_engines_are_paid_for_while_they_start_and_until_they_have_ended_what_they_have():
-    """One ready replica, one that starts for 30 s, and one that stops with a request of a
-    second.
-    """
+def test_engines_are_paid_for_from_their_start_to_their_last_request():
+    """One is ready, one starts for 30 s, and one stops with a request of a second."""
     fleet = Fleet("Prefill", PrefillReplica, MACHINE, slots=2, count=1)
     fleet.scale(2, 0.0)
     assert [len(fleet.ready(at_s)) for at_s in (0.0, 29.9, 30.0)] == [1, 1, 2]
-    last = request(1000, 1)
-    fleet.replicas[0].take(last, 30.0)
+    fleet.replicas[0].take(request(1000, 1), 30.0)
     fleet.scale(1, 30.0)
     fleet.pay(1.0)
     assert fleet.gpu_s == 1.0, "the idler one was stopped, and costs nothing more"
@@ -85,10 +77,7 @@ def test_engines_are_paid_for_while_they_start_and_until_they_have_ended_what_th
 
 
 def test_serves_default_policy_is_serves():
-    """Serve's policy: 20 ongoing requests at 4 per replica need five.
-
-    Ours decides from the same reports.
-    """
+    """Serve's policy: 20 ongoing requests at 4 per replica need five."""
     clock = Clock(100.0)
     with simulated_time(clock):
         scaler = Autoscaler(Policy("theirs", targets=(4.0, 10.0)), AT_ONCE, clock)
@@ -101,29 +90,22 @@ def test_serves_default_policy_is_serves():
         assert scaler.decide({"Prefill": 1, "Decode": 1}) == {"Prefill": 5, "Decode": 2}
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy("ours", {"policy_function": POLICY, "policy_kwargs": {"tpot_s": 0.05}}),
-        Policy("theirs", targets=(2.0, 8.0)),
-    ],
-    ids=lambda policy: policy.name,
-)
+OURS = Policy("ours", {"policy_function": POLICY, "policy_kwargs": {"tpot_s": 0.05}})
+
+
+@pytest.mark.parametrize("policy", [OURS, Policy("theirs", targets=(2.0, 8.0))], ids=lambda policy: policy.name)
 def test_a_load_that_grows_gets_engines_and_every_request_ends(policy):
     """One request arrives per second for three minutes, then four; each takes half a second."""
-    arrivals = [Arrival(float(at_s), 500, 20) for at_s in range(180)]
-    arrivals += [Arrival(180 + number / 4, 500, 20) for number in range(4 * 240)]
-    load = Load("step", "", 420.0, tuple(arrivals))
+    times = [*range(180), *(180 + number / 4 for number in range(4 * 240))]
+    load = Load("step", "", 420.0, tuple(Arrival(float(at_s), 500, 20) for at_s in times))
     outcome = simulate(load, policy, AT_ONCE, replace(MACHINE, kv_tokens=100_000))
-    assert outcome.requests == len(arrivals)
+    assert outcome.requests == len(times)
     assert 0 < outcome.attained < 1
     assert outcome.ttft_p99_s < 600
     by_time = {point["at_s"]: point["prefill_ready"] for point in outcome.timeline}
-    assert by_time[100.0] <= 2
-    assert by_time[400.0] >= 2
-    assert outcome.gpu_hours * 3600 == pytest.approx(
-        sum(10 * (point["prefill_paid"] + point["decode_paid"]) for point in outcome.timeline), rel=0.1
-    )
+    assert by_time[100.0] <= 2 <= by_time[400.0]
+    paid = sum(10 * (point["prefill_paid"] + point["decode_paid"]) for point in outcome.timeline)
+    assert outcome.gpu_hours * 3600 == pytest.approx(paid, rel=0.1)
 
 
 def test_the_same_seed_is_the_same_load():
@@ -131,8 +113,7 @@ def test_the_same_seed_is_the_same_load():
     one, again, other = synthetic(1), synthetic(1), synthetic(2)
     assert one == again
     assert one[0].arrivals != other[0].arrivals
-    ramp = next(load for load in one if load.name == "ramp")
-    top = [arrival for arrival in ramp.arrivals if 1200 <= arrival.at_s < 2400]
+    top = [arrival for arrival in one[0].arrivals if 1200 <= arrival.at_s < 2400]
     assert len(top) == pytest.approx(20 * 1200, rel=0.02)
     assert sum(arrival.prompt_tokens for arrival in top) / len(top) == pytest.approx(1500, rel=0.05)
 
@@ -144,7 +125,6 @@ def test_a_recorded_load(tmp_path: Path):
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109"
     )
-    load = from_file(file)
-    at_s: Any = pytest.approx(4.314579, abs=STEP_S / 1000)
-    assert load.arrivals[1] == Arrival(at_s, 396, 109)
-    assert len(from_file(file, rate=0.5).arrivals) == 1
+    last = from_file(file).arrivals[1]
+    assert (last.prompt_tokens, last.answer_tokens) == (396, 109)
+    assert last.at_s == pytest.approx(4.314579, abs=STEP_S / 1000)
