@@ -120,8 +120,7 @@ class DeviceCopies:
     def _take(self, rows: torch.Tensor, index: torch.Tensor, stream: Any) -> tuple[int, torch.Tensor]:
         """Return (offset, content) of the ring's next part; ``stream`` waits for its last use.
 
-        The stream of copies from staging waits, too: it may get the rest of a part that only begins
-        here. The other streams wait for each of its copies.
+        The stream of copies from staging waits, too: it may get the rest of this part.
         """
         size = len(index) * rows.shape[1] * rows.element_size()
         start = self._next if self._next + size <= _RING_BYTES else 0

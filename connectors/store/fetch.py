@@ -7,8 +7,7 @@
              from any tier, the fetch continues with the longest prefix that does not need it
     over     all objects that a resume at ``end_token`` needs are verified and in staging
 
-Without the store, a transfer or the engine's own computation supplies the same tokens. The request
-waits no longer than this would take.
+A request waits no longer than its transfer, or the computation of the same tokens, would take.
 """
 
 from __future__ import annotations

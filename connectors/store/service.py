@@ -5,9 +5,8 @@ An *object* is what the store keeps of one KV cache group for one span of tokens
 *Staging* is memory that the engine's scheduler and workers share; workers copy KV between staging
 and blocks. A *slot* of staging holds one object.
 
-Threads of the tiers access the files. No method waits for them. A tier that fails, hangs or is full
-only causes misses and dropped stores. Not thread-safe: only the scheduler's thread calls methods of
-``KVStore`` and ``Fetch``.
+Threads of the tiers access the files; no method waits for them. A tier that fails, hangs or is full
+only causes misses and dropped stores. Only the scheduler's thread calls ``KVStore`` and ``Fetch``.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ class KVStore:
     # Stores.
 
     def reserve(self, ref: ObjectRef) -> int | None:
-        """Reserve a slot of staging for an object to store; return its offset.
-
-        None without room (``_may_store``), or if no tier accepts writes.
-        """
+        """Reserve a slot for an object to store; None without room, or a tier that accepts it."""
         self.sweep()
         offset = None
         if any(tier.writes.accepts for tier in self.tiers) and self._may_store(self.sizes[ref.group]):
@@ -115,10 +111,7 @@ class KVStore:
                 self._write(faster, name, offset, size)
 
     def _may_store(self, size: int) -> bool:
-        """Return whether stores may use staging for one more object of ``size`` payload bytes.
-
-        True if stores then use at most half of staging, or if there is no other store.
-        """
+        """True if stores then use at most half of staging, or if there is no other store."""
         used = self.staging.bytes_of(self._stores)
         return not used or 2 * (used + slot_bytes(size)) <= self.staging.size_bytes
 
@@ -166,10 +159,7 @@ class KVStore:
             tier.folder.removed = deque(maxlen=_KEPT_CHANGES)
 
     def take_changes(self) -> tuple[list[tuple[str, ObjectName]], list[tuple[str, ObjectName]]]:
-        """Return (tier label, object) of objects stored, and removed, since the last call.
-
-        A removed object was evicted or corrupt. At most the last _KEPT_CHANGES removals are kept.
-        """
+        """Return (tier label, object) of objects stored, and evicted or found corrupt."""
         self.sweep()
         stored, self._stored, removed = self._stored or [], [], []
         for tier in self.tiers:

@@ -12,7 +12,7 @@ from connectors.store.tiers.folder import FolderTier
 from connectors.vllm_hma.kv_store.orders import StoreOrders, StoreReport
 from connectors.vllm_hma.kv_store.scheduler import StoreScheduler
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
-from tests.vllm_contract.stored_prompt import RANK, Host, host, left, new_request, tables
+from tests.vllm_contract.stored_prompt import CACHE, RANK, Host, host, left, new_request, tables
 from tests.vllm_contract.workers import until
 
 __all__ = ["host"]
@@ -29,6 +29,19 @@ def matched(scheduler: StoreScheduler, request: Request) -> int:
 
     until(answered)
     return found[0]
+
+
+def test_no_load_is_ordered_before_all_ranks_have_mapped_staging(host: Host) -> None:
+    """vLLM ends an engine with several KV cache groups if a load within a step fails."""
+    host.fill(64)
+    engine = StoreScheduler(host.settings, 4096)
+    host.schedulers.append(engine)
+    engine.publish([CACHE])
+    request = new_request(engine)
+    until(lambda: engine.matched_tokens(request, 0) is None and not engine.store.running)
+    assert engine.matched_tokens(request, 0) is None, "the fetch is over"
+    engine.take(StoreReport(attached=1))
+    assert engine.matched_tokens(request, 0) == 64
 
 
 @pytest.mark.parametrize(("token_s", "tokens"), [(1.0, 64), (1e-6, 0)])

@@ -135,13 +135,9 @@ class PrefixChain:
             while stop_at in offsets and self._features and self._features[-1].offset == stop_at:
                 self._add("feature", self._features.pop().identifier)
 
-    def prefix(self, end_token: int) -> bytes:
-        """Return the digest of the first ``end_token`` tokens, the end of a span."""
-        return self._digests[end_token]
-
     def key(self, ref: ObjectRef) -> bytes:
         whole = hashlib.blake2b(self._space, digest_size=KEY_BYTES, person=b"tandem-object")
-        whole.update(self.prefix(ref.end_token))
+        whole.update(self._digests[ref.end_token])
         whole.update(ref.group.to_bytes(4, "little"))
         return whole.digest()
 

@@ -8,15 +8,9 @@ span   tokens of one group per object: ``chunk_tokens`` for a state, or if chunk
 Spans depend on rows and not on the allocator's block size, so engines of different block sizes have
 the same objects.
 
-An object *keeps* the tokens that a reader needs:
-
-    full attention     its whole span
-    sliding window     the last tokens that attention after the chunk's end reads, their number
-                       rounded up to a power of two and then to whole rows; at most the chunk
-    chunked attention  the whole chunk; nothing if attention chunks end at every chunk end
-    state              the state at the chunk's end
-
-A group whose span exceeds the chunk keeps its whole span.
+An object *keeps* the tokens that a reader needs: its whole span; of a sliding window, the last
+tokens that attention after the chunk's end reads, rounded up; of chunked attention, nothing if
+attention chunks end at every chunk end; of a state, the one at the chunk's end.
 """
 
 from __future__ import annotations
@@ -141,8 +135,7 @@ def _kept(group: Group, chunk_tokens: int, granule: int) -> int:
 def _fits(block_tokens: int, kept: int, chunk_tokens: int) -> bool:
     """Return whether a load up to a chunk end leaves every block complete for a prefix cache.
 
-    Blocks within the kept tokens are complete. A block longer than the kept tokens ends with the
-    chunk, and no token after the chunk reads the tokens that the block lacks.
+    No token after the chunk reads the tokens that a block longer than the kept tokens lacks.
     """
     return chunk_tokens % block_tokens == 0 and (block_tokens >= kept or kept % block_tokens == 0)
 

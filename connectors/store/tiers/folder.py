@@ -56,7 +56,6 @@ _GIVE_UP_S = _ID_S = 1.0
 
 @dataclass(slots=True)
 class TierCounts:
-    hits: int = 0
     corrupt: int = 0
     stored: int = 0
     stored_bytes: int = 0
@@ -128,7 +127,6 @@ class FolderTier:
             return False
         except OSError:
             return False
-        self.counts.hits += 1
         return True
 
     def find_all(self, names: Sequence[ObjectName]) -> list[bool]:

@@ -53,8 +53,7 @@ class OpenFolder:
     def file(self, name: str, create: bool = False) -> int:
         """Open a file for reading and writing.
 
-        Raises OSError, also if it is a link, has other names or is not a regular file: the store
-        would overwrite a file of others.
+        Raises OSError also if the store would overwrite a file of others: a link, or another name.
         """
         try:
             fd = self.open(name, os.O_RDWR | os.O_CREAT if create else os.O_RDWR)

@@ -63,9 +63,7 @@ class StoreEvents:
     def take(self, stored: Changes, removed: Changes) -> list[KVCacheEvent]:
         """Return the events of these changes, removals last.
 
-        An object that was removed and stored again since the last call is therefore last reported
-        as removed. Skips stored objects that are not recorded by ``describe``, for example those
-        that other engines had stored and this one copied to a faster tier.
+        Skips objects that were not described: those that other engines had stored.
         """
         events: list[KVCacheEvent] = []
         for label, name in stored:

@@ -54,8 +54,6 @@ def check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
 
     A step may complete the objects of all groups together. Stores use at most half of staging,
     except for a single object (``KVStore.reserve``).
-
-    ``sizes``  payload bytes of one object, for each group that has objects
     """
     chunk_bytes = sum(sizes)
     needed_bytes = sum(map(slot_bytes, sizes)) * (2 if len(sizes) > 1 else 1)
@@ -73,11 +71,10 @@ def check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
 
 
 def describe_store(store: KVStore) -> dict[str, Any] | None:
-    """Return the fields of an ``EngineStore`` (``actors/policy/stores.py``).
+    """Return the fields of an ``EngineStore`` (``actors/policy/stores.py``); None without an id.
 
     The slowest tier identifies the store: it is the largest, and outlives the others. With the
-    namespace, engines of other weights that share the folder have another id. Returns None if the
-    folder's id cannot be read or written; the store works without it.
+    namespace, engines of other weights that share the folder have another id.
     """
     slowest, plan = store.tiers[-1].folder, store.plan
     try:

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 class Transferred:
     """Tokens ``[start_token, end_token)`` whose full-attention KV a transfer supplies.
 
-    The store loads full attention of a prompt's first tokens. The transfer supplies full attention
-    of the tokens after them, and windows and states at the prompt's end (``docs/decisions/0050``).
-    Created when the transfer starts.
+    The transfer supplies windows and states only at the prompt's end (``docs/decisions/0050``).
+    Created when it starts.
     """
 
     def __init__(self, store: KVStore, start_token: int, end_token: int) -> None:
@@ -46,10 +45,9 @@ class Transferred:
             self._asked_at = None
 
     def take_objects(self, computed: int) -> list[ObjectRef]:
-        """Take the next objects of these tokens, to store in a step that begins at ``computed``.
+        """Take the next full-attention objects, to store in a step that begins at ``computed``.
 
-        Returns objects of at most one chunk, to keep the step short, and only of full attention: a
-        transfer sends windows and states only for the prompt's end.
+        Of at most one chunk, to keep the step short.
         """
         if computed < self._end_token:
             # The transfer failed and this engine computes the tokens.
@@ -64,9 +62,8 @@ class Transferred:
     def has_tokens_of(self, ref: ObjectRef) -> bool:
         """Return whether the engine has all tokens of an object that ends after the transfer.
 
-        A transfer sends windows only from the first token that attention at its end reads. It does
-        not send earlier tokens of the same block, so an object that keeps them would be incomplete.
-        Call after ``take_objects``.
+        A transfer does not send tokens of a window's first block that attention at its end does not
+        read, so an object that keeps them would be incomplete. Call after ``take_objects``.
         """
         spans = self._store.plan.groups[ref.group]
         if self._failed or spans.group.kind not in WINDOWED:
@@ -78,10 +75,9 @@ class Transferred:
 class StoreRequest:
     """State of one request.
 
-    ``fetch``        its fetch, until its load is ordered or the fetch is discarded
-    ``present``      objects that a tier had at the request's last fetch; not stored again
-    ``tier``         ``Fetch.tier`` of the last load that was ordered; empty before
-    ``void``         whether its KV must not be stored
+    ``present``  objects that a tier had at the request's last fetch; not stored again
+    ``tier``     ``Fetch.tier`` of the last load that was ordered
+    ``void``     whether its KV must not be stored
     """
 
     request: Request
