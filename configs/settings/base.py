@@ -1,23 +1,21 @@
 """Base class, field types and error of all settings models; a string with a masked `repr`."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from connectors.settings import Positive, Seconds, Settings
+
+__all__ = ["ROLES", "Frozen", "HiddenText", "Positive", "RoleName", "Seconds", "SettingsError"]
 
 RoleName = Literal["prefill", "decode"]
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SettingsError(ValueError):
     """A configuration is invalid, or cannot be read or checked; the message gives the cause."""
 
 
-class Frozen(BaseModel):
-    """Base of immutable models that refuse unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Frozen(Settings):
+    """Base of the service's settings, which Serve pickles."""
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Add the defaults of newer fields: a replica in a pod with a newer image receives the

@@ -2,12 +2,12 @@
 
 import ipaddress
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from configs.settings.base import Frozen, HiddenText, Positive, Seconds, SettingsError
+from configs.settings.base import Frozen, HiddenText, Seconds, SettingsError
+from connectors.store.settings import StoreSettings
 
 PEER_SECRET_VARIABLE = "TANDEM_PEER_SECRET"
 MIN_SECRET_CHARACTERS = 16
@@ -152,67 +152,8 @@ class TransferSettings(Frozen):
         return SecretStr(found)
 
 
-class KVStoreSettings(Frozen):
-    """Settings of the KV store, which is disabled unless `path` or `memory_gib` is set."""
-
-    path: str = Field(
-        "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
-    )
-    disk_gib: Positive = Field(
-        64.0, description="maximum size of all files below `path`, in GiB, shared by all engines that use this folder"
-    )
-    memory_gib: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="maximum size of all files below `memory_path`, in GiB, shared by all engines that use this "
-        "folder; 0: no memory tier",
-    )
-    memory_path: str = Field("/dev/shm/tandem-kv-store", description="folder on a tmpfs that holds the memory tier")
-    chunk_tokens: int = Field(
-        256,
-        ge=1,
-        description="tokens of a chunk, equal on all engines that share objects. For a model with states, set "
-        "`max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
-    )
-    staging_mib: int = Field(
-        256,
-        ge=1,
-        description="shared memory of each engine between files and KV blocks, in `/dev/shm`: at least the objects "
-        "of one chunk, twice that with several KV cache groups",
-    )
-    lookup_s: Seconds = Field(
-        0.015,
-        description="time after which a lookup without an answer counts as a miss, and after which a fetch ends if the "
-        "tiers deliver no bytes to it",
-    )
-    load_s: Seconds = Field(
-        2.0,
-        description="timeout for reading and verifying the objects of a request; the engine computes the tokens of "
-        "late ones",
-    )
-    store_s: Seconds = Field(
-        30.0,
-        description="time for which an object may wait in staging until its write to a tier begins; then the store "
-        "drops it",
-    )
-    always_load: bool = Field(
-        False,
-        description="whether a prompt without a transfer loads all its stored KV, which saves computation; false: only "
-        "if the load is estimated to be faster than the computation",
-    )
-
-    @model_validator(mode="after")
-    def _paths_are_absolute(self) -> "KVStoreSettings":
-        for key in ("path", "memory_path"):
-            folder = getattr(self, key)
-            if folder and not Path(folder).is_absolute():
-                raise ValueError(f"{key} must be an absolute path, not {folder!r}")
-        return self
-
-    @property
-    def enabled(self) -> bool:
-        return bool(self.path or self.memory_gib)
+class KVStoreSettings(Frozen, StoreSettings):
+    """Settings of the KV store, as the connector defines them."""
 
     def connector_config(self) -> dict[str, Any]:
         """Return the store's part of `kv_connector_extra_config`; empty if it is disabled."""

@@ -1,53 +1,83 @@
-"""Settings of the KV store: the ``store`` object of ``kv_connector_extra_config``."""
+"""Settings of the KV store: ``store`` in a service's configuration and in a connector's."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
 
 from connectors.errors import ConfigurationError
+from connectors.settings import Seconds, Settings, parse
 
 GIB = 1 << 30
 
-_EXPECTED: dict[type, str] = {str: "a string", int: "an integer", float: "a finite number", bool: "true or false"}
+# In bytes, a larger size would exceed 64 bits.
+Gib = Annotated[float, Field(le=2**33, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """Settings of the KV store.
+class StoreSettings(Settings):
+    """Settings of the KV store, which is disabled unless `path` or `memory_gib` is set."""
 
-    ``path``          folder on a local disk; engines of one model with the same folder share its
-                      objects; empty: no disk tier
-    ``disk_gib``      maximum total size of the files in ``path``, of all engines, in GiB
-    ``memory_gib``    maximum total size of the files in ``memory_path``, of all engines, in GiB; 0:
-                      no memory tier
-    ``memory_path``   folder on a tmpfs; engines of one model with the same folder share its objects
-    ``chunk_tokens``  tokens per chunk; ``planning/spans.py`` derives each group's objects from it
-    ``staging_mib``   size of this engine's shared memory between files and KV blocks, in MiB
-    ``lookup_s``      time after which an unanswered lookup is a miss, and after which a fetch ends
-                      if none of its reads progresses (``tiers/reads.py``), in seconds
-    ``load_s``        time from the start of a fetch after which unverified objects are not loaded,
-                      in seconds
-    ``store_s``       time for which a write of an object to a tier may wait for a thread, a lock or
-                      evictions, in seconds; then the store drops the write
-    ``always_load``   whether a prompt without a transfer loads all its stored KV; False: only if
-                      the load is estimated to be faster than the computation
-    """
+    path: str = Field(
+        "", description="folder on a local disk of each engine's node, for the store alone; empty: no disk tier"
+    )
+    disk_gib: Gib = Field(
+        64.0,
+        gt=0,
+        description="maximum size of all files below `path`, in GiB, shared by all engines that use this folder",
+    )
+    memory_gib: Gib = Field(
+        0.0,
+        ge=0,
+        description="maximum size of all files below `memory_path`, in GiB, shared by all engines that use this "
+        "folder; 0: no memory tier",
+    )
+    memory_path: str = Field("/dev/shm/tandem-kv-store", description="folder on a tmpfs that holds the memory tier")
+    chunk_tokens: int = Field(
+        256,
+        ge=1,
+        description="tokens of a chunk, equal on all engines that share objects. For a model with states, set "
+        "`max_num_batched_tokens` or `long_prefill_token_threshold` to the same value",
+    )
+    staging_mib: int = Field(
+        256,
+        ge=1,
+        description="shared memory of each engine between files and KV blocks, in `/dev/shm`: at least the objects "
+        "of one chunk, twice that with several KV cache groups",
+    )
+    lookup_s: Seconds = Field(
+        0.015,
+        description="time after which a lookup without an answer counts as a miss, and after which a fetch ends if the "
+        "tiers deliver no bytes to it",
+    )
+    load_s: Seconds = Field(
+        2.0,
+        description="timeout for reading and verifying the objects of a request; the engine computes the tokens of "
+        "late ones",
+    )
+    store_s: Seconds = Field(
+        30.0,
+        description="time for which an object may wait in staging until its write to a tier begins; then the store "
+        "drops it",
+    )
+    always_load: bool = Field(
+        False,
+        description="whether a prompt without a transfer loads all its stored KV, which saves computation; false: only "
+        "if the load is estimated to be faster than the computation",
+    )
 
-    path: str = ""
-    disk_gib: float = 64.0
-    memory_gib: float = 0.0
-    memory_path: str = "/dev/shm/tandem-kv-store"
-    chunk_tokens: int = 256
-    staging_mib: int = 256
-    lookup_s: float = 0.015
-    load_s: float = 2.0
-    store_s: float = 30.0
-    always_load: bool = False
+    @field_validator("path", "memory_path")
+    @classmethod
+    def _is_absolute(cls, folder: str) -> str:
+        if folder and not Path(folder).is_absolute():
+            raise ValueError(f"must be an absolute path, not {folder!r}")
+        return folder
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.path or self.memory_gib)
 
     @property
     def tiers(self) -> list[tuple[str, Path, int]]:
@@ -63,37 +93,14 @@ class StoreSettings:
 def parse_settings(extra: Mapping[str, Any]) -> StoreSettings:
     """Parse the ``store`` object of ``kv_connector_extra_config``.
 
-    Raises ConfigurationError that names the invalid or missing key.
+    Raises ConfigurationError that names each invalid key, also if the store is disabled.
     """
     given = extra.get("store")
     if not isinstance(given, Mapping):
         raise ConfigurationError("kv_connector_extra_config: store must be an object with at least path or memory_gib")
-    types: dict[str, type] = {field.name: type(field.default) for field in fields(StoreSettings)}
-    values: dict[str, Any] = {}
-    for key, value in dict[str, Any](given).items():
-        if key not in types:
-            raise ConfigurationError(
-                f"kv_connector_extra_config: unknown key store.{key}; known keys are {', '.join(sorted(types))}"
-            )
-        wanted = types[key]
-        if wanted is float and type(value) is int:
-            with contextlib.suppress(OverflowError):
-                value = float(value)
-        # GIB: sizes must also be finite in bytes.
-        if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value * GIB)):
-            raise ConfigurationError(
-                f"kv_connector_extra_config: store.{key} must be {_EXPECTED[wanted]}, not {value!r}"
-            )
-        values[key] = value
-        if wanted not in (str, bool) and values[key] <= 0 and (key, value) != ("memory_gib", 0.0):
-            raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be positive, not {value!r}")
-    settings = StoreSettings(**values)
-    if not settings.tiers:
+    settings = parse(StoreSettings, given, "store.")
+    if not settings.enabled:
         raise ConfigurationError(
             "kv_connector_extra_config: store has neither a path nor memory_gib; set one of them, or remove store"
         )
-    for key in ("path", "memory_path"):
-        folder = getattr(settings, key)
-        if folder and not Path(folder).is_absolute():
-            raise ConfigurationError(f"kv_connector_extra_config: store.{key} must be an absolute path, not {folder!r}")
     return settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,11 @@ class Host:
     """Store schedulers of engines that share a path, one after the other."""
 
     def __init__(self, path: Path) -> None:
-        self.settings = StoreSettings(str(path), disk_gib=0.1, chunk_tokens=CHUNK, staging_mib=1, lookup_s=5.0)
+        self.settings = StoreSettings(path=str(path), disk_gib=0.1, chunk_tokens=CHUNK, staging_mib=1, lookup_s=5.0)
         self.schedulers: list[StoreScheduler] = []
 
     def start(self, **settings: Any) -> StoreScheduler:
-        scheduler = StoreScheduler(replace(self.settings, **settings), 4096)
+        scheduler = StoreScheduler(self.settings.model_copy(update=settings), 4096)
         scheduler.publish([CACHE])
         scheduler.take(StoreReport(attached=1))
         self.schedulers.append(scheduler)

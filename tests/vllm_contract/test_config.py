@@ -60,8 +60,8 @@ def test_devices(
         ({"forget_s": 60}, "forget_s must be at least 1800 s"),
         ({"store": True}, "store must be of type dict"),
         ({"store": {}}, "store has neither a path nor memory_gib"),
-        ({"store": {"pth": "/disk"}}, "unknown key store.pth"),
-        ({"store": {"path": "/disk", "always_load": 1}}, "store.always_load must be true or false, not 1"),
+        ({"store": {"pth": "/disk"}}, "store.pth: unknown key"),
+        ({"store": {"path": "/disk", "always_load": 1}}, "store.always_load: "),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:

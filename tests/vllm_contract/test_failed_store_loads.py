@@ -48,7 +48,7 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
 
 
 def store_worker(spoiled: SpoiledSteps) -> StoreWorker:
-    made = StoreWorker(StoreSettings("unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, spoiled)
+    made = StoreWorker(StoreSettings(path="/unused", disk_gib=0.1, chunk_tokens=16, staging_mib=1), 4096, spoiled)
     made.register(RANK.layout)
     return made
 

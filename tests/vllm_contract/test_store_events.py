@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from tests.vllm_contract.stored_prompt import CACHE, PROMPT
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[StoreScheduler]:
-    settings = StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0)
+    settings = StoreSettings(path=str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0)
     made = StoreScheduler(settings, 4096, events=True)
     made.publish([CACHE])
     made.take(StoreReport(attached=1))
@@ -109,8 +108,8 @@ def test_images_named_by_clients_are_neither_stored_nor_loaded(
 )
 def test_a_chunk_that_never_fits(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     """Every object would be dropped without a word."""
-    settings = StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1)
-    made = StoreScheduler(replace(settings, **changed), 4096)
+    settings = StoreSettings(path=str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1)
+    made = StoreScheduler(settings.model_copy(update=changed), 4096)
     with pytest.raises(ConfigurationError, match=message):
         made.publish([CACHE])
 
@@ -121,10 +120,10 @@ def test_a_chunk_that_never_fits(tmp_path: Path, changed: dict[str, Any], messag
 )
 def test_stores_leave_half_of_staging_to_loads(sizes: list[int], staging_mib: int) -> None:
     """A step completes one object of each group; a single object may use all."""
-    settings = StoreSettings("/disk", staging_mib=staging_mib)
+    settings = StoreSettings(path="/disk", staging_mib=staging_mib)
     check_sizes(sizes, settings)
     with pytest.raises(ConfigurationError, match=rf"at least {staging_mib}, or"):
-        check_sizes(sizes, replace(settings, staging_mib=staging_mib - 1))
+        check_sizes(sizes, settings.model_copy(update={"staging_mib": staging_mib - 1}))
 
 
 def test_an_object_that_was_there_already_is_no_event(scheduler: StoreScheduler) -> None:
@@ -135,7 +134,9 @@ def test_an_object_that_was_there_already_is_no_event(scheduler: StoreScheduler)
 def test_the_tail_of_a_prompt_is_evicted_first(tmp_path: Path) -> None:
     """Without its first chunk, a stored prompt would be of no use."""
     pages = 8 * 4096 / (1 << 30)
-    scheduler = StoreScheduler(StoreSettings(str(tmp_path / "store"), pages, chunk_tokens=8), 4096, events=True)
+    scheduler = StoreScheduler(
+        StoreSettings(path=str(tmp_path / "store"), disk_gib=pages, chunk_tokens=8), 4096, events=True
+    )
     scheduler.publish([CACHE])
     prompt = stored(scheduler, *(ObjectRef(end, 0) for end in range(8, 65, 8)))
     tail = next(event for event in prompt if isinstance(event, BlockStored) and event.token_ids == PROMPT[56:64])
@@ -146,7 +147,7 @@ def test_the_tail_of_a_prompt_is_evicted_first(tmp_path: Path) -> None:
 
 def test_without_kv_events_nothing_is_kept(tmp_path: Path) -> None:
     scheduler = StoreScheduler(
-        StoreSettings(str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0), 4096
+        StoreSettings(path=str(tmp_path / "store"), disk_gib=0.1, chunk_tokens=16, staging_mib=1, lookup_s=5.0), 4096
     )
     scheduler.publish([CACHE])
     assert stored(scheduler, ObjectRef(16, 0)) == []

@@ -63,7 +63,7 @@ def test_a_step_is_reported_once_its_copies_have_ended(staging: Staging, held: t
     layout = replace(
         rank.layout, regions=tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
     )
-    worker = StoreWorker(StoreSettings("unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
+    worker = StoreWorker(StoreSettings(path="/unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
     worker.register(layout, buffers)
     view = rank.views[0][0]
     view[...] = np.random.default_rng(3).integers(0, 256, view.shape, np.uint8)
@@ -89,7 +89,7 @@ def test_a_device_that_hangs_ends_the_engine(
 ) -> None:
     """It may still write to the slots of its copies, so no other object may get them."""
     rank = make_rank(SHAPE, 0, 1)
-    worker = StoreWorker(StoreSettings("unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
+    worker = StoreWorker(StoreSettings(path="/unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
     worker.register(
         replace(
             rank.layout, regions=tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)
@@ -110,7 +110,7 @@ def test_a_report_that_waits_for_an_idle_engines_next_step_is_no_hang(
 ) -> None:
     """A call reports one measured step; an engine without requests makes no call."""
     rank = make_rank(SHAPE, 0, 1)
-    worker = StoreWorker(StoreSettings("unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
+    worker = StoreWorker(StoreSettings(path="/unused", chunk_tokens=16, staging_mib=1), 4096, SpoiledSteps(2))
     worker.register(
         replace(
             rank.layout, regions=tuple(replace(each, memory_kind=MemoryKind("VRAM", 0)) for each in rank.layout.regions)

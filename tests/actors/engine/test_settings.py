@@ -267,7 +267,7 @@ def test_store_settings_are_the_connectors():
     assert ours == parse_config({"store": {"path": "/disk"}})
     assert ours.store is not None
     assert ours.store.path == "/disk"
-    with pytest.raises(SettingsError, match="path must be an absolute path, not 'disk'"):
+    with pytest.raises(SettingsError, match="path: must be an absolute path, not 'disk'"):
         parse_settings({"store": {"path": "disk"}})
 
 
