@@ -81,7 +81,7 @@ class Producer:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
         from vllm.utils.network_utils import get_open_port
 
-        from connectors.protocol.agent_metadata import encode_agent_metadata
+        from connectors.codec import encode_agent_metadata
         from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
         page, blocks, layers = shape

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.errors import PlanError
-from connectors.planning.grid import EVERY_TOKEN, Shard
 from connectors.planning.layout import Group, GroupKind
 
 NULL_BLOCK = 0
@@ -65,13 +64,6 @@ class UnitShape:
     tokens: int
     src_units: int
     dst_units: int
-    src_shard: Shard = EVERY_TOKEN
-    dst_shard: Shard = EVERY_TOKEN
-    spread: int = 1
-
-    def on_both(self, units: Ints) -> npt.NDArray[np.bool_]:
-        """Return a mask of the units that both ranks store."""
-        return self.src_shard.stores(units * self.tokens) & self.dst_shard.stores(units * self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +165,7 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
     held_tokens = shape.src_units * shape.tokens
     first = first_needed_token(group, end_token) // held_tokens * held_tokens
     needed = (units * shape.tokens < end_token) & (units * shape.tokens >= first)
-    return every.where(needed & shape.on_both(units))
+    return every.where(needed)
 
 
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from connectors.errors import PlanError
-from connectors.planning.grid import EVERY_TOKEN, Grid, Shard
 from connectors.planning.heads import held_heads
 
 
@@ -157,8 +156,6 @@ class Group:
     block_tokens: int
     window_tokens: int | None
     layers: tuple[LayerPages, ...]
-    shard: Shard = EVERY_TOKEN
-    stages: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
@@ -174,17 +171,8 @@ class Group:
             if self.kind is GroupKind.STATE and pages.kernel_blocks > 1:
                 raise PlanError(f"layer {pages.layer!r}: a state cannot have kernel blocks")
             rows = pages.kernel_blocks * pages.rows
-            if self.kind is not GroupKind.STATE and self.block_tokens % (rows * self.shard.size):
-                on_ranks = f" on {self.shard.size} DCP ranks" if self.shard.size > 1 else ""
-                raise PlanError(
-                    f"layer {pages.layer!r}: {self.block_tokens} tokens cannot be divided into {rows} rows{on_ranks}"
-                )
-        if self.shard.size > 1 and (self.kind is not GroupKind.FULL or self.block_tokens % self.shard.period):
-            raise PlanError(
-                f"group {self.index}: DCP needs full attention and blocks of a multiple of dcp_size * "
-                f"cp_kv_cache_interleave_size = {self.shard.period} tokens; this group has blocks of "
-                f"{self.block_tokens} tokens and is of kind {self.kind}"
-            )
+            if self.kind is not GroupKind.STATE and self.block_tokens % rows:
+                raise PlanError(f"layer {pages.layer!r}: {self.block_tokens} tokens cannot be divided into {rows} rows")
 
     @property
     def block_bytes(self) -> int:
@@ -193,31 +181,15 @@ class Group:
 
     def row_tokens(self, pages: LayerPages) -> int:
         """Return the number of tokens in one row of ``pages``; meaningless for a state group."""
-        return self.block_tokens // (self.shard.size * pages.kernel_blocks * pages.rows)
-
-    @property
-    def model_layers(self) -> tuple[str, ...]:
-        """Names of the group's layers on all pipeline stages, in model order."""
-        if self.stages:
-            return tuple(itertools.chain.from_iterable(self.stages))
-        return tuple(dict.fromkeys(pages.layer for pages in self.layers))
+        return self.block_tokens // (pages.kernel_blocks * pages.rows)
 
     @property
     def parts(self) -> dict[str, list[LayerPages]]:
-        """This rank's layers by name, each with its parts."""
+        """The layers by name, in model order, each with its parts."""
         found: dict[str, list[LayerPages]] = {}
         for pages in self.layers:
             found.setdefault(pages.layer, []).append(pages)
         return found
-
-    def stage_of(self, layer: str) -> int:
-        """Return the pipeline stage of a layer. Raises PlanError if the group has no such layer."""
-        if not self.stages and layer in self.model_layers:
-            return 0
-        for stage, layers in enumerate(self.stages):
-            if layer in layers:
-                return stage
-        raise PlanError(f"group {self.index}: no pipeline stage has layer {layer!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,24 +210,15 @@ class EngineLayout:
     regions: tuple[Region, ...]
     groups: tuple[Group, ...]
     caches_prefixes: bool = False
-    pp_rank: int = 0
-    pp_size: int = 1
-    pcp_rank: int = 0
-    pcp_size: int = 1
-    dcp_size: int = 1
-    interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "pcp"):
-            rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
-            if not 0 <= rank < size:
-                raise PlanError(f"{axis}_rank {rank} must be at least 0 and below {axis}_size {size}")
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise PlanError(f"tp_rank {self.tp_rank} must be at least 0 and below tp_size {self.tp_size}")
         if [group.index for group in self.groups] != list(range(len(self.groups))):
             raise PlanError("groups must be sorted by index, without gaps")
         if len({region.memory_kind for region in self.regions}) != 1:
             raise PlanError("a worker must have regions, all of one memory kind (memory and device)")
         for group in self.groups:
-            self._check_share(group)
             for pages in group.layers:
                 self._check_inside(pages)
                 held = len(held_heads(self.tp_rank, self.tp_size, pages.total_heads))
@@ -269,41 +232,6 @@ class EngineLayout:
     def memory_kind(self) -> MemoryKind:
         return self.regions[0].memory_kind
 
-    @property
-    def grid(self) -> Grid:
-        """Sizes of the engine's parallel axes. Raises PlanError if vLLM does not allow them."""
-        return Grid(self.tp_size, self.pp_size, self.pcp_size, self.dcp_size, self.interleave_tokens)
-
-    @property
-    def rank(self) -> int:
-        """Number of the worker within its engine."""
-        return self.pp_rank * self.grid.stage_size + self.stage_rank
-
-    @property
-    def stage_rank(self) -> int:
-        """Number of the worker within its pipeline stage."""
-        return self.pcp_rank * self.tp_size + self.tp_rank
-
-    def _check_share(self, group: Group) -> None:
-        """Raise PlanError unless the group's shard and layers fit this rank.
-
-        The shard must be the one that ``grid`` gives to this rank, or all tokens.
-        """
-        if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
-            raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its shard in the grid is {shard}")
-        if len(group.stages) != (self.pp_size if self.pp_size > 1 else 0):
-            raise PlanError(
-                f"group {group.index}: stages has {len(group.stages)} entries, but pp_size {self.pp_size} requires "
-                f"{self.pp_size if self.pp_size > 1 else 0}"
-            )
-        if len({*group.model_layers}) < len(group.model_layers):
-            raise PlanError(f"group {group.index}: the pipeline stages contain a layer twice")
-        if group.stages and tuple(group.parts) != group.stages[self.pp_rank]:
-            raise PlanError(
-                f"group {group.index}: stage {self.pp_rank} has layers {group.stages[self.pp_rank]}, but this rank "
-                f"holds {tuple(group.parts)}"
-            )
-
     def _check_inside(self, pages: LayerPages) -> None:
         last = pages.address + (self.num_blocks - 1) * pages.block_stride_bytes + pages.last_offset
         if not any(region.address <= pages.address and last <= region.end for region in self.regions):
@@ -312,7 +240,7 @@ class EngineLayout:
 
 def model_layer_count(groups: Sequence[Group]) -> int:
     """Return the number of layers of all groups on all pipeline stages."""
-    return sum(len(group.model_layers) for group in groups)
+    return sum(len(group.parts) for group in groups)
 
 
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
@@ -324,7 +252,7 @@ def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPage
     layer have its index.
     """
     first = model_layer_count(groups[: group.index])
-    index_of = {layer: index for index, layer in enumerate(group.model_layers, first)}
+    index_of = {layer: index for index, layer in enumerate(group.parts, first)}
     return [(index_of[pages.layer], pages) for pages in group.layers]
 
 

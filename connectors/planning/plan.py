@@ -18,8 +18,7 @@ import numpy as np
 
 from connectors.errors import IncompatiblePeerError, PlanError
 from connectors.planning.blocks import Ints, UnitShape
-from connectors.planning.grid import EVERY_TOKEN
-from connectors.planning.heads import HeadShare, held_heads, shares_of_layer
+from connectors.planning.heads import HeadShare, head_shares, held_heads
 from connectors.planning.layout import WINDOWED, EngineLayout, Group, GroupKind, LayerPages, model_layer_count, numbered
 
 
@@ -164,9 +163,9 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
         _same(f"kind {where}", ours_group.kind, theirs_group.kind, same_model)
         _same(f"window_tokens {where}", ours_group.window_tokens, theirs_group.window_tokens, same_model)
         _check_window(producer, consumer, ours_group.index)
-        _same(f"layers {where}", ours_group.model_layers, theirs_group.model_layers, same_model)
         ours_parts, theirs_parts = ours_group.parts, theirs_group.parts
-        for layer in ours_parts.keys() & theirs_parts.keys():
+        _same(f"layers {where}", [*ours_parts], [*theirs_parts], same_model)
+        for layer in ours_parts:
             _same(f"parts of layer {layer!r}", len(ours_parts[layer]), len(theirs_parts[layer]), same_model)
         for theirs_pages, ours_pages in _common_parts(theirs_group, ours_group):
             _check_pages(theirs_group, theirs_pages, ours_group, ours_pages)
@@ -175,9 +174,7 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
 def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]:
     """Return (producer's, consumer's) pages of each part of a layer that both ranks hold."""
     theirs = dst.parts
-    return [
-        pair for layer, pages in src.parts.items() if layer in theirs for pair in zip(pages, theirs[layer], strict=True)
-    ]
+    return [pair for layer, pages in src.parts.items() for pair in zip(pages, theirs[layer], strict=True)]
 
 
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
@@ -245,22 +242,14 @@ def unit_shape(src: Group, dst: Group) -> UnitShape:
     parts = [(group, pages) for group in (src, dst) for pages in group.layers]
     blocks = [group.block_tokens // pages.kernel_blocks for group, pages in parts]
     tokens = math.gcd(src.block_tokens, dst.block_tokens, *blocks)
-    if src.shard.divides_like(dst.shard) and tokens % src.shard.period == 0:
-        shards, spread = (EVERY_TOKEN, EVERY_TOKEN), src.shard.size
-    else:
-        interleaves = [shard.interleave_tokens for shard in (src.shard, dst.shard) if shard.size > 1]
-        stored = [group.block_tokens // (group.shard.size * pages.kernel_blocks) for group, pages in parts]
-        tokens = math.gcd(tokens, *interleaves, *stored)
-        shards, spread = (src.shard, dst.shard), 1
     for group, pages in parts:
-        if tokens % (group.row_tokens(pages) * spread):
-            interleaved = f", interleaved over {group.shard.size} DCP ranks," if group.shard.size > 1 else ""
+        if tokens % group.row_tokens(pages):
             raise PlanError(
-                f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens{interleaved} have "
-                f"units of {tokens} tokens, but the kernel packs {group.row_tokens(pages)} tokens in one row; give "
-                "both engines the same block_size"
+                f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens have units of "
+                f"{tokens} tokens, but the kernel packs {group.row_tokens(pages)} tokens in one row; give both engines "
+                "the same block_size"
             )
-    return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens, *shards, spread)
+    return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens)
 
 
 def consumer_ranks(producer: EngineLayout, consumer: EngineLayout) -> frozenset[int]:
@@ -272,22 +261,16 @@ def consumer_ranks(producer: EngineLayout, consumer: EngineLayout) -> frozenset[
     bytes, with one consumer rank: its own number modulo the number of consumer ranks.
     """
     ranks = set()
-    for src, dst in zip(producer.groups, consumer.groups, strict=True):
-        for layer_index, pages in numbered(src, producer.groups):
-            first = dst.stage_of(pages.layer) * consumer.grid.stage_size
-            for share in _shares(producer, src, consumer, dst, layer_index, pages.total_heads):
-                if share.producer_rank == producer.stage_rank:
-                    ranks.add(first + share.consumer_rank)
-    return frozenset(ranks or {producer.rank % consumer.grid.size})
+    for group in producer.groups:
+        for layer_index, pages in numbered(group, producer.groups):
+            for share in _shares(producer, consumer, layer_index, pages.total_heads):
+                if share.producer_rank == producer.tp_rank:
+                    ranks.add(share.consumer_rank)
+    return frozenset(ranks or {producer.tp_rank % consumer.tp_size})
 
 
-def _shares(
-    producer: EngineLayout, src: Group, consumer: EngineLayout, dst: Group, layer_index: int, heads: int
-) -> tuple[HeadShare, ...]:
-    sharded = (src.shard.size > 1, dst.shard.size > 1)
-    return shares_of_layer(
-        producer.grid, consumer.grid, heads, layer_index, model_layer_count(producer.groups), sharded
-    )
+def _shares(producer: EngineLayout, consumer: EngineLayout, layer_index: int, heads: int) -> tuple[HeadShare, ...]:
+    return head_shares(producer.tp_size, consumer.tp_size, heads, layer_index, model_layer_count(producer.groups))
 
 
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
@@ -301,15 +284,15 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
 
     def plan_group(src: Group, dst: Group) -> GroupPlan:
         def shares(layer_index: int, heads: int) -> list[HeadShare]:
-            every = _shares(producer, src, consumer, dst, layer_index, heads)
-            ranks = (producer.stage_rank, consumer.stage_rank)
+            ranks = (producer.tp_rank, consumer.tp_rank)
+            every = _shares(producer, consumer, layer_index, heads)
             return [share for share in every if (share.producer_rank, share.consumer_rank) == ranks]
 
         layer_index = {pages.layer: index for index, pages in numbered(src, producer.groups)}
         return _plan_group(_RankGroup(src, producer), _RankGroup(dst, consumer), layer_index, shares)
 
     groups = tuple(plan_group(src, dst) for src, dst in zip(producer.groups, consumer.groups, strict=True))
-    return PairPlan(producer.rank, consumer.rank, groups)
+    return PairPlan(producer.tp_rank, consumer.tp_rank, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +335,7 @@ def _plan_group(
         layer_index = layer_indices[src_pages.layer]
         rows = src_pages.rows
         if src.group.kind is not GroupKind.STATE:
-            rows = shape.tokens // (shape.spread * src.group.row_tokens(src_pages))
+            rows = shape.tokens // src.group.row_tokens(src_pages)
         for share in shares(layer_index, src_pages.total_heads):
             first = (share.first - src.first_head(src_pages), share.first - dst.first_head(dst_pages))
             pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
@@ -372,8 +355,8 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
     offsets = np.zeros((len(pieces), units), np.int64)
     for row, (pages, _) in enumerate(pieces):
         if units > 1:
-            kernel_tokens = group.block_tokens // (group.shard.size * pages.kernel_blocks)
-            token = group.shard.local(np.arange(units, dtype=np.int64) * shape.tokens)
+            kernel_tokens = group.block_tokens // pages.kernel_blocks
+            token = np.arange(units, dtype=np.int64) * shape.tokens
             offsets[row] = token // kernel_tokens * pages.kernel_block_stride_bytes
             offsets[row] += token % kernel_tokens // group.row_tokens(pages) * pages.row_stride_bytes
     address = [pages.address + offset for pages, offset in pieces]

@@ -5,7 +5,6 @@ For copies into the KV store, the consumer is the virtual engine of ``store/plan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,21 +71,18 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]
         ids[group.index] = np.asarray([min(1, consumer.num_blocks - 1)], np.int64)
-        period = math.lcm(group.block_tokens, *(plan.groups[group.index].shape.src_shard.period for plan in plans))
-        for position in range(period // group.block_tokens):
-            verify_cover(consumer, ids, [_block_runs(plan, group.index, position, ids[group.index]) for plan in plans])
+        verify_cover(consumer, ids, [_block_runs(plan, group.index, ids[group.index]) for plan in plans])
 
 
-def _block_runs(plan: PairPlan, group: int, position: int, block_id: Ints) -> Runs:
-    """Return a plan's runs into block ``block_id`` at one position of a block table.
+def _block_runs(plan: PairPlan, group: int, block_id: Ints) -> Runs:
+    """Return a plan's runs into block ``block_id``, of shape (1,).
 
-    ``block_id`` has shape (1,). It is also the source block: the proof compares destinations only.
+    It is also the source block: the proof compares destinations only.
     """
     shape = plan.groups[group].shape
-    units = np.arange(shape.dst_units, dtype=np.int64) + position * shape.dst_units
-    units = units[shape.on_both(units)]
+    units = np.arange(shape.dst_units, dtype=np.int64)
     block = np.repeat(block_id, len(units))
-    return build_runs(plan, [Moves(group, block, units % shape.src_units, block, units % shape.dst_units)])
+    return build_runs(plan, [Moves(group, block, units % shape.src_units, block, units)])
 
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:

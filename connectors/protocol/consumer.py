@@ -68,7 +68,6 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import (
     GIVEN_UP,
     Answer,
-    ConsumerSnapshot,
     Order,
     Reception,
     ReceptionStage,
@@ -310,16 +309,6 @@ class Consumer:
     def busy(self) -> bool:
         """True if a request is queued or a transfer is in progress or in quarantine."""
         return bool(self._queue.requests or self._by_transfer)
-
-    def snapshot(self) -> ConsumerSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        return ConsumerSnapshot(
-            queued=frozenset(self._queue.requests),
-            receptions={request_id: reception.stage.value for request_id, reception in self._receptions.items()},
-            quarantined=frozenset(self._quarantine),
-            partners={name: tuple(each.peer for each in known) for name, known in self._engines.partners.items()},
-            used=frozenset((*self._by_transfer, *self._used)),
-        )
 
     def _is_used(self, transfer_id: str) -> bool:
         return transfer_id in self._used or transfer_id in self._by_transfer or transfer_id in self._queue.requests

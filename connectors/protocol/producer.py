@@ -61,8 +61,7 @@ and without an open delivery. A Forget follows once a removed worker has no open
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
 from connectors.protocol.delivery import NO_CONSUMER, ConsumerPeer, Gone, Stage, Transfer, take_layers
@@ -72,34 +71,6 @@ from connectors.protocol.production import Production, cannot_serve
 from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, Peer, Starting
 
 _PREEMPTED = "the prefill was preempted during a write"
-
-
-@dataclass(frozen=True, slots=True)
-class ProducerSnapshot:
-    """Copy of the producer's state at one moment.
-
-    ``consumers``       known consumer workers
-    ``heard_at``        time of the last message of each consumer worker not yet removed, in seconds
-    ``transfers``       stage of each open transfer, by transfer id
-    ``remembered``      ids of transfers ended or discarded within lease_s
-    ``offered_blocks``  blocks in open offers, by consumer worker
-    ``early``           number of transfers whose requests have not arrived, by consumer incarnation
-    ``closed``          (transfer id, consumer worker) of closed deliveries in open transfers
-    ``offers``          (transfer id, consumer worker) of open deliveries with an offer
-    ``writes``          ids of unfinished writes
-    ``failed``          ids of transfers with a failed write, by consumer worker
-    """
-
-    consumers: Mapping[Peer, ConsumerPeer]
-    heard_at: Mapping[Peer, float]
-    transfers: Mapping[str, Stage]
-    remembered: frozenset[str]
-    offered_blocks: Mapping[Peer, int]
-    early: Mapping[str, int]
-    closed: frozenset[tuple[str, Peer]]
-    offers: frozenset[tuple[str, Peer]]
-    writes: frozenset[int]
-    failed: Mapping[Peer, frozenset[str]]
 
 
 class Producer(Production):
@@ -426,19 +397,3 @@ class Producer(Production):
     def busy(self) -> bool:
         """True if a transfer is open, in any stage. Writes of ended transfers do not count."""
         return bool(self._transfers)
-
-    def snapshot(self) -> ProducerSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        deliveries = [(t.transfer_id, d) for t in self._transfers.values() for d in t.deliveries.values()]
-        return ProducerSnapshot(
-            consumers=dict(self._consumers),
-            heard_at=dict(self._heard_at),
-            transfers={transfer_id: transfer.stage for transfer_id, transfer in self._transfers.items()},
-            remembered=frozenset(self._gone),
-            offered_blocks=dict(self._allowance.blocks),
-            early=dict(self._allowance.early),
-            closed=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.closed),
-            offers=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.offer is not None),
-            writes=frozenset(self._writes),
-            failed={peer: frozenset(transfers) for peer, transfers in self._failed.items()},
-        )

@@ -5,7 +5,7 @@ Part of the state machine in ``consumer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -244,24 +244,6 @@ class Reception:
         if self.stage is ReceptionStage.CONNECTING:
             return self.since
         return min((self.heard_at[peer] for peer in self.writing), default=now)
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerSnapshot:
-    """Copy of the consumer's state at one moment.
-
-    ``queued``       transfer ids of the queued requests
-    ``receptions``   stage of each reception outside quarantine, by request id
-    ``quarantined``  transfer ids of the receptions in quarantine
-    ``partners``     known producer workers, by engine incarnation
-    ``used``         ids of transfers with a reception, or whose reception ended within lease_s
-    """
-
-    queued: frozenset[str]
-    receptions: Mapping[str, str]
-    quarantined: frozenset[str]
-    partners: Mapping[str, tuple[Peer, ...]]
-    used: frozenset[str]
 
 
 def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:

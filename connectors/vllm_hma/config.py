@@ -13,7 +13,7 @@ from connectors.protocol.limits import MIN_FORGET_S, TransferLimits
 from connectors.store.settings import StoreSettings
 from connectors.store.settings import parse_settings as parse_store
 from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
-from connectors.vllm_hma.handshake.keys import MIN_SECRET_CHARACTERS, Keys, derive_keys
+from connectors.vllm_hma.handshake.secret import MIN_SECRET_CHARACTERS, Keys, derive_keys
 from connectors.vllm_hma.streaming import Streaming
 
 

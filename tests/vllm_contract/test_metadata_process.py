@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import pytest
 
+from connectors.codec import encode_agent_metadata
 from connectors.errors import ConfigurationError
-from connectors.protocol.agent_metadata import encode_agent_metadata
-from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import fetch_metadata
 from tests.vllm_contract.workers import Worker, until
 

@@ -15,10 +15,11 @@ import numpy as np
 import psutil
 import pytest
 
+from connectors.codec import encode_agent_metadata
 from connectors.errors import HandshakeError, PeerSecretError, WireError
-from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_agent_metadata
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.vllm_hma.handshake import side_channel
-from connectors.vllm_hma.handshake.keys import derive_keys
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from connectors.codec import encode_agent_metadata
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
-from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.processes import own_process
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Orders, Receive
 from connectors.vllm_hma.streaming import Streaming

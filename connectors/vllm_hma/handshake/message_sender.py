@@ -11,9 +11,10 @@ import logging
 import threading
 import time
 
+from connectors.codec import encode
 from connectors.errors import TransportError
 from connectors.protocol.agent_metadata import ProcessIdentity
-from connectors.protocol.wire import Envelope, Message, Peer, encode
+from connectors.protocol.wire import Envelope, Message, Peer
 from connectors.transport.base import Transport
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 

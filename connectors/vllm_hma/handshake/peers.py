@@ -16,10 +16,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from connectors.errors import HandshakeError
 from connectors.planning.layout import MemoryKind
 from connectors.planning.plan import PairPlan
 from connectors.protocol.consumer import Consumer
@@ -28,19 +28,60 @@ from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Peer
 from connectors.transport.base import Transport
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
-from connectors.vllm_hma.handshake.peer_table import PeerTable
+
+MAX_PEERS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class PeersSnapshot:
-    """Copy of the peers of a worker.
+class PeerTable:
+    """Known peers, by last use. Not thread-safe: its owner serialises calls.
 
-    ``admitted``  workers with an entry in the peer table
-    ``planned``   consumer workers with a plan
+    ``busy``  returns whether a peer has work in progress
+    ``most``  maximum number of peers
     """
 
-    admitted: frozenset[Peer]
-    planned: frozenset[Peer]
+    def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
+        self._busy = busy
+        self._most = most
+        # Peers without and with a message of a transfer, from least to most recently used.
+        self._new: dict[Peer, None] = {}
+        self._regular: dict[Peer, None] = {}
+
+    def __contains__(self, peer: Peer) -> bool:
+        return peer in self._new or peer in self._regular
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter((*self._new, *self._regular))
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._regular)
+
+    def admit(self, peer: Peer) -> Peer | None:
+        """Add a peer whose handshake begins, or record its use; return the evicted peer, if any.
+
+        Raises HandshakeError if the table is full and all its peers are busy.
+        """
+        if peer in self._regular:
+            self.spoke(peer)
+            return None
+        self._new.pop(peer, None)
+        leaving = None
+        if len(self) >= self._most:
+            leaving = next((one for one in (*self._new, *self._regular) if not self._busy(one)), None)
+            if leaving is None:
+                raise HandshakeError(f"the peer table is full: all {len(self)} peers are busy; retry later")
+            self.forget(leaving)
+        self._new[peer] = None
+        return leaving
+
+    def spoke(self, peer: Peer) -> None:
+        """Record that a peer has sent a message of a transfer. No effect if it has no entry."""
+        if peer in self:
+            self.forget(peer)
+            self._regular[peer] = None
+
+    def forget(self, peer: Peer) -> None:
+        self._new.pop(peer, None)
+        self._regular.pop(peer, None)
 
 
 class Peers:
@@ -65,7 +106,7 @@ class Peers:
         self._lock = lock
         self._handshaking: Counter[Peer] = Counter()
         self._plans: dict[Peer, tuple[MemoryKind, PairPlan]] = {}
-        self._peer_table = PeerTable(self._busy)
+        self._table = PeerTable(self._busy)
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
@@ -75,7 +116,7 @@ class Peers:
         idle peer. Raises HandshakeError if all peers are busy.
         """
         with self._lock:
-            evicted = self._peer_table.admit(peer)
+            evicted = self._table.admit(peer)
             if evicted is not None:
                 self._evict(evicted)
             self._handshaking[peer] += 1
@@ -106,7 +147,7 @@ class Peers:
 
         The table evicts peers that have sent none before this one.
         """
-        self._peer_table.spoke(peer)
+        self._table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
         """Release the plan, table entry and connection of a peer that a state machine has removed.
@@ -118,11 +159,6 @@ class Peers:
         self._plans.pop(peer, None)
         if not self._consumer.knows(peer) and peer not in self._handshaking:
             self._drop(peer)
-
-    def snapshot(self) -> PeersSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        with self._lock:
-            return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
 
     def _evict(self, peer: Peer) -> None:
         """Remove an idle peer, which the table has evicted, with its plan and connection.
@@ -137,7 +173,7 @@ class Peers:
         self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
-        self._peer_table.forget(peer)
+        self._table.forget(peer)
         self._message_sender.forget(peer)
         self._transport.remove_peer(agent_name(peer))
 

@@ -30,7 +30,6 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 from connectors.vllm_hma.handshake.side_channel import ask_liveness
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,6 @@ class WorkerProbe:
         self._witnesses: frozenset[EngineAddress] = frozenset()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._warn = RateLimitedLog(logger)
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
         """Replace the workers to probe, and the engines that may report the state of processes.
@@ -81,15 +79,9 @@ class WorkerProbe:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    self._warn("start", f"cannot start to probe workers, trying again: {error}")
+                    logger.warning("Tandem: cannot start to probe workers, trying again: %s", error)
                     return
                 self._thread = thread
-
-    @property
-    def watched(self) -> frozenset[Peer]:
-        """Workers that are being probed."""
-        with self._lock:
-            return frozenset(suspect.peer for suspect in self._watched)
 
     def close(self) -> None:
         self._closed.set()
@@ -99,7 +91,7 @@ class WorkerProbe:
             # `on_lost` calls NIXL to send messages, so this thread needs its device.
             self._on_start()
         except Exception as error:
-            self._warn("start", f"cannot start to probe workers, trying again: {error!r}")
+            logger.warning("Tandem: cannot start to probe workers, trying again: %r", error)
             with self._lock:
                 self._thread = None
             return
@@ -128,8 +120,7 @@ class WorkerProbe:
                 self._on_lost(suspect.peer, "the worker's process has ended")
             return gone
         except Exception as error:
-            shown = f"{suspect.peer.incarnation[:80]!r}, rank {suspect.peer.rank}"
-            self._warn("broken", f"cannot probe worker {shown}, trying again: {error!r}")
+            logger.warning("Tandem: cannot probe worker %s, trying again: %r", suspect.peer, error)
             return gone_before
 
     def _is_gone(self, suspect: Suspect, witnesses: frozenset[EngineAddress]) -> bool:

@@ -35,18 +35,11 @@ import struct
 import threading
 import time
 
+from connectors.codec import MAX_METADATA_BYTES, decode_agent_metadata
 from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, StaleReferenceError, WireError
-from connectors.protocol.agent_metadata import (
-    MAX_METADATA_BYTES,
-    PROTOCOL_VERSION,
-    EngineMetadata,
-    ProcessIdentity,
-    decode_agent_metadata,
-    engine_metadata,
-)
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION, EngineMetadata, ProcessIdentity, engine_metadata
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
-from connectors.vllm_hma.handshake.tls import tls_context
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
+from connectors.vllm_hma.handshake.secret import tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +76,6 @@ class MetadataServer:
         lengths = struct.pack(f"<{len(rank_metadata)}I", *map(len, rank_metadata))
         self._answer = _PREFIX.pack(_METADATA, PROTOCOL_VERSION, len(rank_metadata)) + lengths + b"".join(rank_metadata)
         self._tls = tls_context(identity, server=True) if identity else None
-        self._warn = RateLimitedLog(logger)
         try:
             self._listener = _listen(host, port)
         except OSError as error:
@@ -137,7 +129,7 @@ class MetadataServer:
                 connection, address = await loop.sock_accept(self._listener)
             except Exception as error:
                 # For example, no file descriptor is left. The server must outlive such an error.
-                self._warn("accept", f"side channel: cannot accept a connection, trying again: {error}")
+                logger.warning("Tandem: side channel: cannot accept a connection, trying again: %s", error)
                 await asyncio.sleep(_NO_DESCRIPTOR_S)
             else:
                 if len(self._open) >= MAX_CONNECTIONS:
@@ -157,13 +149,13 @@ class MetadataServer:
             async with asyncio.timeout(TALK_S):
                 await self._answer_one(connection, streams, who)
         except TimeoutError:
-            self._warn("slow", f"side channel: closed the connection of {who}, which did not end within {TALK_S:g} s")
+            logger.warning("Tandem: side channel: the connection of %s did not end within %g s", who, TALK_S)
         except ssl.SSLError as error:
-            self._warn("secret", f"side channel: {_meaning(error, who)}")
+            logger.warning("Tandem: side channel: %s", _meaning(error, who))
         except (OSError, EOFError) as error:
-            self._warn("broken", f"side channel: the connection of {who} broke: {error}")
+            logger.warning("Tandem: side channel: the connection of %s broke: %s", who, error)
         except Exception as error:
-            self._warn("request", f"side channel: cannot answer {who}, closing the connection: {error!r}")
+            logger.warning("Tandem: side channel: cannot answer %s, closing the connection: %r", who, error)
         finally:
             streams.abort()
 
@@ -176,7 +168,7 @@ class MetadataServer:
         if (first == _TLS_RECORD) != (self._tls is not None):
             ours, theirs = ("has a secret", "none") if self._tls is not None else ("has no secret", "one")
             problem = PeerSecretError(f"side channel: peer {who}", f"this engine {ours}, the peer {theirs}")
-            self._warn("secret", str(problem))
+            logger.warning("Tandem: %s", problem)
             # Read first: closing a connection with unread bytes resets it, and the response may be
             # lost.
             await loop.sock_recv(connection, _MAX_REQUEST_BYTES)
@@ -192,9 +184,7 @@ class MetadataServer:
             found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
             writer.write(_text_frame(_LIVENESS, found.value))
         else:
-            self._warn(
-                "request", f"side channel: {who} sent an unknown request, answered with an error: {request[:80]!r}"
-            )
+            logger.warning("Tandem: side channel: unknown request of %s: %r", who, request[:80])
             writer.write(_error(f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}"))
         await writer.drain()
         writer.close()

@@ -225,26 +225,6 @@ class Consumptions:
             del self._taken[request_id]
             self._outbox.orders.aborts.append(request_id)
 
-    @property
-    def waiting(self) -> frozenset[str]:
-        """Ids of the requests whose transfer has not started."""
-        return frozenset(self._consumptions)
-
-    @property
-    def queued(self) -> frozenset[str]:
-        """Ids of the requests in ``waiting`` that wait until prefill is about to start them."""
-        return frozenset(self._queued)
-
-    @property
-    def receptions(self) -> frozenset[str]:
-        """Ids of the requests whose transfer is in progress."""
-        return frozenset(self._taken)
-
-    @property
-    def followers(self) -> frozenset[str]:
-        """Ids of the requests that share another request's transfer."""
-        return self._shared.followers
-
 
 def _end_token(request: Request, params: ConsumeParams) -> int:
     """Return the position of the first prompt token that the consumer computes itself."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -75,14 +75,6 @@ class _Production:
     starting: bool = False
     request: Request | None = None
     windows: list[KVCacheBlock] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class ProductionSnapshot:
-    """Copy of a prefill request's state; fields as in ``_Production``."""
-
-    prompt_tokens: int
-    sent: tuple[int, ...]
 
 
 class Productions:
@@ -299,12 +291,6 @@ class Productions:
             else slice(0)
             for group in self._groups
         ]
-
-    def snapshot(self) -> Mapping[str, ProductionSnapshot]:
-        return {
-            request_id: ProductionSnapshot(each.prompt_tokens, tuple(each.sent))
-            for request_id, each in self._productions.items()
-        }
 
 
 def first_token_multiple(groups: Sequence[Group]) -> int:

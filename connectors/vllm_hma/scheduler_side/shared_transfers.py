@@ -37,7 +37,3 @@ class SharedTransfers:
     def left(self, request_id: str) -> None:
         """Forget a follower that has ended. No effect on other requests."""
         self._followers.pop(request_id, None)
-
-    @property
-    def followers(self) -> frozenset[str]:
-        return frozenset(self._followers)

@@ -18,14 +18,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from connectors.codec import decode
 from connectors.errors import PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.layout import Group, GroupKind
@@ -46,19 +45,18 @@ from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import names_engine
-from connectors.protocol.producer import Producer, ProducerSnapshot
-from connectors.protocol.reception import ConsumerSnapshot, Order
-from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
+from connectors.protocol.producer import Producer
+from connectors.protocol.reception import Order
+from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.handshake.handshaker import Handshaker, HandshakerSnapshot
+from connectors.vllm_hma.handshake.handshaker import Handshaker
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
-from connectors.vllm_hma.handshake.peers import Peers, PeersSnapshot
+from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
@@ -79,29 +77,11 @@ _SPIN_S, _SPIN_PAUSE_S = 0.002, 0.00002
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
-# Minimum interval between two logs of the same failing part of a round, in seconds.
-_WARN_EVERY_S = 10.0
 
 _ENGINE_LOST = "a supervisor reports that the prefill engine has ended"
 _TRANSFER_FAILED = (
     "Tandem: the KV transfer of request %s failed: %s. Unless the request was aborted, this engine computes its prompt"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeSnapshot:
-    """Copy of a worker runtime's state.
-
-    ``probed``  workers whose liveness is being checked
-    ``alive``   whether the progress thread is running
-    """
-
-    producer: ProducerSnapshot
-    consumer: ConsumerSnapshot
-    peers: PeersSnapshot
-    handshaker: HandshakerSnapshot
-    probed: frozenset[Peer]
-    alive: bool
 
 
 class WorkerRuntime:
@@ -130,7 +110,6 @@ class WorkerRuntime:
         self._limits = config.limits
         self._me = Peer(agent_metadata.incarnation, agent_metadata.rank)
         self._key = config.keys.messages
-        self._warn = RateLimitedLog(logger)
         self._transport = transport
         self._message_sender = MessageSender(self._me, transport, config.keys.messages)
         self._steps = Steps(agent_metadata.layout.groups, fence)
@@ -163,7 +142,6 @@ class WorkerRuntime:
         self._received: dict[str, str | None] = {}
         self._due: list[Due] = []
         self._quarantine = QuarantineReport()
-        self._warned_at: dict[str, float] = {}
         set_device = partial(set_thread_device, fence.device)
         self._handshaker = Handshaker(
             agent_metadata,
@@ -359,18 +337,6 @@ class WorkerRuntime:
         with self._lock:
             return self._producer.counts() | self._consumer.counts()
 
-    def snapshot(self) -> RuntimeSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        with self._lock:
-            return RuntimeSnapshot(
-                producer=self._producer.snapshot(),
-                consumer=self._consumer.snapshot(),
-                peers=self._peers.snapshot(),
-                handshaker=self._handshaker.snapshot(),
-                probed=self._probe.watched,
-                alive=self._progress_thread.alive,
-            )
-
     def close(self) -> None:
         if self._progress_thread.closed:
             return
@@ -423,14 +389,11 @@ class WorkerRuntime:
             try:
                 part(now)
             except Exception:
-                name = part.__name__.removeprefix("_")
-                if now - self._warned_at.get(name, float("-inf")) >= _WARN_EVERY_S:
-                    self._warned_at[name] = now
-                    logger.exception(
-                        "Tandem: %s failed in a round of transfer work; the round's other parts run, and the next "
-                        "round tries again",
-                        name,
-                    )
+                logger.exception(
+                    "Tandem: %s failed in a round of transfer work; the round's other parts run, and the next round "
+                    "tries again",
+                    part.__name__.removeprefix("_"),
+                )
 
     def _read_messages(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
@@ -438,7 +401,7 @@ class WorkerRuntime:
             try:
                 self.frame_received(sender, frame, now)
             except Exception:
-                self._warn("broken", f"cannot handle a frame from {sender[:80]!r}:\n{traceback.format_exc()}")
+                logger.exception("Tandem: cannot handle a frame from %.80s", sender)
 
     def _take_computed(self, now: float) -> None:
         for entry in self._steps.passed():
@@ -489,10 +452,10 @@ class WorkerRuntime:
         try:
             envelope = decode(frame, self._key)
         except WireError as error:
-            self._warn("frame", f"dropped a frame from {sender[:80]!r}: {error}")
+            logger.warning("Tandem: dropped a frame from %.80s: %s", sender, error)
             return
         if sender != agent_name(envelope.sender) or envelope.receiver != self._me:
-            self._warn("foreign", f"dropped a frame from {sender[:80]!r}: its sender or receiver does not match")
+            logger.warning("Tandem: dropped a frame from %.80s: its sender or receiver does not match", sender)
             return
         match envelope.message:
             case Hello() as hello:
@@ -501,9 +464,10 @@ class WorkerRuntime:
                 self._handshaker.answer_received(envelope.sender, answer)
             case AwaitStart() | Offer() | Cancel() as message:
                 if not self._producer.knows(envelope.sender):
-                    self._warn(
-                        "stranger",
-                        f"dropped {message.kind} of {sender[:80]!r}: this consumer has not sent Hello, or was removed",
+                    logger.warning(
+                        "Tandem: dropped %s of %.80s: this consumer has not sent Hello, or was removed",
+                        message.kind,
+                        sender,
                     )
                     return
                 self._peers.spoke(envelope.sender)
@@ -523,10 +487,7 @@ class WorkerRuntime:
             try:
                 todo.extend(self._carry_out(action))
             except Exception:
-                self._warn(
-                    "action",
-                    f"the action {type(action).__name__} failed; carrying out the others:\n{traceback.format_exc()}",
-                )
+                logger.exception("Tandem: the action %s failed; carrying out the others", type(action).__name__)
 
     def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
         """Carry out one action and return the actions that follow from it."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+from connectors.codec import encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig

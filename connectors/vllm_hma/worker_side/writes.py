@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -20,7 +19,6 @@ from connectors.transport.base import Transport, WriteHandle
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
 from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.metrics import RankTally
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.worker_side.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -108,7 +106,6 @@ class Writes:
         self._tally = tally
         self._trace = trace
         self._lock = lock
-        self._warn = RateLimitedLog(logger)
         self._open: dict[int, OpenWrite] = {}
         self._unposted: deque[OpenWrite] = deque()
         self._slow_logged = False
@@ -181,10 +178,10 @@ class Writes:
             del self._open[write_id]
             try:
                 actions += self._ended(opened, now)
-            except Exception as error:
+            except Exception:
                 # An error of the state machine. The consumer's deadline ends the transfer. The
                 # other writes' actions must not be lost.
-                self._warn("write done", "".join(traceback.format_exception(error)[-3:]))
+                logger.exception("Tandem: cannot handle the end of a write, so its transfer fails")
         return actions
 
     def _post(self, opened: OpenWrite) -> None:
@@ -258,7 +255,7 @@ class Writes:
         if isinstance(error, TandemError):
             logger.warning("Tandem: %s", error)
         else:
-            self._warn("write", "a write failed unexpectedly:\n" + "".join(traceback.format_exception(error)[-3:]))
+            logger.error("Tandem: a write failed unexpectedly", exc_info=error)
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
@@ -274,10 +271,7 @@ class Writes:
             write.digest.ready()
         except Exception:
             # The write continues. The digests will differ, so the consumer computes the prompt.
-            self._warn(
-                "digest",
-                f"cannot hash the bytes of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
-            )
+            logger.exception("Tandem: cannot hash the bytes of a write, so decode will compute the prompt")
 
     def _digested(self, opened: OpenWrite) -> bool:
         """Return whether the digest has read the source bytes: Fin waits for no device then."""

@@ -31,9 +31,10 @@ import numpy as np
 import psutil
 import torch
 
+from connectors.codec import encode_agent_metadata
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
-from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.nixl import NixlTransport

@@ -1,20 +1,63 @@
-"""TLS between engines with a shared secret: both ends present and accept one certificate only.
+"""The secret that engines share: keys of message tags, and TLS between engines.
 
-The certificate's private key is derived from the secret, and everything else in it is constant. A
-peer that completes the TLS handshake therefore has the secret. X.509 names, authorities and dates
-are not used.
+The derivation is deliberately slow (scrypt, about 50 ms): an engine sends the public key of its TLS
+certificate to any client, which could otherwise guess a weak secret from it.
+
+Both ends of a TLS connection present and accept one certificate only. Its private key is derived
+from the secret, and everything else in it is constant, so a peer that completes the handshake has
+the secret. X.509 names, authorities and dates are not used.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import ssl
+from dataclasses import dataclass, field
+from functools import cache
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+
+from connectors.errors import ConfigurationError
+
+MIN_SECRET_CHARACTERS = 16
+_PURPOSE = b"tandem peers 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of 32 bytes each.
+
+    ``messages``  key of the tags of messages between workers
+    ``identity``  private key of the TLS certificate on the side channel
+
+    Both are empty without a secret: the engine then accepts every client as a peer.
+    """
+
+    messages: bytes = field(default=b"", repr=False)
+    identity: bytes = field(default=b"", repr=False)
+
+
+@cache
+def derive_keys(secret: str) -> Keys:
+    """Return the keys for ``secret``; empty keys for an empty secret.
+
+    Raises ConfigurationError for a secret of fewer than MIN_SECRET_CHARACTERS characters.
+    """
+    if not secret:
+        return Keys()
+    if len(secret) < MIN_SECRET_CHARACTERS:
+        raise ConfigurationError(
+            f"transfer.secret (kv_connector_extra_config: secret) has {len(secret)} characters, at least "
+            f"{MIN_SECRET_CHARACTERS} are required; create one with `openssl rand -hex 32`"
+        )
+    material = hashlib.scrypt(secret.encode(), salt=_PURPOSE, n=2**14, r=8, p=1, dklen=64)
+    return Keys(material[:32], material[32:])
+
 
 _NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tandem engine")])
 # X.509 requires dates. These are valid for any time on an engine's clock.
