@@ -1,8 +1,8 @@
 """Apply plans to block ids: return the contiguous byte ranges to copy (*runs*) as numpy vectors.
 
-Adjacent runs are merged. No Python object is created per block: 10,000 blocks take a few numpy
-operations. For the KV store, objects in this process's memory take the consumer's role when KV of a
-rank is stored, and the producer's role when KV is loaded (``store/planning/layout.py``).
+No Python object is created per block: 10,000 blocks take a few numpy operations. For the KV store,
+objects in this process's memory are the consumer when KV of a rank is stored, and the producer when
+KV is loaded (``store/planning/layout.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from connectors.planning.plan import GroupPlan, PairPlan, Pieces
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """N contiguous byte ranges to copy from the producer's memory to the consumer's.
-
-    ``src``     addresses in the producer's memory, shape (N,)
-    ``dst``     addresses in the consumer's memory, shape (N,)
-    ``length``  bytes of each range, shape (N,)
+    """N contiguous byte ranges to copy: source and destination addresses, and bytes, each of shape
+    (N,).
     """
 
     src: Ints
@@ -52,14 +49,11 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Units of one group to copy; four vectors of shape (N,).
+    """Units of one group to copy; four vectors of shape (N,): blocks, and each unit's index within
+    them.
 
-    ``src_ids``    producer's block of each unit
-    ``src_parts``  index of each unit within that block
-    ``dst_ids``    consumer's block of each unit
-    ``dst_parts``  index of each unit within that block
-    ``layers``     ``(first, stop)`` range of the producer rank's layers of the group, as in
-                   ``GroupPlan.layer_of``; ``stop`` may exceed their number. None means all layers
+    ``layers``  ``(first, stop)`` range of the producer rank's layers of the group, as in
+                ``GroupPlan.layer_of``; ``stop`` may exceed their number. None means all layers
     """
 
     group: int
@@ -88,16 +82,12 @@ def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
 
 
 def move_bytes(plan: PairPlan, move: Moves) -> int:
-    """Return the number of bytes that a move copies."""
     group = plan.groups[move.group]
     return len(move) * int(group.piece_bytes[group.pieces_of(move.layers)].sum())
 
 
 def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
     """Return (source addresses, destination addresses, lengths) of the runs of a move.
-
-    There is one run for every piece of every range of contiguous units (``_contiguous_units``).
-    Layers that are adjacent in a block are one piece (``GroupPlan.across_layers``).
 
     The order is by piece, then by unit, so that runs of neighbouring units are adjacent and can
     merge. Raises PlanError if the numbers of source and destination units differ.
@@ -118,7 +108,7 @@ def _contiguous_units(pieces: Pieces, move: Moves) -> tuple[Ints, Ints]:
     """Return (index of the first unit, number of units) of each contiguous range of units.
 
     If units are whole blocks and pages are dense on both sides, units with consecutive block ids on
-    both sides are one range, for all pieces. Otherwise each unit is a range of its own.
+    both sides are one range.
     """
     size = pieces.piece_bytes
     dense = (pieces.src.block_stride == size).all() and (pieces.dst.block_stride == size).all()

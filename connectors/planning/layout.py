@@ -31,12 +31,8 @@ from connectors.planning.heads import held_heads
 
 
 class GroupKind(StrEnum):
-    """Tokens that a group's layers attend to.
-
-    ``FULL``     all tokens
-    ``SLIDING``  the last ``window_tokens`` tokens
-    ``CHUNKED``  the current chunk of ``window_tokens`` tokens
-    ``STATE``    no tokens: one recurrent state per request
+    """Tokens that a layer attends to: all, the last ``window_tokens``, the current chunk of that
+    many tokens, or none (one recurrent state per request).
     """
 
     FULL = "full"
@@ -50,11 +46,7 @@ WINDOWED = frozenset({GroupKind.SLIDING, GroupKind.CHUNKED})
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemoryKind:
-    """Location of memory.
-
-    ``memory``  NIXL's name, ``DRAM`` or ``VRAM``
-    ``device``  device number; 0 for host memory
-    """
+    """Location of memory: NIXL's name, ``DRAM`` or ``VRAM``, and the device; 0 for host memory."""
 
     memory: str
     device: int
@@ -62,8 +54,6 @@ class MemoryKind:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One range of memory to register with the transport."""
-
     address: int
     length_bytes: int
     memory_kind: MemoryKind
@@ -80,7 +70,6 @@ class LayerPages:
     ``address``        address of the first content byte of block 0
     ``total_heads``    KV heads of the layer over all TP ranks, or other divisions of a page that TP
                        splits evenly over ranks; 1 for MLA's latent
-    ``heads``          KV heads, or other divisions, on this worker (``heads.held_heads``)
     ``rows``           rows of one head's stripe in one kernel block
     ``packing``        name of the byte order within a row; equal packings are interchangeable
     ``kernel_blocks``  kernel blocks per block; with 1, ``kernel_block_stride_bytes`` is 0
@@ -126,7 +115,6 @@ class LayerPages:
 
     @property
     def last_offset(self) -> int:
-        """Bytes from a page's address to the end of its content."""
         return (
             (self.kernel_blocks - 1) * self.kernel_block_stride_bytes
             + (self.heads - 1) * self.head_stride_bytes
@@ -140,13 +128,10 @@ class LayerPages:
 class Group:
     """A cache group of vLLM's hybrid memory allocator: layers that share a request's block table.
 
-    ``block_tokens``   tokens per block, over all DCP ranks; for a state group, the number of tokens
-                       between two states
+    ``block_tokens``   tokens per block; for a state group, tokens between two states
     ``window_tokens``  window or attention chunk size in tokens; None for full attention and states
-    ``layers``         pages of this rank's layers, one entry per part, a layer's parts adjacent;
-                       empty in the scheduler, which has no tensors
-    ``shard``          tokens of each block that this rank stores
-    ``stages``         names of the group's layers, by pipeline stage; empty without PP
+    ``layers``         pages of the layers, one entry per part, a layer's parts adjacent; empty in
+                       the scheduler, which has no tensors
 
     Raises PlanError for values that contradict each other or are not positive.
     """
@@ -194,10 +179,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Cache layout of one worker, with its rank on each parallel axis and the sizes of the axes.
+    """Cache layout of one worker of a tensor-parallel engine.
 
     ``num_blocks``       blocks of the pool that all groups share, vLLM's null block included
-    ``regions``          memory of all layers
     ``caches_prefixes``  whether prefix caching is on. A later request may then reuse any full
                          block, so a transfer must fill the whole block
 
@@ -239,17 +223,14 @@ class EngineLayout:
 
 
 def model_layer_count(groups: Sequence[Group]) -> int:
-    """Return the number of layers of all groups on all pipeline stages."""
     return sum(len(group.parts) for group in groups)
 
 
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
-    """Return (layer index, pages) of each part of a group on this rank.
+    """Return (layer index, pages) of each part of a group.
 
-    ``groups``  all groups of the worker
-
-    Layer indices number the model's layers over all pipeline stages, group by group. All parts of a
-    layer have its index.
+    Layer indices number the layers of all ``groups``, group by group. All parts of a layer have its
+    index.
     """
     first = model_layer_count(groups[: group.index])
     index_of = {layer: index for index, layer in enumerate(group.parts, first)}
@@ -258,8 +239,6 @@ def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPage
 
 def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
     """Merge the memory of all layers into regions: each byte once, each base address once.
-
-    ``spans``  memory range of each layer
 
     Layers share tensors under the hybrid allocator (Gemma-3-4B: 34 layers, 5 tensors), and tensors
     may be slices of one storage. Overlapping ranges become one region. Adjacent ranges remain two

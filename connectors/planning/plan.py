@@ -1,10 +1,8 @@
 """Plan the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
 The connector plans a pair of ranks in their handshake, and a rank's copies to and from the KV store
-when the engine starts; never for each request. A *piece* is a byte range of a unit that is
-contiguous on both sides. For each piece and each side, a plan has the piece's address in block 0,
-the distance to the next block, and the offsets of a block's units. Applying a plan to block ids
-takes a few numpy operations per group and side (``descriptors.py``), for every model.
+when the engine starts. A *piece* is a byte range of a unit that is contiguous on both sides.
+Applying a plan to block ids takes a few numpy operations per group and side (``descriptors.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ class Side:
     def at(self, ids: Ints, parts: Ints) -> Ints:
         """Return the address of every piece of every unit, shape (K, units).
 
-        ``ids``    block of each unit, shape (units,)
-        ``parts``  index of each unit within its block, shape (units,)
+        ``ids`` are the units' blocks, ``parts`` their indices within the blocks, both of shape
+        (units,).
         """
         blocks = self.address[:, None] + self.block_stride[:, None] * ids[None, :]
         if self.unit_offset.shape[1] == 1:
@@ -48,7 +46,6 @@ class Side:
         return blocks + self.unit_offset[:, parts]
 
     def of(self, pieces: slice | Ints) -> Side:
-        """Return these pieces only."""
         return Side(self.address[pieces], self.block_stride[pieces], self.unit_offset[pieces])
 
 
@@ -68,10 +65,8 @@ class Pieces:
     def joined(self, keys: Ints) -> tuple[Pieces, Ints]:
         """Sort by key and source address, and join; unchanged unless ``whole_blocks``.
 
-        ``keys``  shape (K,). Pieces with equal keys that are adjacent in every block on both sides
-                  become one piece
-
-        Return the pieces and their keys.
+        Pieces with equal ``keys``, shape (K,), that are adjacent in every block on both sides
+        become one. Return the pieces and their keys.
         """
         if not self.whole_blocks or not len(keys):
             return self, keys
@@ -89,9 +84,7 @@ class Pieces:
 class GroupPlan:
     """The K pieces of one unit of one group that one rank sends to another, sorted by layer.
 
-    ``piece_bytes``  bytes of each piece, shape (K,)
-    ``layer_of``     index of each piece's layer among the producer rank's layers of the group,
-                     shape (K,)
+    ``layer_of``  index of each piece's layer among the group's layers, shape (K,)
     """
 
     shape: UnitShape
@@ -105,14 +98,10 @@ class GroupPlan:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes that this pair of ranks copies per unit."""
         return int(self.piece_bytes.sum())
 
     def pieces_of(self, layers: tuple[int, int] | None) -> slice:
-        """Return the slice of the pieces of layers ``[first, stop)``; None means all layers.
-
-        Layers are numbered as in ``layer_of``; ``stop`` may exceed their number.
-        """
+        """Return the slice of the pieces of layers ``[first, stop)``; None means all layers."""
         if layers is None:
             return slice(0, len(self.piece_bytes))
         first, stop = np.searchsorted(self.layer_of, layers)
@@ -121,7 +110,7 @@ class GroupPlan:
     def across_layers(self, layers: tuple[int, int] | None) -> Pieces:
         """Return the pieces of these layers, joined where layers of a block are adjacent.
 
-        ``layers`` as in ``pieces_of``. A range is computed at its first use: a model has few.
+        A range is computed at its first use: a model has few.
         """
         found = self._across_layers.get(layers)
         if found is None:
@@ -134,8 +123,6 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """Everything that ``producer_rank`` sends to ``consumer_rank``: one plan per group."""
-
     producer_rank: int
     consumer_rank: int
     groups: tuple[GroupPlan, ...]
@@ -172,7 +159,7 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
 
 
 def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]:
-    """Return (producer's, consumer's) pages of each part of a layer that both ranks hold."""
+    """Return (producer's, consumer's) pages of each part of each layer."""
     theirs = dst.parts
     return [pair for layer, pages in src.parts.items() for pair in zip(pages, theirs[layer], strict=True)]
 
@@ -231,11 +218,8 @@ def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
 def unit_shape(src: Group, dst: Group) -> UnitShape:
     """Return the largest unit that lies in one block and one kernel block on both sides.
 
-    Where DCP divides tokens, a unit also lies on one DCP rank of each side, unless both sides
-    divide every unit by the same rule (``UnitShape.spread``). For a state group, the unit is the
-    whole state of a block: ``tokens`` is 1, whatever the block sizes are.
-
-    Raises PlanError if a unit would not be a whole number of rows.
+    For a state group, the unit is the whole state of a block, and ``tokens`` is 1. Raises PlanError
+    if a unit would not be a whole number of rows.
     """
     if src.kind is GroupKind.STATE:
         return UnitShape(1, 1, 1)
@@ -255,10 +239,9 @@ def unit_shape(src: Group, dst: Group) -> UnitShape:
 def consumer_ranks(producer: EngineLayout, consumer: EngineLayout) -> frozenset[int]:
     """Return the consumer ranks that exchange messages with this producer rank in each transfer.
 
-    The layouts must be compatible (``check_compatible``). ``consumer`` may be any rank of its
-    engine. The result is the ranks to which the producer rank sends a share. A producer rank
-    without any share also holds blocks until the transfer ends, so it exchanges messages, without
-    bytes, with one consumer rank: its own number modulo the number of consumer ranks.
+    ``consumer`` may be any rank of its engine. The result is the ranks to which the producer rank
+    sends a share. A rank without any share also holds blocks until the transfer ends, so it
+    exchanges messages with one consumer rank: its own number modulo the number of consumer ranks.
     """
     ranks = set()
     for group in producer.groups:
@@ -277,9 +260,8 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
     """Plan the copies from one producer rank to one consumer rank.
 
     The layouts must be compatible (``check_compatible``). The plan has no pieces if the ranks have
-    no common layer, head or token, or if other producer ranks with the same heads send them.
-
-    Raises PlanError if the block sizes have no common unit of whole rows.
+    no common head, or if other producer ranks with the same heads send them. Raises PlanError if
+    the block sizes have no common unit of whole rows.
     """
 
     def plan_group(src: Group, dst: Group) -> GroupPlan:
@@ -297,8 +279,6 @@ def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
 
 @dataclass(frozen=True, slots=True)
 class _RankGroup:
-    """One group on one rank."""
-
     group: Group
     engine: EngineLayout
 
@@ -308,12 +288,7 @@ class _RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Byte range of one unit that is contiguous in both layouts.
-
-    ``src``     offset from the producer's page address
-    ``dst``     offset from the consumer's page address
-    ``length``  bytes
-    """
+    """Byte range of one unit, as offsets from the page addresses of both sides, and its length."""
 
     src: int
     dst: int
@@ -367,9 +342,7 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
 def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:
     """Divide ``heads`` heads of ``rows`` rows into the fewest ranges contiguous on both sides.
 
-    ``first``  index of the first head among the producer rank's heads, and among the consumer
-               rank's heads
-    ``rows``   rows per unit, head and stripe
+    ``first``  index of the first head among each rank's heads
 
     Raises PlanError if a rank holds fewer heads.
     """

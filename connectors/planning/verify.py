@@ -17,9 +17,10 @@ from connectors.planning.plan import PairPlan
 
 
 def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return (addresses, lengths) of all rows of the given blocks, sorted and merged.
+    """Return (addresses, lengths) of all rows of the blocks to fill of each group, sorted and
+    merged.
 
-    ``block_ids[g]`` are the blocks to fill of group g. Raises CoverError if rows overlap.
+    Raises CoverError if rows overlap.
     """
     addresses: list[Ints] = []
     lengths: list[Ints] = []
@@ -42,7 +43,7 @@ def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Int
 def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequence[Runs]) -> None:
     """Raise CoverError unless the runs write each byte of the given blocks once, and no other byte.
 
-    ``block_ids[g]`` are the blocks of group g; ``runs`` has one entry per producer rank.
+    ``block_ids`` has one entry per group, ``runs`` one per producer rank.
     """
     want_address, want_length = wanted_bytes(consumer, block_ids)
     if runs and sum(len(part) for part in runs):
@@ -57,14 +58,10 @@ def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequen
 
 
 def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
-    """Prove the plans of one consumer rank on one block of each group.
-
-    ``plans``  one per producer rank that sends to the consumer rank
+    """Prove the plans of one consumer rank, one per producer rank, on one block of each group.
 
     One block is enough: pieces are the same for every block, and pages of blocks in use at the same
-    time do not overlap. If DCP divides tokens at the producer, a block's position determines the
-    ranks that write the block. This function therefore proves each position of one period. It
-    proves each group separately because groups may share memory.
+    time do not overlap. Groups are proved separately because they may share memory.
 
     Raises CoverError if the plans miss a byte, write one twice or write another byte.
     """
@@ -86,10 +83,7 @@ def _block_runs(plan: PairPlan, group: int, block_id: Ints) -> Runs:
 
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
-    """Sort the byte ranges and merge adjacent ones. Raises CoverError if two overlap.
-
-    ``what``  participle for the message: wanted or written
-    """
+    """Sort the byte ranges and merge adjacent ones. Raises CoverError if two overlap."""
     if not len(address):
         return address, length
     order = np.argsort(address, kind="stable")

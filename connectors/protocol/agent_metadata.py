@@ -1,9 +1,4 @@
-"""Describe each worker to its peers (agent metadata) and check that two engines match.
-
-Agent metadata describes one worker and its agent in the transport (NIXL). Engine metadata is the
-agent metadata of all workers of one incarnation. The encoding is JSON: engines exchange metadata
-only in handshakes, so its size matters little, and operators can read it to debug a refusal.
-"""
+"""Describe each worker to its peers (agent metadata) and check that two engines match."""
 
 from __future__ import annotations
 
@@ -25,7 +20,6 @@ class ModelIdentity:
     ``model``           digest of the model's configuration and of a string that identifies its
                         weights (``weights_identity``). For a hub model without a known commit, and
                         for object storage, equal strings do not prove equal weights
-    ``dtype``           dtype of the model
     ``cache_dtype``     dtype of the KV cache, never ``auto``
     ``engine_version``  version of vLLM
     ``draft``           digest of the speculative method and its draft model, if the cache also has
@@ -45,7 +39,6 @@ class ProcessIdentity:
 
     ``host``        boot id of the kernel, and the namespaces in which ``pid`` and ``started_at``
                     are valid; empty if unknown
-    ``pid``         process id
     ``started_at``  start time in clock ticks since boot
     """
 
@@ -59,11 +52,9 @@ NO_PROCESS = ProcessIdentity()
 
 @dataclass(frozen=True, slots=True)
 class AgentMetadata:
-    """Description of one worker.
+    """Description of one worker and its agent in the transport.
 
     ``incarnation``         id of this start of the engine
-    ``identity``            properties that must equal the peer's
-    ``layout``              layout of the KV cache
     ``transport``           kind of the transport (``Transport.kind``)
     ``transport_metadata``  data with which a peer's transport reaches this worker
     ``process``             process that posts this worker's writes
@@ -92,18 +83,14 @@ class EngineMetadata:
 def engine_identity(engine: EngineMetadata) -> str:
     """Return a digest of what ``check_peers`` compares besides layouts: 32 hexadecimal digits.
 
-    Equal for engines with the same model, dtypes and releases, whatever their parallel sizes. An
-    engine whose workers differ has a digest that no other kind of engine has.
+    An engine whose workers differ has a digest that no other kind of engine has.
     """
     workers = {json.dumps([worker.transport, *astuple(worker.identity)]) for worker in engine.workers}
     return hashlib.blake2b(json.dumps([PROTOCOL_VERSION, *sorted(workers)]).encode(), digest_size=16).hexdigest()
 
 
 def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
-    """Raise IncompatiblePeerError with the first difference that prevents a correct transfer.
-
-    This function compares transport, identity and layout.
-    """
+    """Raise IncompatiblePeerError with the first difference that prevents a correct transfer."""
     if producer.transport != consumer.transport:
         raise IncompatiblePeerError(
             "transport", consumer.transport, producer.transport, "run the same Tandem release on both sides"
@@ -128,8 +115,8 @@ def check_peers(producer: AgentMetadata, consumer: AgentMetadata) -> None:
 def engine_metadata(workers: dict[int, AgentMetadata]) -> EngineMetadata:
     """Combine the agent metadata of all n workers of an engine, by rank.
 
-    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with equal parallel
-    sizes and the same layers of the model in each group.
+    Raises WireError unless the workers are ranks 0 to n-1 of one incarnation, with the same layers
+    of the model in each group.
     """
     rank_metadata = tuple(workers[rank] for rank in sorted(workers))
     if not rank_metadata or sorted(workers) != list(range(len(rank_metadata))):

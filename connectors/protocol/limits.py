@@ -68,18 +68,14 @@ class TransferLimits:
     def hang_s(self) -> float:
         """Time in seconds without progress after which a delivery's writes count as hanging.
 
-        Progress is the start or the end of a write. The producer then abandons the delivery, and
-        sends its final message once the writes have ended. The time exceeds progress_s, so the
-        consumer abandons the transfer first. A consumer also fails a transfer whose digests are
-        still being compared this time after the last Fin.
+        Progress is the start or the end of a write. The producer then abandons the delivery. The
+        time exceeds progress_s, so the consumer abandons the transfer first. A consumer also fails
+        a transfer whose digests are still being compared this time after the last Fin.
         """
         return 2 * self.progress_s
 
     def silence_s(self, connecting: bool) -> float:
-        """Return the seconds without a message after which a consumer abandons a transfer.
-
-        ``connecting``  whether the transfer waits for a handshake
-        """
+        """Return the seconds without a message after which a consumer abandons a transfer."""
         return max(self.handshake_s, self.progress_s) if connecting else self.progress_s
 
     def __post_init__(self) -> None:

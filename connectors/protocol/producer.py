@@ -74,10 +74,7 @@ _PREEMPTED = "the prefill was preempted during a write"
 
 
 class Producer(Production):
-    """State machine of all transfers that one worker sends.
-
-    Not thread-safe: the owner serialises calls.
-    """
+    """State machine of all transfers that one worker sends. The owner serialises calls."""
 
     # Events of the scheduler and the engine.
 
@@ -128,10 +125,8 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def begin(self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int) -> None:
-        """Handle the start of a step after which ``computed_tokens`` tokens have KV.
-
-        Only for steps that report computed layers. ``new_ids`` are as in ``progress``. The owner
-        then ends the chunk with ``progress`` and empty ``new_ids``.
+        """Handle the start of a step that reports computed layers; then call ``progress`` without
+        ids.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -162,7 +157,7 @@ class Producer(Production):
         """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
         No new write reads the old blocks. A delivery with part of a step's layers is aborted. The
-        others go on until ``fenced``, which aborts those that may have read overwritten blocks.
+        others go on until ``fenced``.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -188,14 +183,13 @@ class Producer(Production):
         return actions
 
     def stepped(self, now: float) -> None:
-        """Handle the end of an engine step."""
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
         """Handle the end of a request or, if ``held`` is False, of its transfer alone.
 
-        ``held``    whether the request's blocks stay allocated until ``Sent``
-        ``reason``  reason in the Aborted messages if ``held`` is False
+        If ``held``, the request's blocks stay allocated until ``Sent``; else ``reason`` is that of
+        the Aborted messages.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -235,7 +229,6 @@ class Producer(Production):
         return actions + self._advance(transfer, now)
 
     def writes_in_flight(self, request_id: str) -> tuple[int, ...]:
-        """Return the ids of the unfinished writes that read this request's blocks."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return ()
@@ -244,16 +237,12 @@ class Producer(Production):
     # Events of peers.
 
     def welcome(self, peer: Peer, consumer: ConsumerPeer, now: float) -> None:
-        """Add a consumer worker that has sent a valid Hello.
-
-        A worker may repeat its Hello at any time.
-        """
+        """Add a consumer worker that has sent a valid Hello, perhaps again."""
         self._consumers[peer] = consumer
         self._lost.pop(peer, None)
         self._heard(peer, now)
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether ``peer`` is a known consumer worker."""
         return peer in self._consumers
 
     def serves(self, peer: Peer) -> bool:
@@ -265,7 +254,6 @@ class Producer(Production):
         )
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
-        """Handle a message from a known consumer worker."""
         self._heard(peer, now)
         if isinstance(message, AwaitStart | Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
             return [self._failure(peer, message.transfer_id)]
@@ -317,7 +305,6 @@ class Producer(Production):
         return actions + self._end(transfer, delivery, f"a write failed: {reason}", now)
 
     def write_posted(self, write_id: int, total_bytes: int) -> None:
-        """Handle a posted write. Fin counts its ``total_bytes`` once the write is done."""
         _, delivery = self._writes[write_id]
         delivery.in_flight[write_id] = total_bytes
 
@@ -360,7 +347,6 @@ class Producer(Production):
         return transfer.stage is Stage.LIVE and now - progress_at >= self._limits.step_s
 
     def _give_up_hanging_writes(self, now: float) -> list[ProducerAction]:
-        """Abort the deliveries with a write that has made no progress for hang_s."""
         actions: list[ProducerAction] = []
         for transfer, delivery in list(self._writes.values()):
             if not delivery.hangs and now - delivery.moved_at >= self._limits.hang_s:
@@ -386,7 +372,6 @@ class Producer(Production):
         return [Forget(peer) for peer in forgotten]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of transfers by stage, of writes, remembered ids and hanging writes."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1

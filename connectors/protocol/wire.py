@@ -1,17 +1,9 @@
-"""Messages of a transfer and their versioned frames.
-
-Frame: ``b"TDM"``, one version byte, header length (uint32, little endian), JSON header, body, and a
-tag: the keyed BLAKE2b of everything before it, 32 bytes. A Hello's body is agent metadata. An
-Offer's body has, for each group, a vector of positions and a vector of block ids (int64, little
-endian); the header has their lengths. Other messages have no body. The key derives from the peers'
-secret (``handshake/keys.py``). Without a secret the tag is a checksum. ``decode`` raises WireError
-for any other input, and checks the tag before it parses the header.
+"""Messages of a transfer. ``codec.py`` has their frames.
 
     consumer -> producer   Hello, AwaitStart, Offer, Cancel
     producer -> consumer   Welcome, Refused, Starting, Alive, Fin, Aborted, Failed, Cancelled
 
-Every message names its sender and its receiver, each by incarnation and rank. A worker drops
-messages to another worker or incarnation.
+A worker drops messages whose receiver is another worker or incarnation.
 """
 
 from __future__ import annotations
@@ -47,10 +39,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The producer worker refuses this consumer worker.
-
-    ``reason``  why the two engines cannot exchange KV
-    """
+    """The producer worker refuses this consumer worker: the two engines cannot exchange KV."""
 
     reason: str
     kind: ClassVar[str] = "refused"
@@ -59,8 +48,6 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class AwaitStart:
     """The consumer has a request without blocks for this transfer.
-
-    ``number``  message number (``Offer``)
 
     Once the prefill request has arrived, the producer sends Alive every alive_s. When it is about
     to compute the prompt, it sends Starting, and repeats it every alive_s until the Offer arrives.
@@ -118,8 +105,7 @@ class Alive:
 class Fin:
     """This producer rank has written its part of the offered blocks and writes no more.
 
-    ``total_bytes``  bytes written
-    ``digest``       digest of the source bytes, 32 hexadecimal digits; empty if not requested
+    ``digest``  digest of the source bytes, 32 hexadecimal digits; empty if not requested
     """
 
     transfer_id: str
@@ -139,10 +125,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A write of this producer rank failed; this is no acknowledgement.
-
-    Parts of the write may still arrive.
-    """
+    """A write of this producer rank failed. No acknowledgement: parts of it may still arrive."""
 
     transfer_id: str
     reason: str
@@ -154,9 +137,7 @@ class Cancel:
     """The consumer needs no KV of the transfer, or no more of it.
 
     The consumer keeps its blocks until Fin, Aborted or Cancelled arrives, or the producer rank is
-    dead.
-
-    ``number``  number of the cancelled Offer or, without an Offer, a new number
+    dead. ``number`` is that of the cancelled Offer or, without an Offer, a new number.
     """
 
     transfer_id: str
@@ -179,8 +160,6 @@ Message = ToProducer | ToConsumer
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message with its sender and its receiver."""
-
     sender: Peer
     receiver: Peer
     message: Message

@@ -19,7 +19,7 @@ WriteHandle = int
 
 
 class Transport(Protocol):
-    """Interface that moves bytes and messages between agents.
+    """Moves bytes and messages between agents.
 
     ``name``  this agent's name, unique among all agents that may ever be peers
     ``kind``  name of the transport, equal at all peers
@@ -42,17 +42,15 @@ class Transport(Protocol):
         """Add a peer and return its name.
 
         A known peer keeps its connection; ``reconnect`` then uses the new metadata. Raises
-        TransportError, and adds no peer, if the metadata is unusable, if the transport finds the
-        peer unreachable, or if ``name`` is given and the metadata belongs to an agent with another
-        name.
+        TransportError, and adds no peer, if the metadata is unusable, if the peer is found
+        unreachable, or if the metadata belongs to an agent with another ``name``.
         """
         ...
 
     def reconnect(self, peer: str) -> None:
         """Reopen the connection to a peer.
 
-        Raises TransportError if this fails, if the peer has not been added, or if a write to it is
-        in flight.
+        Raises TransportError if this fails, or if a write to the peer is in flight.
         """
 
     def remove_peer(self, peer: str) -> None:
@@ -61,11 +59,9 @@ class Transport(Protocol):
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
         """Start to copy ``runs`` (at least one) from this agent's registered memory to the peer's.
 
-        ``source``  memory kind of the runs' sources
-        ``target``  memory kind of their destinations
-
-        Return a handle for ``poll``. Raises TransportError if nothing was posted, FailedWriteError
-        if parts of the write may arrive.
+        ``source`` and ``target`` are the memory kinds of both ends. Return a handle for ``poll``.
+        Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
+        arrive.
         """
         ...
 

@@ -49,7 +49,6 @@ class Handshaker:
 
     ``memory``            this worker's cache, read to compute digests
     ``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
-    ``handshake_s``       time limit of a handshake that this worker starts, in seconds
     ``identity``          key for the side channels of other engines (``Keys.identity``)
     ``on_connected``      called with a producer engine's incarnation and its ranks that serve this
                           worker
@@ -96,10 +95,9 @@ class Handshaker:
         self._answered = threading.Condition(self._lock)
 
     def connect(self, engine: EngineAddress) -> None:
-        """Start a handshake with a producer engine in the background.
+        """Start a handshake in the background, unless one with this producer engine is in progress.
 
-        No effect while a handshake with this engine is in progress. ``on_connected`` or
-        ``on_failed`` follows, unless this worker is closing.
+        ``on_connected`` or ``on_failed`` follows, unless this worker is closing.
         """
         with self._lock:
             if engine.incarnation in self._connecting:
@@ -113,11 +111,7 @@ class Handshaker:
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:
-        """Handle a consumer worker's Hello.
-
-        Ignore it if another Hello of its sender is pending. Drop it if MAX_PENDING_HELLOS are
-        pending; the sender repeats it.
-        """
+        """Handle a consumer worker's Hello; it repeats a Hello that is dropped."""
         with self._lock:
             if sender in self._pending_hellos:
                 return
@@ -212,10 +206,6 @@ class Handshaker:
         ]
 
     def _target_digests(self, plan: PairPlan, producer: AgentMetadata) -> Callable[[], TransferDigest] | None:
-        """Return a function that creates an empty digest for the bytes received in one transfer.
-
-        None if integrity is off.
-        """
         if not self._compares_digests:
             return None
         return digests(plan, self._memory.shared_with(producer.layout.memory_kind), End.TARGET)
@@ -261,10 +251,7 @@ class Handshaker:
                     self._answers.pop(peer, None)
 
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
-        """Return the plan of each producer rank that exchanges messages with this worker, by rank.
-
-        Raises PlanError if no plan between two layouts can be made.
-        """
+        """Return the plan of each producer rank that exchanges messages with this worker."""
         mine = self._agent_metadata.layout
         layouts = [worker.layout for worker in engine.workers]
         return {each.tp_rank: plan_pair(each, mine) for each in layouts if mine.tp_rank in consumer_ranks(each, mine)}
@@ -301,10 +288,7 @@ class Handshaker:
             self._message_sender.send(sender, Welcome())
 
     def _plan_for(self, agent_metadata: AgentMetadata) -> tuple[PairPlan, ConsumerPeer]:
-        """Return the plan and the record of a consumer worker.
-
-        Raises IncompatiblePeerError or PlanError if the two engines cannot exchange KV.
-        """
+        """Return the plan and the record of a consumer worker."""
         check_peers(self._agent_metadata, agent_metadata)
         mine, theirs = self._agent_metadata.layout, agent_metadata.layout
         ranks = consumer_ranks(mine, theirs)

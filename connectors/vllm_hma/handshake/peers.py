@@ -7,8 +7,9 @@
                  machine has no such peer, and its table entry and connection if neither a state
                  machine nor a handshake needs them
 
-Every start of an engine adds new peers, which never unregister. The table therefore has a limit:
-when it is full, it evicts an idle peer (``PeerTable``).
+Every start of an engine adds new peers, which never unregister, so the table has a limit. A full
+table evicts peers that have sent no message of a transfer before peers that have sent one, so a
+flood of Hellos evicts its own entries. It never evicts a busy peer.
 """
 
 from __future__ import annotations
@@ -33,11 +34,7 @@ MAX_PEERS = 2048
 
 
 class PeerTable:
-    """Known peers, by last use. Not thread-safe: its owner serialises calls.
-
-    ``busy``  returns whether a peer has work in progress
-    ``most``  maximum number of peers
-    """
+    """Known peers, by last use. Not thread-safe: its owner serialises calls."""
 
     def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
         self._busy = busy
@@ -112,8 +109,8 @@ class Peers:
     def handshaking(self, peer: Peer) -> Iterator[None]:
         """Add a peer, and keep it and its connection until the end of the handshake.
 
-        Both stay even if a state machine removes the peer meanwhile. If the table is full, evict an
-        idle peer. Raises HandshakeError if all peers are busy.
+        Both stay even if a state machine removes the peer meanwhile. Raises HandshakeError if all
+        peers are busy.
         """
         with self._lock:
             evicted = self._table.admit(peer)
@@ -129,11 +126,6 @@ class Peers:
                     del self._handshaking[peer]
 
     def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
-        """Record a compatible consumer worker and its plan.
-
-        ``memory_kind``  memory kind of its cache
-        ``consumer``     its record for the producer state machine
-        """
         with self._lock:
             self._plans[peer] = (memory_kind, plan)
             self._producer.welcome(peer, consumer, time.monotonic())
@@ -143,17 +135,10 @@ class Peers:
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
-        """Record that a peer has sent a message of a transfer.
-
-        The table evicts peers that have sent none before this one.
-        """
         self._table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Release the plan, table entry and connection of a peer that a state machine has removed.
-
-        Keep those that the other state machine or a handshake still needs.
-        """
+        """Release what neither a state machine nor a handshake still needs of a removed peer."""
         if self._producer.knows(peer):
             return
         self._plans.pop(peer, None)
@@ -163,8 +148,8 @@ class Peers:
     def _evict(self, peer: Peer) -> None:
         """Remove an idle peer, which the table has evicted, with its plan and connection.
 
-        The producer state machine removes the peer. The consumer state machine removes all workers
-        of the peer's engine, unless requests still depend on another of these workers.
+        The consumer state machine removes all workers of the peer's engine, unless requests still
+        depend on another of these workers.
         """
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):

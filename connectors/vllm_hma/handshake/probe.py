@@ -70,7 +70,7 @@ class WorkerProbe:
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
         """Replace the workers to probe, and the engines that may report the state of processes.
 
-        Starts the thread if necessary. If the thread cannot start, the next call tries again.
+        If the thread cannot start, the next call tries again.
         """
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
@@ -108,11 +108,8 @@ class WorkerProbe:
     def _probe(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
         """Return whether the worker's process has ended; False if the state is unknown.
 
-        If the process has ended and ``gone_before`` is True, call ``on_lost``. If the probe or
-        ``on_lost`` raises, log the exception and return ``gone_before``, so that other workers are
-        still probed.
-
-        ``gone_before``  result of the worker's previous probe
+        If it had already ended at the previous probe (``gone_before``), call ``on_lost``. After an
+        exception return ``gone_before``, so that other workers are still probed.
         """
         try:
             gone = self._is_gone(suspect, witnesses)

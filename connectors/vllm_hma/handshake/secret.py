@@ -30,12 +30,11 @@ _PURPOSE = b"tandem peers 1"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of 32 bytes each.
+    """Keys of 32 bytes each; empty without a secret: the engine then accepts every client as a
+    peer.
 
     ``messages``  key of the tags of messages between workers
     ``identity``  private key of the TLS certificate on the side channel
-
-    Both are empty without a secret: the engine then accepts every client as a peer.
     """
 
     messages: bytes = field(default=b"", repr=False)
@@ -65,10 +64,7 @@ _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 
 def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
-    """Return the TLS 1.3 context of one end.
-
-    Both ends need the same ``identity``: the 32-byte private key ``Keys.identity``.
-    """
+    """Return the TLS 1.3 context of one end; ``identity`` is ``Keys.identity`` of both ends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -85,10 +81,7 @@ def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
 
 
 def _certificate(private: Ed25519PrivateKey) -> bytes:
-    """Return the certificate of a key, as PEM.
-
-    Equal keys give equal bytes, because Ed25519 signatures are deterministic.
-    """
+    """Return the certificate as PEM. Equal keys give equal bytes: Ed25519 is deterministic."""
     builder = x509.CertificateBuilder().subject_name(_NAME).issuer_name(_NAME).serial_number(1)
     builder = builder.public_key(private.public_key()).not_valid_before(_FROM).not_valid_after(_UNTIL)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -96,10 +89,7 @@ def _certificate(private: Ed25519PrivateKey) -> bytes:
 
 
 def _load(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and its key from an in-memory file: ``ssl`` reads them from files only.
-
-    ``chain``  certificate and private key, as PEM
-    """
+    """Load a certificate and its key from an in-memory file: ``ssl`` reads them from files only."""
     file = os.memfd_create("tandem-identity", os.MFD_CLOEXEC)
     try:
         os.write(file, chain)

@@ -60,9 +60,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Server of one engine's agent metadata until ``close``.
-
-    It also reports whether a process of its host is alive.
+    """Server of one engine's agent metadata, and of the liveness of processes, until ``close``.
 
     ``port``           port to listen on; 0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
@@ -93,12 +91,10 @@ class MetadataServer:
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
         return len(self._open)
 
     @property
     def alive(self) -> bool:
-        """True while the serving thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -143,7 +139,6 @@ class MetadataServer:
             await asyncio.sleep(0)
 
     async def _talk(self, connection: socket.socket, who: str) -> None:
-        """Serve one connection. Log an error of the connection or of the request, rate-limited."""
         streams = _Streams(connection)
         try:
             async with asyncio.timeout(TALK_S):
@@ -216,10 +211,7 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address only; ``::`` includes IPv4.
-
-    Raises OSError if the address or port cannot be used.
-    """
+    """Return a socket that listens on this address only; ``::`` includes IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
@@ -245,7 +237,6 @@ def _text_frame(kind: bytes, text: str) -> bytes:
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
-    """Return the cause of a TLS error for the log: a different secret, or the error itself."""
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
         return str(PeerSecretError(f"peer {who}", "its secret differs from this engine's"))
     return f"peer {who}: TLS failed: {error}"
@@ -278,9 +269,9 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
     """Request the state of a process from an engine, and return it. Blocks as ``fetch_metadata``.
 
-    UNKNOWN if the engine cannot determine the state, for example because the process is on another
-    host. If ``process`` is NO_PROCESS or malformed, sends no request and returns UNKNOWN. Raises
-    HandshakeError or WireError without a valid response.
+    UNKNOWN if the engine cannot determine the state. If ``process`` is NO_PROCESS or malformed,
+    sends no request and returns UNKNOWN. Raises HandshakeError or WireError without a valid
+    response.
     """
     request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,
@@ -298,13 +289,10 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
-    """Send a request; return the parts of the response.
-
-    The parts are the agent metadata of each rank, or the state of a process.
+    """Send a request; return the agent metadata of each rank, or the state of a process.
 
     Retries broken connections until the deadline, because an overloaded engine closes connections.
-    A refused connection is not retried: no engine listens there. Raises HandshakeError,
-    PeerSecretError or WireError.
+    A refused connection is not retried: no engine listens there.
     """
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
@@ -391,10 +379,7 @@ class _Attempt:
         return [self._receive(connection, length) for length in lengths]
 
     def _receive(self, connection: socket.socket, size: int) -> bytes:
-        """Receive exactly ``size`` bytes. Allocates memory only for received bytes.
-
-        Raises OSError or EOFError if fewer bytes arrive in time.
-        """
+        """Receive exactly ``size`` bytes. Allocates memory only for received bytes."""
         received = bytearray()
         while len(received) < size:
             connection.settimeout(self._left_s())

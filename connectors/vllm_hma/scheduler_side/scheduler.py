@@ -82,10 +82,8 @@ class SchedulerConnector:
     def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> EngineMetadata:
         """Start the side channel, after all workers have registered; return the engine's metadata.
 
-        ``rank_metadata``  metadata of each worker, by (pipeline-parallel rank, TP rank)
-
-        Raises WireError if the workers' metadata do not fit together, and as ``MetadataProcess`` if
-        the side channel cannot start.
+        ``rank_metadata`` is by (pipeline-parallel rank, TP rank). Raises WireError if the workers'
+        metadata do not fit together, and as ``MetadataProcess`` if the side channel cannot start.
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine = engine_metadata(workers)
@@ -153,10 +151,6 @@ class SchedulerConnector:
             self.productions.new(request, params)
 
     def _lose(self, request_id: str, params: LostParams) -> None:
-        """Handle a report that engines have ended.
-
-        Log and ignore it if it does not have this engine's supervisor token.
-        """
         if self._config.believes(params.supervisor):
             self._outbox.orders.lost.append(params.engines)
         else:
@@ -191,9 +185,8 @@ class SchedulerConnector:
         """Stop sharing KV: the engine's weights may have been changed in memory.
 
         This engine sends no more KV of prompts in progress, and the digests of later prompts match
-        no other engine's. Transfers of finished prefill requests continue, and so do those that
-        this engine is receiving. The model's identity, which peers compare, does not cover weights
-        changed in memory. So the engine shares no other KV until it restarts.
+        no other engine's. Other transfers continue. The model's identity, which peers compare, does
+        not cover weights changed in memory, so the engine shares no other KV until it restarts.
         """
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "
@@ -204,7 +197,6 @@ class SchedulerConnector:
         self.productions.reset()
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call; None if nothing was counted."""
         return self._outbox.take_stats()
 
     def orders(self, output: SchedulerOutput) -> Orders:
@@ -216,9 +208,6 @@ class SchedulerConnector:
         return orders
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
-        """Return this engine's address, ``first_token_multiple`` and ``described``; None without
-        ``describe``.
-        """
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and params.get("describe"):
             multiple = self.productions.first_token_multiple

@@ -18,14 +18,10 @@ class StepFence:
 
     @property
     def device(self) -> torch.device:
-        """Device of the KV cache."""
         return self._device
 
     def mark(self) -> torch.Event | None:
-        """Record and return an event after the kernels queued so far by this thread.
-
-        None on a CPU.
-        """
+        """Return an event after the kernels queued so far by this thread; None on a CPU."""
         if self._device.type == "cpu":
             return None
         event = torch.Event(self._device)
@@ -34,5 +30,4 @@ class StepFence:
 
     @staticmethod
     def passed(event: torch.Event | None) -> bool:
-        """Return whether the device has reached the event; True for None."""
         return event is None or event.query()

@@ -167,8 +167,7 @@ class WorkerRuntime:
 
         This rank sends no more KV of requests that ended without holding their blocks. Without late
         orders, this call waits for writes that read blocks of preempted requests, at most until
-        fence_s after each was begun. It then aborts the deliveries of these requests whose writes
-        may have read overwritten blocks.
+        fence_s after each was begun.
         """
         with self._lock:
             for expect in orders.expects:
@@ -207,8 +206,7 @@ class WorkerRuntime:
         """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries.
 
         A delivery is unsafe if it has only some of a step's layers, or if its writes may have read
-        overwritten blocks. Waits only without late orders. The lock is released between polls; no
-        new write reads these blocks.
+        overwritten blocks. The lock is released between polls; no new write reads these blocks.
         """
         with self._lock:
             for request_id in request_ids:
@@ -237,10 +235,7 @@ class WorkerRuntime:
     def spoil(self, request_ids: Set[str], reason: str) -> None:
         """Abort the deliveries of prompts of which this step computes wrong KV.
 
-        Call this before ``layer_computed`` or ``after_forward`` hands over the wrong KV: a consumer
-        could otherwise receive it.
-
-        ``reason``  reason in the Aborted messages
+        Call this before ``layer_computed`` or ``after_forward`` hands over the wrong KV.
         """
         with self._lock:
             for request_id in request_ids:
@@ -248,10 +243,9 @@ class WorkerRuntime:
                 self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
-        """Record a computed layer, which the progress thread then writes to consumers.
+        """Record a computed layer of a step that is sent layer by layer, for the progress thread.
 
-        No effect in a step that is not sent layer by layer. vLLM calls this during the forward
-        pass, so it takes no lock.
+        vLLM calls this during the forward pass, so it takes no lock.
         """
         if self._last_chunks.by_layers:
             started_at = time.monotonic()
@@ -260,9 +254,7 @@ class WorkerRuntime:
             self._last_chunks.engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders, copying: torch.Event | None = None) -> None:
-        """Queue the step's chunks for sending, and apply the orders that ``before_forward`` left.
-
-        Also do the transfer work that is due: messages, computed chunks, writes and deadlines.
+        """Queue the step's chunks for sending, apply the other orders, and run a round.
 
         ``copying``  event before which peers must not write to blocks: the store copies them
         """
@@ -302,7 +294,6 @@ class WorkerRuntime:
 
         ``sent``      prefill requests of which this rank sends no more KV
         ``received``  decode requests whose wait for KV has ended; includes ``failed``
-        ``failed``    decode requests whose transfer to this rank failed
         """
         with self._lock:
             self._try_round(time.monotonic())
@@ -322,18 +313,12 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call, and all gauges if one has changed.
-
-        None if nothing has changed.
-        """
+        """Return the counts since the last call, and all gauges if one has changed; else None."""
         with self._lock:
             return self._tally.take(self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of transfers by stage of both roles, quarantine included.
-
-        Also the numbers of writes, of hanging writes and of remembered transfer ids.
-        """
+        """Return the numbers of transfers by stage, of writes and of remembered transfer ids."""
         with self._lock:
             return self._producer.counts() | self._consumer.counts()
 
@@ -351,10 +336,7 @@ class WorkerRuntime:
     # Progress thread.
 
     def _progress(self) -> float:
-        """Run one round and post one slice, unless this worker is closing.
-
-        Return the seconds until the next call.
-        """
+        """Run one round and post one slice. Return the seconds until the next call."""
         with self._lock:
             if not self._progress_thread.closed:
                 self._try_round(time.monotonic())
@@ -364,7 +346,6 @@ class WorkerRuntime:
             return self._pause_s()
 
     def _pause_s(self) -> float:
-        """Return the pause of the progress thread in seconds. Engine steps also run rounds."""
         if self._writes.in_flight() or self._steps:
             spins = self._on_device and time.monotonic() - self._writes.posted_at < _SPIN_S
             return _SPIN_PAUSE_S if spins else _BUSY_S
@@ -375,7 +356,7 @@ class WorkerRuntime:
         """Run one round: handle messages, computed chunks, writes and deadlines.
 
         Never raises: an exception would end the engine in a hook of vLLM, or the progress thread. A
-        part of the round that fails does not prevent the others.
+        part that fails does not prevent the others.
         """
         for part in (
             self._read_messages,
@@ -442,8 +423,7 @@ class WorkerRuntime:
         """Handle a frame from the transport's agent ``sender``.
 
         Drop and log a frame that is malformed, has a wrong tag, or names another sender or
-        receiver. Also drop and log AwaitStart, Offer and Cancel of a consumer that the producer
-        does not know.
+        receiver, and requests of a consumer that the producer does not know.
         """
         with self._lock:
             self._dispatch(sender, frame, now)
@@ -490,7 +470,6 @@ class WorkerRuntime:
                 logger.exception("Tandem: the action %s failed; carrying out the others", type(action).__name__)
 
     def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
-        """Carry out one action and return the actions that follow from it."""
         match action:
             case Send(peer, message):
                 return self._send(peer, message)

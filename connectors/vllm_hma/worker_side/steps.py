@@ -33,10 +33,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class LayersComputed:
-    """Progress of a step: the first ``stop`` layers of a group are computed for these requests.
-
-    ``group``  index of the group
-    """
+    """The step has computed the first ``stop`` layers of a group for these requests."""
 
     request_ids: tuple[str, ...]
     group: int
@@ -45,10 +42,7 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of a step that has computed these chunks.
-
-    ``begun``  request ids of the step's ``Begun``; empty without one
-    """
+    """End of a step that has computed these chunks; ``begun`` has the request ids of its Begun."""
 
     chunks: tuple[Chunk, ...]
     begun: frozenset[str]
@@ -82,21 +76,14 @@ class Steps:
         return bool(self._entries)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Append the start of a step that computes these chunks and reports its layers.
-
-        Append nothing without chunks: the step's layers are then not recorded.
-        """
+        """Append the start of a step that reports its layers; without chunks, it does not."""
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}
         if chunks:
             self._entries.append((None, Begun(tuple(chunks))))
 
     def layer(self, name: str) -> bool:
-        """Record a computed layer.
-
-        Return whether it extends a group's computed layers without a gap, starting at the first
-        layer. False in a step without ``begin``, and for a layer without KV.
-        """
+        """Record a computed layer; return whether it extends a group's layers without a gap."""
         position = self._positions.get(name)
         if not self._begun or position is None:
             return False
@@ -113,7 +100,6 @@ class Steps:
         return True
 
     def end(self, chunks: Sequence[Chunk]) -> None:
-        """Append the end of a step that computes these chunks, if there are any."""
         if chunks:
             self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
         self._begun = ()

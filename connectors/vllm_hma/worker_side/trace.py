@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 class Trace:
     """Writer of one rank's events to the trace file; does nothing if ``path`` is empty.
 
-    Ranks and engines may share the file: every line names the engine and the rank. Raises OSError
-    if the file cannot be opened.
+    Ranks and engines may share the file. Raises OSError if it cannot be opened.
     """
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:

@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 class WorkerConnector:
     """Worker side of one rank: its runtime, and vLLM's hooks that check LoRA adapters.
 
-    The constructor raises UnsupportedCacheError if the connector does not support the cache specs.
-    ``register`` starts the runtime.
+    Raises UnsupportedCacheError for unsupported caches. ``register`` starts the runtime.
     """
 
     def __init__(
@@ -107,10 +106,7 @@ class WorkerConnector:
         )
 
     def identity(self) -> ModelIdentity:
-        """Return the identity of the engine's model and draft model.
-
-        Raises as ``model_identity``, also if weights have changed since this process started.
-        """
+        """Return the identity of the engine's model and draft. Raises as ``model_identity``."""
         started_s = process_start_s()
         draft = draft_identity(self._vllm_config, started_s)
         return model_identity(self._vllm_config, draft, self._config.store is not None, started_s)

@@ -46,12 +46,11 @@ _SLOW = (
 
 @dataclass(slots=True)
 class OpenWrite:
-    """A write that has not ended.
+    """A write that has not ended. Times are in ``time.monotonic()`` seconds.
 
-    ``since``       time of ``begin``, in seconds (``time.monotonic()``)
-    ``posted_at``   time of the first post, in seconds
-    ``arrived_at``  time at which all slices had ended, in seconds; the digest may still read the
-                    source
+    ``since``       time of ``begin``
+    ``posted_at``   time of the first post
+    ``arrived_at``  time at which all slices had ended; the digest may still read the source
     ``slices``      slices that have not been posted; None until its runs have been built
     ``handles``     the transport's handles of the slices in flight, in order
     ``posting``     False once no further slice is posted
@@ -76,15 +75,11 @@ class OpenWrite:
 
 
 class Writes:
-    """Writes of one rank: posts and polls them, and reports their ends to the producer state
-    machine.
+    """Writes of one rank: posts and polls them, and reports their ends to the producer.
 
     A write is open from ``begin`` until all its posted slices have ended. One thread calls
     ``post_slice``, without ``lock``; the caller of the other methods holds it. ``begin`` and
     ``poll`` return the actions with which the producer answers the reports.
-
-    ``begun``      number of writes begun so far
-    ``posted_at``  time of the last post, in seconds
     """
 
     def __init__(
@@ -113,19 +108,14 @@ class Writes:
         self.posted_at = float("-inf")
 
     def in_flight(self) -> frozenset[int]:
-        """Return the ids of the open writes."""
         return frozenset(self._open)
 
     def is_newer(self, write_id: int, than: float) -> bool:
-        """Return whether this write is open and was begun after the time ``than``.
-
-        ``than``  in ``time.monotonic()`` seconds
-        """
+        """Return whether this write is open and was begun after the time ``than``."""
         opened = self._open.get(write_id)
         return opened is not None and opened.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        """Open a write, for ``post_slice``."""
         try:
             target, plan = self._target(write)
         except Exception as error:
@@ -213,7 +203,6 @@ class Writes:
             self._add_to_digest(write)
 
     def _ended(self, opened: OpenWrite, now: float) -> list[ProducerAction]:
-        """Report the end of a write to the producer; return its actions."""
         write_id = opened.write.write_id
         if opened.error is not None:
             report = self._producer.write_failed if opened.failed else self._producer.write_refused

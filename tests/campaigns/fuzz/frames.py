@@ -172,7 +172,7 @@ class Hostile:
         """Content that is no message: nested deeply, with extreme numbers, of other types."""
         rng = self.rng
         fields: dict[str, Any] = {
-            "type": rng.choice(("Offer", "Hello", "Fin", "Cancel", "AwaitStart", "Starting", "?")),
+            "type": rng.choice(("offer", "hello", "fin", "cancel", "await_start", "starting", "?")),
             "transfer_id": rng.choice(ids),
             "end_token": 5,
             "prompt_digest": "",
