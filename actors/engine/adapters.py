@@ -18,7 +18,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.upstream.vllm_cpu_kernels import adapter_problem
 from connectors.forgotten import ForgottenKeys
 
 if TYPE_CHECKING:
@@ -249,6 +248,8 @@ class EngineAdapters:
         used |= {one.lora_request.lora_int_id for one in requests if one.lora_request is not None}
         for unused in set(await self._llm.list_loras()) - used:
             await self._llm.remove_lora(unused)
+        from actors.upstream.cpu_build.vllm_cpu_kernels import adapter_problem
+
         problem = adapter_problem(self._cpu_slots, len(used) + 1)
         return None if problem is None else str(problem)
 

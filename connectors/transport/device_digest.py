@@ -126,7 +126,7 @@ class DeviceMemory:
         return new
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which this thread's kernels run on the torch stream of the digests."""
+        """Return a context in which this thread's kernels run on the digests' torch stream."""
         if self._stream is None:
             return contextlib.nullcontext()
         # A context per use: threads share the `torch.Stream`, which cannot be entered twice.

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from vllm.config import CacheConfig
 
-from actors.upstream.vllm_cpu_kernels import CpuFeatures
+from actors.upstream.cpu_build.vllm_cpu_kernels import CpuFeatures
 from app import launch_environment
 from app.doctor import configuration, engines, machine, store
 from app.doctor.__main__ import CHECKS, examine, main

@@ -11,10 +11,10 @@ import pytest
 from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.handshake import message_sender
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.worker_side.writes import Writes
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 

@@ -11,12 +11,12 @@ from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
 from connectors.protocol.wire import Peer
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import Liveness
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 

@@ -12,7 +12,6 @@ import pytest
 from connectors.codec import encode, encode_agent_metadata
 from connectors.errors import PeerSecretError
 from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import handshaker
 from connectors.vllm_hma.handshake.message_sender import agent_name
@@ -21,6 +20,7 @@ from connectors.vllm_hma.handshake.side_channel import fetch_metadata
 from connectors.vllm_hma.orders import EncodedAgentMetadata
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.workers import Worker, receive, until
 
 SECRET = "the secret of these engines"

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from connectors.protocol.wire import Peer
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.handshake.peers import PeerTable
 from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.test_forgetting import delivered, lose, produce
 from tests.vllm_contract.workers import Worker, receive, results, until
 

@@ -12,11 +12,11 @@ import pytest
 from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.worker_side import writes
 from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.test_preemption_fence import Clock
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 

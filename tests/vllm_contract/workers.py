@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPage
 from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
-from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.handshake.secret import derive_keys
@@ -24,6 +24,7 @@ from connectors.vllm_hma.orders import Orders, Receive
 from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from testing.memory_transport import Fabric, MemoryTransport
 
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64
 IDENTITY = ModelIdentity("model", "float32", "auto", "0.32.0")
@@ -70,7 +71,8 @@ class Worker:
         )
         self.agent_metadata = AgentMetadata(name, identity, layout, transport.kind, transport.metadata(), own_process())
         self.runtime = WorkerRuntime(
-            ConnectorConfig(integrity=integrity, streaming=streaming, limits=limits, keys=derive_keys(secret)),
+            # Some limits are below those that a configuration may have.
+            ConnectorConfig(integrity=integrity, streaming=streaming, secret=secret).model_copy(update=asdict(limits)),
             self.agent_metadata,
             transport,
             fence or StepFence(torch.device("cpu")),

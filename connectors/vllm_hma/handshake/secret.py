@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from connectors.errors import ConfigurationError
+from connectors.vllm_hma.settings import MIN_SECRET_CHARACTERS
 
-MIN_SECRET_CHARACTERS = 16
 _PURPOSE = b"tandem peers 1"
 
 

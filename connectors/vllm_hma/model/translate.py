@@ -4,8 +4,8 @@ vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, cont
 strides. Here a state is one token, and the content is K and V of one head, the latent of MLA, or a
 head slot (``num_head_slots``). CPU attention keeps that shape but packs a head's tokens
 differently: K first, then V, each in stripes that depend on the instruction set
-(``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per
-recurrent state (``states.py``).
+(``upstream/cpu_build/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page
+per recurrent state (``states.py``).
 
 Only this module and ``states.py`` interpret the specs and tensors, so only they need a branch for a
 new model family. For an unknown cache, they raise UnsupportedCacheError with layer and reason.
@@ -37,7 +37,6 @@ from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPage
 from connectors.vllm_hma.model.drafts import model_of
 from connectors.vllm_hma.model.identity import resolved_cache_dtype
 from connectors.vllm_hma.model.states import state_parts
-from connectors.vllm_hma.upstream.vllm_cpu_attention import instruction_set, stripes_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -221,7 +220,11 @@ def _attention_parts(
     # CPU attention stores K, then V. A kernel with scales in the cache stores the scales behind
     # each token's data, in the token's row.
     of_cpu = view.device.type == "cpu" and spec.state_content_bytes is None
-    return _cpu_parts(config, page, spec, size) if of_cpu else [page]
+    if not of_cpu:
+        return [page]
+    from connectors.vllm_hma.upstream.cpu_build.vllm_cpu_attention import cpu_parts
+
+    return cpu_parts(config, page, spec, size)
 
 
 def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
@@ -343,35 +346,6 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
         # Windows of MiMo-V2 and Inkling have a different number of KV heads.
         total = getattr(text, "swa_num_key_value_heads", None) or total
     return total if isinstance(total, int) and total > 0 else None
-
-
-def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: int) -> list[LayerPages]:
-    """Return the parts of a CPU attention page: per head all of K, then all of V, in stripes."""
-    tokens = page.rows
-    if page.row_stride_bytes != page.row_bytes:
-        problem = "its heads are not contiguous in memory, but CPU attention requires contiguous heads"
-        raise UnsupportedCacheError(page.layer, problem, _SEPARATE)
-    isa = instruction_set(config, tokens, spec.head_size)
-    parts, offset = [], 0
-    for name, head_size, stripe in zip("kv", (spec.head_size, spec.head_size_v), stripes_of(isa), strict=True):
-        width = head_size if stripe.dims is None else stripe.dims
-        # Without tokens per row, all tokens are one row, which cannot be cut.
-        granule = stripe.tokens or tokens
-        stripes = head_size // width
-        parts.append(
-            replace(
-                page,
-                address=page.address + offset,
-                rows=tokens // granule,
-                row_bytes=granule * width * size,
-                row_stride_bytes=granule * width * size,
-                packing=f"cpu-attention/{isa.removesuffix('16')}/{name}/{page.packing}",
-                stripes=stripes,
-                stripe_stride_bytes=tokens * width * size if stripes > 1 else 0,
-            )
-        )
-        offset += tokens * head_size * size
-    return parts
 
 
 def _span(view: torch.Tensor) -> Region:

@@ -273,7 +273,7 @@ class Productions:
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _windows_at(self, token: int) -> list[slice]:
-        """Return the part of each group's block table with the window of a consumer at ``token``."""
+        """Return the part of each group's block table that a consumer at ``token`` reads."""
         return [
             slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)
             if group.kind in WINDOWED

@@ -116,8 +116,9 @@ class WorkerRuntime:
         # AUTO has not been validated on accelerators: there it means CHUNK, and LAYER must be
         # configured.
         self._on_device = agent_metadata.layout.memory_kind.memory != "DRAM"
-        unmeasured = config.streaming is Streaming.AUTO and self._on_device
-        governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
+        streaming = Streaming(config.streaming)
+        unmeasured = streaming is Streaming.AUTO and self._on_device
+        governor = Governor(Streaming.CHUNK if unmeasured else streaming)
         self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
         self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,6 @@ from connectors.vllm_hma.model.drafts import draft_identity, drafting
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
-from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.worker_side.accelerator import check_integrity, compute_capability
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.fence import StepFence
@@ -50,7 +48,7 @@ class WorkerConnector:
         if vllm_config.parallel_config.use_ubatching or drafting(vllm_config) is not None:
             # With ubatching, vLLM calls each layer once per part of the batch, so one call does not
             # complete the layer. A draft's layers run once per speculated token.
-            config = replace(config, streaming=Streaming.CHUNK)
+            config = config.model_copy(update={"streaming": "chunk"})
         self._config = config
         self._incarnation = incarnation
         self._vllm_config = vllm_config

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from actors.engine import vllm_engine
-from actors.upstream.vllm_cpu_kernels import (
+from actors.upstream.cpu_build.vllm_cpu_kernels import (
     CpuFeatures,
     Layers,
     cache_problem,

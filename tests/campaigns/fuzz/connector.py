@@ -35,7 +35,6 @@ from connectors.planning.layout import MemoryKind, Region
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Envelope, Hello, Peer
-from connectors.transport.memory import Fabric
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.handshake.message_sender import agent_name
 from connectors.vllm_hma.handshake.peers import PeerTable
@@ -43,6 +42,7 @@ from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from testing.connector_state import snapshot
+from testing.memory_transport import Fabric
 from tests.campaigns.fuzz.frames import Hostile
 from tests.vllm_contract.workers import DIGEST, SHORT, Worker, receive, results, until
 

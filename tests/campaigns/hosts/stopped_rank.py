@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -53,7 +53,7 @@ is in mid-write.
 """
 BLOCKS, BLOCK_TOKENS, RANKS = 2, 4, 2
 LIMITS = TransferLimits(handshake_s=20.0, progress_s=1.0, alive_s=0.2, cancel_s=0.3, lease_s=5.0)
-CONFIG = ConnectorConfig(integrity="off", limits=LIMITS)
+CONFIG = ConnectorConfig(integrity="off", **asdict(LIMITS))
 DIGEST = prompt_digest([1, 2, 3])
 WATCH_S = 3.0
 """Observation time of the decode rank while the stopped rank may still write: several rounds of

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.upstream.vllm_cpu_kernels import cpu_features
+from actors.upstream.cpu_build.vllm_cpu_kernels import cpu_features
 from testing.engines import Answer
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference
 from testing.models import VOCABULARY, deepseek_v2, qwen3_next
