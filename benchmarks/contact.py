@@ -43,8 +43,8 @@ def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
 
     from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
     from connectors.vllm_hma.config import ConnectorConfig
-    from connectors.vllm_hma.worker_side.fence import StepFence
     from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+    from connectors.vllm_hma.worker_side.steps import StepFence
 
     class Runtime(WorkerRuntime):
         def _connected(self, *arguments: Any) -> None:

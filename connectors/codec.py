@@ -63,11 +63,7 @@ _FRAMES = msgspec.msgpack.Decoder(tuple[_Peer, _Peer, Union[tuple(_SCHEMAS.value
 
 
 def encode(envelope: Envelope, key: bytes = b"") -> bytes:
-    """Return the frame of a message. Cuts a reason after _MAX_REASON_CHARACTERS.
-
-    ``key``  key of the tag, at most 64 bytes; if empty, the tag is a checksum that anyone can
-             compute
-    """
+    """Return the frame of a message. Cuts a reason after _MAX_REASON_CHARACTERS."""
     message = envelope.message
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     if "reason" in values:
@@ -87,8 +83,7 @@ def tag(content: bytes | memoryview, key: bytes) -> bytes:
 def decode(frame: bytes, key: bytes = b"") -> Envelope:
     """Parse a frame. The caller must check sender and receiver.
 
-    Raises WireError if the frame is malformed, truncated, too large, of another version, or if its
-    tag does not match ``key``. The tag is checked before anything is parsed.
+    Raises WireError if it is malformed, of another version, or its tag does not match ``key``.
     """
     least = len(_HEAD) + _TAG_BYTES
     if not least <= len(frame) <= MAX_FRAME_BYTES:
@@ -154,10 +149,7 @@ def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
 
 
 def decode_agent_metadata(payload: bytes) -> AgentMetadata:
-    """Parse agent metadata.
-
-    Raises WireError if it is malformed, too large or of another protocol version.
-    """
+    """Parse agent metadata. Raises WireError if it is malformed or of another version."""
     if len(payload) > MAX_METADATA_BYTES:
         raise WireError(f"agent metadata has {len(payload)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:

@@ -35,10 +35,7 @@ class Runs:
         return int(self.length.sum())
 
     def slices(self, max_runs: int, max_bytes: int) -> Iterator[Runs]:
-        """Yield the runs in order, in parts of at most ``max_runs``.
-
-        A part of two or more runs has at most ``max_bytes``.
-        """
+        """Yield parts of at most ``max_runs``; one of several runs has at most ``max_bytes``."""
         ends, first = np.cumsum(self.length), 0
         while first < len(self):
             within = np.searchsorted(ends, ends[first] - self.length[first] + max_bytes, "right")
@@ -68,10 +65,7 @@ class Moves:
 
 
 def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
-    """Return the runs of all moves, merged by ``coalesce``.
-
-    Raises PlanError if a move has unequal numbers of source and destination units.
-    """
+    """Return the runs of all moves, merged. Raises PlanError for unequal numbers of units."""
     parts = [_expand(plan.groups[move.group], move) for move in moves]
     if not parts:
         empty = np.empty(0, np.int64)
@@ -89,8 +83,7 @@ def move_bytes(plan: PairPlan, move: Moves) -> int:
 def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
     """Return (source addresses, destination addresses, lengths) of the runs of a move.
 
-    The order is by piece, then by unit, so that runs of neighbouring units are adjacent and can
-    merge. Raises PlanError if the numbers of source and destination units differ.
+    In order of pieces, then units: runs of neighbouring units are adjacent and can merge.
     """
     if move.src_ids.shape != move.dst_ids.shape:
         raise PlanError(

@@ -70,8 +70,7 @@ def _overlap(held: range, wanted: range) -> range:
 def _replica(replicas: list[int], position: int, wanting: int, layer: tuple[int, int]) -> int:
     """Return the replica that sends to consumer rank number ``position`` of ``wanting``.
 
-    If there are at most as many replicas as consumer ranks, one is assigned to each consumer rank.
-    Otherwise several may be; ``layer``, its index and the number of layers, selects one.
+    ``layer``, its index and the number of layers, selects one of several for one consumer rank.
     """
     first = position * len(replicas) // wanting
     stop = max(first + 1, (position + 1) * len(replicas) // wanting)

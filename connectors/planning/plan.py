@@ -35,11 +35,7 @@ class Side:
     unit_offset: Ints
 
     def at(self, ids: Ints, parts: Ints) -> Ints:
-        """Return the address of every piece of every unit, shape (K, units).
-
-        ``ids`` are the units' blocks, ``parts`` their indices within the blocks, both of shape
-        (units,).
-        """
+        """Return the address of every piece of every unit, shape (K, units)."""
         blocks = self.address[:, None] + self.block_stride[:, None] * ids[None, :]
         if self.unit_offset.shape[1] == 1:
             return blocks
@@ -108,10 +104,7 @@ class GroupPlan:
         return slice(int(first), int(stop))
 
     def across_layers(self, layers: tuple[int, int] | None) -> Pieces:
-        """Return the pieces of these layers, joined where layers of a block are adjacent.
-
-        A range is computed at its first use: a model has few.
-        """
+        """Return the pieces of these layers, joined where layers of a block are adjacent."""
         found = self._across_layers.get(layers)
         if found is None:
             chosen = self.pieces_of(layers)
@@ -218,8 +211,7 @@ def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
 def unit_shape(src: Group, dst: Group) -> UnitShape:
     """Return the largest unit that lies in one block and one kernel block on both sides.
 
-    For a state group, the unit is the whole state of a block, and ``tokens`` is 1. Raises PlanError
-    if a unit would not be a whole number of rows.
+    For a state, it is the whole state. Raises PlanError if it would not be whole rows.
     """
     if src.kind is GroupKind.STATE:
         return UnitShape(1, 1, 1)
@@ -257,11 +249,9 @@ def _shares(producer: EngineLayout, consumer: EngineLayout, layer_index: int, he
 
 
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
-    """Plan the copies from one producer rank to one consumer rank.
+    """Plan the copies from one producer rank to one consumer rank, whose layouts are compatible.
 
-    The layouts must be compatible (``check_compatible``). The plan has no pieces if the ranks have
-    no common head, or if other producer ranks with the same heads send them. Raises PlanError if
-    the block sizes have no common unit of whole rows.
+    Raises PlanError if the block sizes have no common unit of whole rows.
     """
 
     def plan_group(src: Group, dst: Group) -> GroupPlan:
@@ -342,9 +332,7 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
 def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:
     """Divide ``heads`` heads of ``rows`` rows into the fewest ranges contiguous on both sides.
 
-    ``first``  index of the first head among each rank's heads
-
-    Raises PlanError if a rank holds fewer heads.
+    ``first`` has the index of the first head among each rank's heads.
     """
     src_head, dst_head = first
     if src_head + heads > src.heads or dst_head + heads > dst.heads:

@@ -17,11 +17,7 @@ from connectors.planning.plan import PairPlan
 
 
 def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return (addresses, lengths) of all rows of the blocks to fill of each group, sorted and
-    merged.
-
-    Raises CoverError if rows overlap.
-    """
+    """Return (addresses, lengths) of all rows of the blocks of each group, sorted and merged."""
     addresses: list[Ints] = []
     lengths: list[Ints] = []
     for group, ids in zip(consumer.groups, block_ids, strict=True):
@@ -61,9 +57,8 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
     """Prove the plans of one consumer rank, one per producer rank, on one block of each group.
 
     One block is enough: pieces are the same for every block, and pages of blocks in use at the same
-    time do not overlap. Groups are proved separately because they may share memory.
-
-    Raises CoverError if the plans miss a byte, write one twice or write another byte.
+    time do not overlap. Groups are proved separately because they may share memory. Raises
+    CoverError.
     """
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]
@@ -72,10 +67,7 @@ def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
 
 
 def _block_runs(plan: PairPlan, group: int, block_id: Ints) -> Runs:
-    """Return a plan's runs into block ``block_id``, of shape (1,).
-
-    It is also the source block: the proof compares destinations only.
-    """
+    """Return a plan's runs into a block of a group, which is also the (unused) source."""
     shape = plan.groups[group].shape
     units = np.arange(shape.dst_units, dtype=np.int64)
     block = np.repeat(block_id, len(units))

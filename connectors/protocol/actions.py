@@ -15,21 +15,12 @@ from connectors.protocol.wire import Message, Peer
 
 
 class Digest(Protocol):
-    """Digest of one transfer between two ranks, at one end.
-
-    At the producer, the owner of the state machine adds the bytes of writes; at the consumer,
-    ``Verify.problem`` adds the received bytes.
-    """
+    """Digest of one transfer between two ranks, at one end."""
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of some units of a group. For each layer, units must ascend over all calls.
+        """Add the bytes of units, by block and index within it. For each layer, units must ascend.
 
-        ``ids``     block of each unit at this end
-        ``parts``   index of each unit within its block
-        ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None means
-                    all
-
-        Raises PlanError for a block that does not exist at this end.
+        ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None: all
         """
 
     def ready(self) -> bool:
@@ -136,10 +127,11 @@ class Verify:
     expected: str
 
     def problem(self) -> str | None:
-        """Add the received bytes to ``digest``, and compare it with ``expected``. Call this once.
+        """Add the received bytes to ``digest``; return how it differs from ``expected``. Call this
+        once.
 
-        Return None if they are equal, else a description of the difference. Raises PlanError for a
-        block that does not exist at this end, and torch's errors if the cache is on an accelerator.
+        Raises PlanError for a block that does not exist at this end, and torch's errors if the
+        cache is on an accelerator.
         """
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)

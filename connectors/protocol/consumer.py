@@ -177,11 +177,7 @@ class Consumer:
         return actions
 
     def awaits(self, peer: Peer) -> bool:
-        """Return whether a transfer still needs this worker.
-
-        True while ``peer`` may write, while its writes are being verified, while a queued request
-        waits for its engine, or while a request or Cancel waits for a handshake with its engine.
-        """
+        """Return whether ``peer`` may write, or a verification, wait or handshake needs it."""
         if peer.incarnation in self._engines.releases or self._queue.uses(peer.incarnation):
             return True
         return any(
@@ -195,10 +191,7 @@ class Consumer:
         )
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove an engine because the owner evicts one of its workers.
-
-        If the engine has queued requests or receptions, also in quarantine, only mark it stale.
-        """
+        """Remove an engine of which the owner evicts a worker; if in use, mark it stale."""
         if self._of_engine(incarnation) or self._queue.uses(incarnation):
             self._engines.mark_stale(incarnation)
             return []

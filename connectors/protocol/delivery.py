@@ -320,8 +320,7 @@ def take_layers(
 ) -> list[Moves] | None:
     """Take the first ``stop`` layers of the units that this step completes; return their moves.
 
-    The caller must write them: no later call returns these layers again. Return None if a source
-    block has been freed.
+    The caller must write them. Return None if a source block has been freed.
     """
     if group.index not in delivery.early:
         taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)

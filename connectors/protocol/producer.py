@@ -112,9 +112,8 @@ class Producer(Production):
     def progress(
         self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int, now: float
     ) -> list[ProducerAction]:
-        """Handle the end of a chunk: KV of the first ``computed_tokens`` tokens has been computed.
-
-        ``new_ids[g]`` are block ids to append to group g's block table.
+        """Handle the end of a chunk; ``new_ids[g]`` are block ids to append to group g's block
+        table.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -186,10 +185,8 @@ class Producer(Production):
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
-        """Handle the end of a request or, if ``held`` is False, of its transfer alone.
-
-        If ``held``, the request's blocks stay allocated until ``Sent``; else ``reason`` is that of
-        the Aborted messages.
+        """Handle the end of a request, whose blocks are ``held`` until ``Sent``, or of its
+        transfer.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:

@@ -139,10 +139,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """Return [the transfer's delivery to ``peer``] if it has unfinished writes, else [].
-
-        The transfer may have ended. The delivery's final message follows when its writes end.
-        """
+        """Return [the delivery to ``peer``] if it has writes, even of an ended transfer."""
         return [
             delivery
             for transfer, delivery in self._writes.values()
@@ -155,11 +152,7 @@ class Production:
         return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 
     def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
-        """Return the open transfer that ``peer`` may change, or None. Record the message's number.
-
-        Creates an early transfer if the id is unknown. Assigns a transfer without a consumer to the
-        engine of ``peer``.
-        """
+        """Return the open transfer that ``peer`` may change, or None. Record the number."""
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
         if gone is None and transfer is None:
@@ -222,9 +215,8 @@ class Production:
         return []
 
     def _close(self, transfer: Transfer, delivery: Delivery) -> list[Send]:
-        """Close a delivery with ``ending`` and no write in flight; return its final message.
-
-        There is none after a failed write, or for a consumer that has ended.
+        """Close a delivery with ``ending`` and no write in flight; return its final message, if
+        any.
         """
         if delivery.ending is None or delivery.in_flight:
             return []
@@ -270,10 +262,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """End a transfer after lease_s; with writes in flight, only when they have ended.
-
-        A held transfer lacks an offer, an early one its prefill request.
-        """
+        """End a held or early transfer after lease_s and after its writes."""
         reason = (
             "the lease expired before an offer arrived"
             if transfer.stage is Stage.HELD

@@ -220,10 +220,8 @@ class Reception:
         return [Verify(self.order.transfer_id, partner.peer, new, digest, expected)]
 
     def silent_since(self, now: float) -> float:
-        """Return ``heard_at`` of the partner that has been silent the longest, in seconds.
-
-        Only partners that may write count; without any, return ``now``. Before the Offer, return
-        the time of ``start``.
+        """Return ``heard_at`` of the most silent partner that may write; before the Offer,
+        ``since``.
         """
         if self.stage is ReceptionStage.CONNECTING:
             return self.since

@@ -29,10 +29,7 @@ class Transport(Protocol):
     kind: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory for reads by this agent and writes by peers.
-
-        Raises TransportError if the memory cannot be registered.
-        """
+        """Register memory for reads by this agent and writes by peers. Raises TransportError."""
 
     def metadata(self) -> bytes:
         """Return the metadata with which a peer reaches this agent and its registered memory."""
@@ -48,10 +45,7 @@ class Transport(Protocol):
         ...
 
     def reconnect(self, peer: str) -> None:
-        """Reopen the connection to a peer.
-
-        Raises TransportError if this fails, or if a write to the peer is in flight.
-        """
+        """Reopen the connection. Raises TransportError, also while a write is in flight."""
 
     def remove_peer(self, peer: str) -> None:
         """Remove a peer, if it has been added. No write or message to it may be in flight."""
@@ -74,16 +68,12 @@ class Transport(Protocol):
         ...
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send a message, delivered at most once.
-
-        Raises TransportError if it cannot be sent. It may also be lost without an error.
+        """Send a message, delivered at most once. Raises TransportError; it may also be lost
+        silently.
         """
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return (sender's name, payload) of the messages received since the last call.
-
-        Raises TransportError if they cannot be read.
-        """
+        """Return (sender's name, payload) of new messages. Raises TransportError."""
         ...
 
     def close(self) -> None:

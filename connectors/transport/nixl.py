@@ -29,8 +29,7 @@ _PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 class NixlTransport:
     """A NIXL agent; implements ``Transport``.
 
-    NIXL's error classes cannot be imported by name, so this class catches any Exception where it
-    converts or ignores them.
+    NIXL's error classes cannot be imported by name, so this class catches any Exception.
     """
 
     kind = "nixl"
@@ -143,10 +142,8 @@ class NixlTransport:
             return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
-        """Prepare a write and return it for ``post`` or ``discard``; arguments as for ``write``.
-
-        Raises TransportError if NIXL rejects the write, for example because the peer or its memory
-        is unknown. Nothing has been posted then.
+        """Prepare a write and return it for ``post`` or ``discard``; raises as ``write``, posts
+        nothing.
         """
         agent = self._live()
         try:

@@ -74,10 +74,7 @@ class ConnectorConfig(TransferOptions):
 
 
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Parse ``kv_connector_extra_config``.
-
-    Raises ConfigurationError that names the key, for an invalid value or an unknown key.
-    """
+    """Parse ``kv_connector_extra_config``. Raises ConfigurationError that names the key."""
     given = {key: value for key, value in extra.items() if key != "store"}
     config = parse(ConnectorConfig, given, secret=frozenset({"secret", "supervisor"}))
     derive_keys(config.secret)  # checks it
@@ -85,11 +82,7 @@ def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
 
 
 def with_port_of_rank(config: ConnectorConfig, data_parallel_rank: int) -> ConnectorConfig:
-    """Return ``config`` with the side channel port of a data-parallel rank of the engine.
-
-    Port 0, which selects a free port, stays 0. Raises ConfigurationError if the rank's port would
-    exceed 65535.
-    """
+    """Return ``config`` with the side channel port of a data-parallel rank; 0 stays 0."""
     if not config.side_channel_port:
         return config
     port = config.side_channel_port + data_parallel_rank

@@ -212,9 +212,9 @@ def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n", WireError, "this is not Tandem's side channel"),
         (b"TDA\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
-        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "has agent metadata of 4294967295 ranks"),
-        (b"TDA%c\x02\x00\x00\x00" % PROTOCOL_VERSION + b"\xff" * 8, WireError, "has agent metadata of .* bytes"),
-        (b"TDA%c\x01\x00\x00\x00\x02\x00\x00\x00{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
+        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "answers with 4294967295 bytes; the limit is"),
+        (b"TDA%c\x02\x00\x00\x00\xdd\xff" % PROTOCOL_VERSION, WireError, "sent malformed metadata"),
+        (b"TDA%c\x05\x00\x00\x00\x91\xc4\x02{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
         (b"TDE%c\xff\xff\xff\xff" % PROTOCOL_VERSION + b"no" * 600, WireError, "answered with an error: nono"),
         (b"TDA", HandshakeError, "did not answer within 1 s"),
         (b"", HandshakeError, "did not answer within 1 s"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
-from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 

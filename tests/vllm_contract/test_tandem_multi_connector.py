@@ -39,7 +39,7 @@ from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
-from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from testing.connector_state import snapshot
 from tests.store.test_service import until
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config

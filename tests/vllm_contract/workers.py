@@ -21,9 +21,9 @@ from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Orders, Receive
-from connectors.vllm_hma.streaming import Streaming
-from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from connectors.vllm_hma.worker_side.steps import StepFence
 from testing.memory_transport import Fabric, MemoryTransport
 
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64

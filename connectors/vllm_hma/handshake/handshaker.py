@@ -95,10 +95,7 @@ class Handshaker:
         self._answered = threading.Condition(self._lock)
 
     def connect(self, engine: EngineAddress) -> None:
-        """Start a handshake in the background, unless one with this producer engine is in progress.
-
-        ``on_connected`` or ``on_failed`` follows, unless this worker is closing.
-        """
+        """Start a handshake in the background, unless one with this engine is in progress."""
         with self._lock:
             if engine.incarnation in self._connecting:
                 return

@@ -148,8 +148,7 @@ class Peers:
     def _evict(self, peer: Peer) -> None:
         """Remove an idle peer, which the table has evicted, with its plan and connection.
 
-        The consumer state machine removes all workers of the peer's engine, unless requests still
-        depend on another of these workers.
+        Its engine's other workers go, too, unless requests still depend on one of them.
         """
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):

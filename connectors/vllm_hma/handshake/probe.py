@@ -68,10 +68,7 @@ class WorkerProbe:
         self._closed = threading.Event()
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
-        """Replace the workers to probe, and the engines that may report the state of processes.
-
-        If the thread cannot start, the next call tries again.
-        """
+        """Replace the suspects and the engines that may report their state; start the thread."""
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():

@@ -43,10 +43,7 @@ class Keys:
 
 @cache
 def derive_keys(secret: str) -> Keys:
-    """Return the keys for ``secret``; empty keys for an empty secret.
-
-    Raises ConfigurationError for a secret of fewer than MIN_SECRET_CHARACTERS characters.
-    """
+    """Return the keys for ``secret``. Raises ConfigurationError for a short one."""
     if not secret:
         return Keys()
     if len(secret) < MIN_SECRET_CHARACTERS:

@@ -13,7 +13,7 @@ client whose connection breaks retries until its deadline; a client whose connec
 not.
 
     request    b"tandem/VERSION metadata\n"
-    response   b"TDA" | version | n | n lengths | n agent metadata
+    response   b"TDA" | version | length | MessagePack of the ranks' agent metadata
     request    b"tandem/VERSION process HOST PID STARTED_AT\n" (ProcessIdentity in agent metadata)
     response   b"TDP" | version | length | "alive", "gone" or "unknown"
     error      b"TDE" | version | length | text
@@ -35,7 +35,9 @@ import struct
 import threading
 import time
 
-from connectors.codec import MAX_METADATA_BYTES, decode_agent_metadata
+import msgspec
+
+from connectors.codec import decode_agent_metadata
 from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, StaleReferenceError, WireError
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION, EngineMetadata, ProcessIdentity, engine_metadata
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
@@ -53,7 +55,6 @@ _PROCESS = re.compile(rb"tandem/%d process ([0-9a-f/-]{1,200}) ([0-9]{1,18}) ([0
 _METADATA, _LIVENESS, _ERROR = b"TDA", b"TDP", b"TDE"
 _TLS_RECORD = b"\x16"
 _MAX_REQUEST_BYTES = 1024
-_MAX_RANKS = 4096
 _MAX_ANSWER_BYTES = 64 * 2**20
 _FIRST_ATTEMPT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
@@ -71,8 +72,7 @@ class MetadataServer:
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
-        lengths = struct.pack(f"<{len(rank_metadata)}I", *map(len, rank_metadata))
-        self._answer = _PREFIX.pack(_METADATA, PROTOCOL_VERSION, len(rank_metadata)) + lengths + b"".join(rank_metadata)
+        self._answer = _response(_METADATA, msgspec.msgpack.encode(rank_metadata))
         self._tls = tls_context(identity, server=True) if identity else None
         try:
             self._listener = _listen(host, port)
@@ -167,7 +167,7 @@ class MetadataServer:
             # Read first: closing a connection with unread bytes resets it, and the response may be
             # lost.
             await loop.sock_recv(connection, _MAX_REQUEST_BYTES)
-            await loop.sock_sendall(connection, _error(f"this engine {ours}, the peer {theirs}"))
+            await loop.sock_sendall(connection, _response(_ERROR, f"this engine {ours}, the peer {theirs}".encode()))
             return
         reader, writer = await streams.open(self._tls)
         request = await reader.readuntil(b"\n")
@@ -177,10 +177,10 @@ class MetadataServer:
         elif process is not None:
             host, pid, started_at = process.groups()
             found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
-            writer.write(_text_frame(_LIVENESS, found.value))
+            writer.write(_response(_LIVENESS, found.value.encode()))
         else:
             logger.warning("Tandem: side channel: unknown request of %s: %r", who, request[:80])
-            writer.write(_error(f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}"))
+            writer.write(_response(_ERROR, f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}".encode()))
         await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -227,13 +227,8 @@ async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> b
     return connection.recv(1, socket.MSG_PEEK)
 
 
-def _error(text: str) -> bytes:
-    return _text_frame(_ERROR, text)
-
-
-def _text_frame(kind: bytes, text: str) -> bytes:
-    encoded = text.encode()
-    return _PREFIX.pack(kind, PROTOCOL_VERSION, len(encoded)) + encoded
+def _response(kind: bytes, body: bytes) -> bytes:
+    return _PREFIX.pack(kind, PROTOCOL_VERSION, len(body)) + body
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
@@ -256,7 +251,12 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
     - HandshakeError if the engine is unreachable, TLS fails, or no response arrives in time
     - WireError if the response is malformed, an error, too large or of another protocol version
     """
-    rank_metadata = [decode_agent_metadata(part) for part in _ask(_METADATA_REQUEST, host, port, timeout_s, identity)]
+    body = _ask(_METADATA_REQUEST, host, port, timeout_s, identity)
+    try:
+        parts = msgspec.msgpack.decode(body, type=list[bytes])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"the engine at {host}:{port} sent malformed metadata: {error}") from error
+    rank_metadata = [decode_agent_metadata(part) for part in parts]
     agent_metadata = engine_metadata({worker.rank: worker for worker in rank_metadata})
     if agent_metadata.incarnation != incarnation:
         raise StaleReferenceError(
@@ -281,15 +281,15 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
     )
     if not _PROCESS.fullmatch(request):
         return Liveness.UNKNOWN
-    (answer,) = _ask(request, host, port, timeout_s, identity)
+    answer = _ask(request, host, port, timeout_s, identity)
     try:
         return Liveness(answer.decode(errors="replace"))
     except ValueError:
         raise WireError(f"the engine at {host}:{port} sent {answer[:80]!r} as the state of a process") from None
 
 
-def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
-    """Send a request; return the agent metadata of each rank, or the state of a process.
+def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> bytes:
+    """Send a request; return the body of the response.
 
     Retries broken connections until the deadline, because an overloaded engine closes connections.
     A refused connection is not retried: no engine listens there.
@@ -300,7 +300,7 @@ def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes
     attempt_s, pause_s = _FIRST_ATTEMPT_S, _FIRST_PAUSE_S
     while True:
         try:
-            return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s), tls).ask(host, port)
+            return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s)).ask(host, port, tls)
         except ssl.SSLCertVerificationError as error:
             raise PeerSecretError(where, "its secret differs from this engine's") from error
         except (OSError, EOFError) as error:
@@ -328,36 +328,32 @@ class _Attempt:
     """One attempt of a request, until ``give_up_at`` in ``time.monotonic()`` seconds.
 
     ``ask`` raises OSError or EOFError if the connection fails, ValueError for an invalid host name,
-    and PeerSecretError or WireError for a response that is an error or invalid.
+    and PeerSecretError or WireError for a response that is an error or invalid. Not asyncio, which
+    closes a connection without the TLS alert that tells the server why.
     """
 
-    def __init__(self, where: str, request: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, where: str, request: bytes, give_up_at: float) -> None:
         self._where = where
         self._request = request
         self._give_up_at = give_up_at
-        self._tls = tls
 
-    def ask(self, host: str, port: int) -> list[bytes]:
-        with self._connect(host, port) as raw:
-            raw.settimeout(self._left_s())
-            with self._tls.wrap_socket(raw) if self._tls is not None else contextlib.nullcontext(raw) as connection:
-                connection.settimeout(self._left_s())
-                connection.sendall(self._request)
-                return self._answer(connection)
-
-    def _connect(self, host: str, port: int) -> socket.socket:
+    def ask(self, host: str, port: int, tls: ssl.SSLContext | None) -> bytes:
         try:
-            return socket.create_connection((host, port), timeout=self._left_s())
+            raw = socket.create_connection((host, port), timeout=self._left_s())
         except TimeoutError:
             raise TimeoutError("the connection was not established in time") from None
+        with raw, tls.wrap_socket(raw) if tls is not None else contextlib.nullcontext(raw) as connection:
+            connection.settimeout(self._left_s())
+            connection.sendall(self._request)
+            return self._answer(connection)
 
-    def _answer(self, connection: socket.socket) -> list[bytes]:
+    def _answer(self, connection: socket.socket) -> bytes:
         head = self._receive(connection, _PREFIX.size)
-        kind, version, number = _PREFIX.unpack(head)
+        kind, version, length = _PREFIX.unpack(head)
         if kind not in (_METADATA if self._request == _METADATA_REQUEST else _LIVENESS, _ERROR):
             raise WireError(f"{self._where} answered {head!r}: this is not Tandem's side channel")
         if kind == _ERROR:
-            text = self._receive(connection, min(number, _MAX_REQUEST_BYTES)).decode(errors="replace")
+            text = self._receive(connection, min(length, _MAX_REQUEST_BYTES)).decode(errors="replace")
             if "secret" in text:
                 raise PeerSecretError(self._where, f"its error is: {text}")
             raise WireError(f"{self._where} answered with an error: {text}")
@@ -366,17 +362,10 @@ class _Attempt:
                 f"{self._where} has protocol version {version}, this engine {PROTOCOL_VERSION}; run the same "
                 "release of Tandem on both"
             )
-        if kind == _LIVENESS:
-            return [self._receive(connection, min(number, _MAX_REQUEST_BYTES))]
-        if number > _MAX_RANKS:
-            raise WireError(f"{self._where} has agent metadata of {number} ranks; the limit is {_MAX_RANKS}")
-        lengths = struct.unpack(f"<{number}I", self._receive(connection, 4 * number))
-        if max(lengths, default=0) > MAX_METADATA_BYTES or sum(lengths) > _MAX_ANSWER_BYTES:
-            raise WireError(
-                f"{self._where} has agent metadata of {sum(lengths)} bytes, {max(lengths)} for one rank; the limits "
-                f"are {_MAX_ANSWER_BYTES} and {MAX_METADATA_BYTES}"
-            )
-        return [self._receive(connection, length) for length in lengths]
+        most = _MAX_ANSWER_BYTES if kind == _METADATA else _MAX_REQUEST_BYTES
+        if length > most:
+            raise WireError(f"{self._where} answers with {length} bytes; the limit is {most}")
+        return self._receive(connection, length)
 
     def _receive(self, connection: socket.socket, size: int) -> bytes:
         """Receive exactly ``size`` bytes. Allocates memory only for received bytes."""

@@ -58,12 +58,10 @@ from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
-from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
-from connectors.vllm_hma.worker_side.fence import StepFence
-from connectors.vllm_hma.worker_side.last_chunks import LastChunks
+from connectors.vllm_hma.worker_side.last_chunks import Governor, LastChunks, Streaming
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
-from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps, Zeroed
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
 from connectors.vllm_hma.worker_side.verifier import Verifier
 from connectors.vllm_hma.worker_side.writes import Writes

@@ -17,11 +17,37 @@ from typing import TYPE_CHECKING
 import torch
 
 from connectors.planning.layout import Group
-from connectors.vllm_hma.worker_side.fence import StepFence
 
 if TYPE_CHECKING:
     # `make gpu-check` uses this module without vLLM.
     from connectors.vllm_hma.orders import Chunk, Receive
+
+
+class StepFence:
+    """Device events after which the KV of a layer or a step can be read.
+
+    On an accelerator, the forward pass returns before its kernels have run. On a CPU, it has
+    completed when it returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def mark(self) -> torch.Event | None:
+        """Return an event after the kernels queued so far by this thread; None on a CPU."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
+
+    @staticmethod
+    def passed(event: torch.Event | None) -> bool:
+        return event is None or event.query()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.worker_side.accelerator import check_integrity, compute_capability
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
-from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from connectors.vllm_hma.worker_side.steps import StepFence
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -43,8 +43,8 @@ from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Chunk, Expect, Orders, Receive
-from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from connectors.vllm_hma.worker_side.steps import StepFence
 from testing.reports import report_of
 
 HEAD_BYTES = 32 * 2**20

@@ -5,8 +5,9 @@ its own adapter's.
 
 (``make adapters``). The same prompts go to every adapter, so KV of another adapter would be taken
 for one's own if keys did not tell them apart. There is one adapter slot more than adapters
-(``vllm_cpu_kernels.py``). The reference is the decode engine alone. Every tenth request names an adapter that prefill has not: under that prefill computes with the base model, or
-with an adapter of other content.
+(``vllm_cpu_kernels.py``). The reference is the decode engine alone. Every tenth request names an
+adapter that prefill has not: under that prefill computes with the base model, or with an adapter of
+other content.
 """
 
 from __future__ import annotations

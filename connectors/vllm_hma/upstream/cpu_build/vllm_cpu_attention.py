@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 class Stripes:
     """Byte order of K, or of V, of one head in one block: head size / ``dims`` stripes.
 
-    A stripe has ``dims`` elements of each of the block's tokens. Its rows can be transferred
-    separately.
-
     ``dims``    elements of the head per stripe; None: the whole head is one stripe
     ``tokens``  tokens per row of a stripe; None: all tokens of the block are one row
     """
@@ -40,10 +37,7 @@ CPU_PACKING = {
     "vec16": (Stripes(1, 1), Stripes(None, 1)),
     "amx": (Stripes(None, 16), Stripes(16, 2)),
 }
-"""Byte order of K and of V, by vLLM's name of the instruction set.
-
-tests/vllm_contract/test_cpu_packing.py checks it.
-"""
+"""Byte order of K and of V, by vLLM's name of the instruction set."""
 
 
 _UNKNOWN = (Stripes(None, None), Stripes(None, None))
@@ -53,10 +47,7 @@ _UNKNOWN = (Stripes(None, None), Stripes(None, None))
 def instruction_set(config: VllmConfig, block_tokens: int, head_size: int) -> str:
     """Return vLLM's name of the instruction set of a layer, for example ``vec`` or ``amx``.
 
-    ``block_tokens``  tokens per block of the attention kernel
-
-    Raises NotImplementedError, as vLLM does, if the CPU or ``head_size`` rules out the configured
-    FP8 cache.
+    Raises NotImplementedError, as vLLM does, if the CPU rules out the configured FP8 cache.
     """
     isa: str = _get_attn_isa(config.model_config.dtype, block_tokens, head_size, config.cache_config.cache_dtype)
     return isa
