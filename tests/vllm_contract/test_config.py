@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from connectors.errors import ConfigurationError
+from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
 
@@ -68,6 +70,14 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:
     """An unknown key or a value out of range stops the start; the error names the key."""
     with pytest.raises(ConfigurationError, match=key):
         parse_config(extra)
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(TransferLimits)])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "5", None])
+def test_deadlines_are_positive_seconds(field: str, value: Any) -> None:
+    """Every deadline is a positive number; the error names the setting."""
+    with pytest.raises(ConfigurationError, match=f"kv_connector_extra_config: {field}: Input should be"):
+        parse_config({field: value})
 
 
 def own_interface() -> tuple[str, str]:
