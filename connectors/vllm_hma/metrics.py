@@ -188,25 +188,23 @@ class TandemStats(KVConnectorStats):
 
     def arrived(self, request_id: str, asked_at: float, ended_at: float, failed: bool) -> None:
         """Record the end of a request's transfer on one rank or several, as in ``arrivals``."""
-        arrivals = self.data["arrivals"]
-        known = arrivals.pop(request_id, (asked_at, ended_at, failed))
-        if len(arrivals) >= ARRIVALS_KEPT:
-            del arrivals[next(iter(arrivals))]
-        arrivals[request_id] = [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]]
+        known = self.data["arrivals"].get(request_id, (asked_at, ended_at, failed))
+        self._put("arrivals", request_id, [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]])
 
     def fetched(self, request_id: str, began_at: float, ended_at: float) -> None:
-        fetches = self.data["fetches"]
-        fetches.pop(request_id, None)
-        if len(fetches) >= ARRIVALS_KEPT:
-            del fetches[next(iter(fetches))]
-        fetches[request_id] = [began_at, ended_at]
+        self._put("fetches", request_id, [began_at, ended_at])
 
     def adapter(self, adapter: str, identity: str) -> None:
-        adapters = self.data["adapters"]
-        known = adapters.pop(adapter, identity)
-        if len(adapters) >= ARRIVALS_KEPT:
-            del adapters[next(iter(adapters))]
-        adapters[adapter] = identity if identity == known else ""
+        known = self.data["adapters"].get(adapter, identity)
+        self._put("adapters", adapter, identity if identity == known else "")
+
+    def _put(self, kind: str, key: str, value: object) -> None:
+        """Set the newest entry; beyond ARRIVALS_KEPT, forget the oldest."""
+        kept = self.data[kind]
+        kept.pop(key, None)
+        if len(kept) >= ARRIVALS_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = value
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for counter, labels in other.data["counts"].items():

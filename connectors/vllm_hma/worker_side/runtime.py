@@ -424,10 +424,6 @@ class WorkerRuntime:
         Drop and log a frame that is malformed, has a wrong tag, or names another sender or
         receiver, and requests of a consumer that the producer does not know.
         """
-        with self._lock:
-            self._dispatch(sender, frame, now)
-
-    def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
         try:
             envelope = decode(frame, self._key)
         except WireError as error:
@@ -436,25 +432,29 @@ class WorkerRuntime:
         if sender != agent_name(envelope.sender) or envelope.receiver != self._me:
             logger.warning("Tandem: dropped a frame from %.80s: its sender or receiver does not match", sender)
             return
-        match envelope.message:
-            case Hello() as hello:
-                self._handshaker.hello_received(envelope.sender, hello)
-            case Welcome() | Refused() as answer:
-                self._handshaker.answer_received(envelope.sender, answer)
-            case AwaitStart() | Offer() | Cancel() as message:
-                if not self._producer.knows(envelope.sender):
+        with self._lock:
+            self._handle(envelope.sender, envelope.message, now)
+
+    def _handle(self, sender: Peer, message: Message, now: float) -> None:
+        match message:
+            case Hello():
+                self._handshaker.hello_received(sender, message)
+            case Welcome() | Refused():
+                self._handshaker.answer_received(sender, message)
+            case AwaitStart() | Offer() | Cancel():
+                if not self._producer.knows(sender):
                     logger.warning(
-                        "Tandem: dropped %s of %.80s: this consumer has not sent Hello, or was removed",
+                        "Tandem: dropped %s of %s: this consumer has not sent Hello, or was removed",
                         message.kind,
                         sender,
                     )
                     return
-                self._peers.spoke(envelope.sender)
-                self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
-                self._perform(self._producer.message(envelope.sender, message, now))
-            case message:
-                self._peers.spoke(envelope.sender)
-                self._perform(self._consumer.message(envelope.sender, message, now))
+                self._peers.spoke(sender)
+                self._trace.event(message.kind, transfer=message.transfer_id, consumer=sender.rank)
+                self._perform(self._producer.message(sender, message, now))
+            case _:
+                self._peers.spoke(sender)
+                self._perform(self._consumer.message(sender, message, now))
 
     # Actions.
 
