@@ -77,3 +77,18 @@ def _scheduler(of: Any) -> SimpleNamespace:
         has_orders=of._outbox.orders != type(of._outbox.orders)(),
         side_channel_port=None if of._server is None else of._server.port,
     )
+
+
+def side_channel_process(owner: Any) -> Any:
+    """Return the subprocess of a ``MetadataProcess``: the current one, or the last."""
+    return owner._process
+
+
+def open_connections(server: Any) -> int:
+    """Return the number of open connections of a ``MetadataServer``."""
+    return len(server._open)
+
+
+def serves(server: Any) -> bool:
+    """Return whether the thread of a ``MetadataServer`` runs."""
+    return bool(server._thread.is_alive())

@@ -81,11 +81,6 @@ class NixlTransport:
         # write to it.
         self._connections = threading.Lock()
 
-    @property
-    def peers(self) -> frozenset[str]:
-        """Names of the peers added to this agent."""
-        return frozenset(self._metadata)
-
     def register(self, regions: Sequence[Region]) -> None:
         agent = self._live()
         for memory in sorted({region.memory_kind.memory for region in regions}):

@@ -100,15 +100,6 @@ class MetadataProcess:
                 except Exception:  # the next round tries again
                     logger.exception("Tandem: the side channel process could not be started; trying again")
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """True while the process runs; False between its end and the next start."""
-        return self._process.poll() is None
-
     def close(self) -> None:
         """Close the process's input, which ends it; kill it after _END_S seconds. Idempotent."""
         self._closing.set()

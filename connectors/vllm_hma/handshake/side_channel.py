@@ -89,14 +89,6 @@ class MetadataServer:
         self._thread = threading.Thread(target=self._run, name="tandem-side-channel", daemon=True)
         self._thread.start()
 
-    @property
-    def connections(self) -> int:
-        return len(self._open)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """Stop listening and close all connections. Wait at most 5 s for the thread. Idempotent."""
         if self._thread.is_alive():

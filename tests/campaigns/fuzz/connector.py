@@ -41,7 +41,7 @@ from connectors.vllm_hma.handshake.peers import PeerTable
 from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from testing.connector_state import snapshot
+from testing.connector_state import open_connections, serves, snapshot
 from testing.memory_transport import Fabric
 from tests.campaigns.fuzz.frames import Hostile
 from tests.vllm_contract.workers import DIGEST, SHORT, Worker, receive, results, until
@@ -299,7 +299,7 @@ def nothing_is_left_in(worker: Worker) -> None:
     until(lambda: not any(worker.runtime.counts().values()), within_s=60.0)
     left = snapshot(worker.runtime)
     assert left.alive
-    assert worker.server.alive
+    assert serves(worker.server)
     assert len(left.peers.admitted) <= PEERS
     assert len(left.peers.planned) <= len(left.peers.admitted)
     assert len(worker.transport.peers) <= PEERS + 1
@@ -307,7 +307,7 @@ def nothing_is_left_in(worker: Worker) -> None:
     assert not left.producer.offered_blocks
     until(lambda: not snapshot(worker.runtime).handshaker.pending_hellos)
     assert not snapshot(worker.runtime).handshaker.answers
-    until(lambda: not worker.server.connections, within_s=60.0)
+    until(lambda: not open_connections(worker.server), within_s=60.0)
 
 
 _runs = count()
