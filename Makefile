@@ -402,10 +402,6 @@ schedules: $(STAMP) ## Run random schedules of larger transfers, and random step
 plans: $(STAMP) ## Compare plans with an independent oracle: all TP sizes, head counts and pairs of block sizes (2 minutes)
 	TANDEM_PLANS=1 $(BIN)/python -m pytest tests/planning/test_oracle.py
 
-.PHONY: grids
-grids: $(STAMP) ## Prove plans and move bytes between every pair of PP x PCP x TP x DCP grids (13 minutes): PART=1/4
-	$(BIN)/python -m tests.campaigns.grids --part $(PART)
-
 .PHONY: demo-eval
 demo-eval: $(STAMP) ## Measure the demo model's recall on held-out prompts
 	$(BIN)/python -m benchmarks.demo_model.evaluate

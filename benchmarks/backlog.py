@@ -71,11 +71,11 @@ async def measure(folder: Path, short_every_s: float) -> dict[str, Any]:
     """Run one round of the checkout whose modules are imported."""
     from prometheus_client import REGISTRY
 
-    from connectors.vllm_hma.worker_side.trace import read_trace
     from testing.engines import describe, generate, start_engine
     from testing.identity import random_prompt
     from testing.models import llama
     from testing.sequential_proxy import PRODUCE
+    from testing.trace import read_trace
 
     model, trace = llama(folder / "llama"), folder / "trace.jsonl"
     options: dict[str, Any] = {"max_model_len": 2048, "transfer": {"trace_path": str(trace)}, "max_num_seqs": 32}

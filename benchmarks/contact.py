@@ -43,8 +43,8 @@ def our_worker(side: Side, name: str, connected: threading.Event) -> Any:
 
     from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
     from connectors.vllm_hma.config import ConnectorConfig
-    from connectors.vllm_hma.worker_side.fence import StepFence
     from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+    from connectors.vllm_hma.worker_side.steps import StepFence
 
     class Runtime(WorkerRuntime):
         def _connected(self, *arguments: Any) -> None:
@@ -81,7 +81,7 @@ class Producer:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
         from vllm.utils.network_utils import get_open_port
 
-        from connectors.protocol.agent_metadata import encode_agent_metadata
+        from connectors.codec import encode_agent_metadata
         from connectors.vllm_hma.handshake.side_channel import MetadataServer
 
         page, blocks, layers = shape

@@ -30,11 +30,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import describe, start_engine
 from testing.legs import leg
 from testing.models import VOCABULARY, benchmark_gemma3
 from testing.processes import children, environment, own_cores, pin
+from testing.trace import read_trace
 
 CHUNK_TOKENS = 256
 LENGTHS = {1: 250, 2: 500, 8: 2000}

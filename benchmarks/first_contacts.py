@@ -26,14 +26,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from testing.connector_state import snapshot
+
 SECRET = "of the benchmark, and no other"
 LAYERS, RANKS = 64, 8
 
 
 def rank_metadata() -> dict[tuple[int, int], Any]:
     """Return the metadata that the workers of a prefill engine of 8 ranks publish."""
+    from connectors.codec import encode_agent_metadata
     from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
-    from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+    from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
     from connectors.vllm_hma.orders import EncodedAgentMetadata
 
     page, blocks = 4096, 10_000
@@ -65,7 +68,7 @@ def core(pipe: Connection) -> None:
     half = SchedulerConnector(parse_config({"secret": SECRET}), "prefill", RANKS, (), **more)
     published_at = time.monotonic()
     half.publish(rank_metadata())
-    port = half.snapshot().side_channel_port
+    port = snapshot(half).side_channel_port
     pipe.send((port, time.monotonic() - published_at))
     while pipe.recv() == "step":
         lasts: list[float] = []
@@ -85,7 +88,7 @@ def decode_workers(port: int, count: int, pipe: Connection) -> None:
     """Run these workers at once; each reports that it has all agent metadata, or the reason why
     not.
     """
-    from connectors.vllm_hma.handshake.keys import derive_keys
+    from connectors.vllm_hma.handshake.secret import derive_keys
     from connectors.vllm_hma.handshake.side_channel import _METADATA_REQUEST, _ask
 
     identity = derive_keys(SECRET).identity

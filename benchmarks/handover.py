@@ -29,12 +29,12 @@ from typing import Any
 from vllm.config import KVTransferConfig
 
 from benchmarks.report import ratios, summary, write
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import describe, start_engine
 from testing.legs import Leg, leg
 from testing.models import VOCABULARY, WINDOW_TOKENS, benchmark_gemma3
 from testing.processes import Arm, children, free_cores
 from testing.sequential_proxy import PRODUCE
+from testing.trace import read_trace
 from testing.transfer_bytes import nixl_bytes, written_bytes
 
 DECODE_TOKENS = 9

@@ -11,19 +11,11 @@ class TandemError(Exception):
 
 
 class ConfigurationError(TandemError):
-    """A setting is invalid or does not fit its engine, or what it names cannot be used.
-
-    For example, NIXL lacks the configured backend, a certificate file has expired, or the process
-    of the side channel does not start.
-    """
+    """A setting is invalid or does not fit its engine, or what it names cannot be used."""
 
 
 class UnsupportedCacheError(TandemError):
-    """The connector does not support a layer of the engine's KV cache, or the engine's parallelism.
-
-    ``layer``   name of the layer; ``*`` stands for all layers
-    ``what``    what the connector does not support
-    ``remedy``  what the operator can do
+    """The connector does not support a layer of the KV cache (``*``: all), or the parallelism.
 
     Raised while the engine starts, before it accepts requests.
     """
@@ -34,11 +26,7 @@ class UnsupportedCacheError(TandemError):
 
 
 class PlanError(TandemError):
-    """The bytes to copy, to hash or to store cannot be determined.
-
-    For example, a cache layout, a parallel size, a block id, a range of tokens or an object of the
-    KV store is invalid, is missing or does not fit the others.
-    """
+    """The bytes to copy, to hash or to store cannot be determined: values contradict each other."""
 
 
 class CoverError(PlanError):
@@ -46,13 +34,11 @@ class CoverError(PlanError):
 
 
 class IncompatiblePeerError(TandemError):
-    """Two engines cannot exchange KV.
+    """Two engines cannot exchange KV. The message is valid in the logs of both: it names them by
+    their roles.
 
-    ``field``   property that differs
-    ``ours``    its value at the decode engine (the consumer)
-    ``theirs``  its value at the prefill engine (the producer)
-
-    The message is valid in the logs of both engines: it names them by their roles.
+    ``ours``    value of the decode engine (the consumer)
+    ``theirs``  value of the prefill engine (the producer)
     """
 
     def __init__(self, field: str, ours: object, theirs: object, remedy: str) -> None:
@@ -61,10 +47,8 @@ class IncompatiblePeerError(TandemError):
 
 
 class WireError(TandemError):
-    """A message, agent metadata, a side channel's response or kv_transfer_params are invalid.
-
-    Metadata, messages and responses of another protocol version are invalid, too. The error
-    response of a side channel also raises this class, or PeerSecretError if it is about secrets.
+    """A message, agent metadata, a response or kv_transfer_params are invalid or of another
+    version.
     """
 
 
@@ -86,10 +70,7 @@ class StaleReferenceError(HandshakeError):
 
 
 class TransportError(TandemError):
-    """An operation of the transport failed, or the transport has been closed.
-
-    ``peer``  name of the peer's agent in the transport (``?`` if unknown), or of this agent if the
-              operation concerns no peer
+    """An operation of the transport failed; ``peer`` is the peer's agent (``?``: unknown), or this.
 
     A write that raises TransportError, and not FailedWriteError, has posted nothing.
     """
@@ -100,10 +81,7 @@ class TransportError(TandemError):
 
 
 class FailedWriteError(TransportError):
-    """A write failed while or after it was posted.
-
-    Parts of the write may still reach the peer's memory while this process lives.
-    """
+    """A write failed while or after it was posted: parts may still reach the peer's memory."""
 
 
 class StoreError(TandemError):

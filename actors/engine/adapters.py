@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from actors.adapter_records import AdapterRecords
 from actors.errors import UnavailableError
-from actors.upstream.vllm_cpu_kernels import adapter_problem
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -157,6 +156,8 @@ class EngineAdapters:
         used |= {one.lora_request.lora_int_id for one in requests if one.lora_request is not None}
         for unused in set(await self._llm.list_loras()) - used:
             await self._llm.remove_lora(unused)
+        from actors.upstream.cpu_build.vllm_cpu_kernels import adapter_problem
+
         problem = adapter_problem(self._cpu_slots, len(used) + len(self._loading - self._models.lora_requests.keys()))
         return None if problem is None else str(problem)
 

@@ -80,7 +80,11 @@ WITHOUT_EFFECT = {
 They configure servers of vLLM that Tandem does not run.
 """
 
-CPU_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker"}
+CPU_DEFAULTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "worker_cls": "actors.upstream.cpu_build.vllm_cpu_worker.CpuWorker",
+}
 """Default engine arguments of an engine without a GPU."""
 
 

@@ -28,13 +28,6 @@ from actors.engine.startup.gpu_defaults import set_gpu_defaults
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
-from actors.upstream.vllm_cpu_kernels import (
-    adapter_problem,
-    cache_problem,
-    cpu_features,
-    experts_problem,
-    model_problem,
-)
 from actors.upstream.vllm_processes.fork_server import may_fork, use_fork_server
 from configs.settings.base import HiddenText, RoleName
 from configs.settings.service import ServiceSettings
@@ -158,15 +151,17 @@ class VllmEngine:
         )
         config = engine_config(engine_args)
         if not settings.role(role).num_gpus:
-            features = cpu_features()
+            from actors.upstream.cpu_build import vllm_cpu_kernels
+
+            features = vllm_cpu_kernels.cpu_features()
             problem = (
-                model_problem(config.model_config, config.attention_config.backend, features)
-                or cache_problem(config.cache_config.cache_dtype, features)
-                or experts_problem(config.model_config, config.parallel_config)
+                vllm_cpu_kernels.model_problem(config.model_config, config.attention_config.backend, features)
+                or vllm_cpu_kernels.cache_problem(config.cache_config.cache_dtype, features)
+                or vllm_cpu_kernels.experts_problem(config.model_config, config.parallel_config)
             )
             if problem is None and config.lora_config is not None:
                 modules = settings.frontend.get("lora_modules") or ()
-                problem = adapter_problem(config.lora_config.max_loras, len(modules))
+                problem = vllm_cpu_kernels.adapter_problem(config.lora_config.max_loras, len(modules))
             if problem is not None:
                 raise EngineStartError(str(problem))
         cannot_resume = "only decode engines continue streams" if role == "prefill" else why_not_replayable(config)

@@ -10,7 +10,6 @@ from typing import Any
 
 from actors.engine.arguments import engine_arguments
 from actors.engine.chat_template import REMEDY, renders_time
-from actors.upstream.vllm_cpu_kernels import cache_problem, cpu_features, experts_problem, model_problem
 from app.doctor.finding import Finding
 from app.run import check_model, read
 from configs.settings.base import ROLES, RoleName, SettingsError
@@ -175,6 +174,8 @@ def _kernels(settings: ServiceSettings, role: RoleName) -> Finding:
             "change `model` or the engine's arguments",
         )
     backend = arguments.attention_backend or arguments.attention_config.backend
+    from actors.upstream.cpu_build.vllm_cpu_kernels import cache_problem, cpu_features, experts_problem, model_problem
+
     features = cpu_features()
     problem = (
         model_problem(model, backend, features)

@@ -3,12 +3,10 @@
 position  index into a group's block table; position ``p`` covers tokens ``[p*B, (p+1)*B)`` of the
           request, ``B`` being the block size in tokens
 unit      largest range of tokens that lies in one block and one kernel block on both sides; unit
-          ``u`` covers tokens ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes. Where DCP
-          divides the tokens of blocks, each unit lies on one DCP rank of each side, unless both
-          sides divide every unit by the same rule (``UnitShape.spread``)
+          ``u`` covers tokens ``[u*U, (u+1)*U)``, and ``U`` divides both block sizes
 
-Block id 0 is the allocator's null block: a placeholder in block tables where nothing is stored, for
-example before the window. A state group has one position and one unit, both 0: the state itself.
+Block id 0 is the allocator's null block, a placeholder in block tables, for example before the
+window. A state group has one position and one unit, both 0: the state itself.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.errors import PlanError
-from connectors.planning.grid import EVERY_TOKEN, Shard
 from connectors.planning.layout import Group, GroupKind
 
 NULL_BLOCK = 0
@@ -30,13 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BlockSet:
-    """Blocks of one group to fill.
-
-    ``positions``  ascending positions in the block table, shape (N,); ``[0]`` for a state
-    ``ids``        block id at each position, shape (N,)
-
-    Raises PlanError unless both are vectors of equal length.
-    """
+    """Blocks of one group to fill: ascending positions and block ids, both of shape (N,)."""
 
     positions: Ints
     ids: Ints
@@ -51,27 +42,11 @@ class BlockSet:
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """Units of one group between two ranks.
-
-    ``tokens``     tokens per unit
-    ``src_units``  units per block of the producer, over all its DCP ranks
-    ``dst_units``  units per block of the consumer, over all its DCP ranks
-    ``src_shard``  selects the units that the producer rank stores
-    ``dst_shard``  selects the units that the consumer rank stores
-    ``spread``     number of DCP ranks over which both engines divide each unit's tokens by the same
-                   rule; every rank then stores a part of every unit. 1: units are not divided
-    """
+    """Units of one group between two ranks: tokens per unit, and units per block of each side."""
 
     tokens: int
     src_units: int
     dst_units: int
-    src_shard: Shard = EVERY_TOKEN
-    dst_shard: Shard = EVERY_TOKEN
-    spread: int = 1
-
-    def on_both(self, units: Ints) -> npt.NDArray[np.bool_]:
-        """Return a mask of the units that both ranks store."""
-        return self.src_shard.stores(units * self.tokens) & self.dst_shard.stores(units * self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +76,7 @@ def empty_blocks() -> BlockSet:
 def first_needed_token(group: Group, resume_token: int) -> int:
     """Return the oldest token that attention reads to compute token ``resume_token``.
 
-    Return 0 for full attention and for states. The result is ``resume_token`` itself if its window
-    or attention chunk starts there.
+    0 for full attention and for states.
     """
     if group.kind is GroupKind.SLIDING:
         assert group.window_tokens is not None
@@ -116,11 +90,10 @@ def first_needed_token(group: Group, resume_token: int) -> int:
 def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_token: int) -> BlockSet:
     """Return the blocks of ``table`` to fill so that a consumer can compute from ``end_token`` on.
 
-    Tokens before ``start_token`` are in the consumer's prefix cache, or come from the KV store.
-    Other requests may share cached blocks, so the result has no block before the block of
-    ``start_token``. Tokens before the window need no block either. For a state group, the result is
-    the block that holds the state after ``end_token`` tokens, at position 0. The result is empty if
-    ``start_token`` equals ``end_token``.
+    Tokens before ``start_token`` are in the consumer's prefix cache, whose blocks other requests
+    may share, or come from the KV store: the result has no block before that of ``start_token``.
+    For a state group, it is the block that holds the state after ``end_token`` tokens, at position
+    0.
 
     Raises PlanError unless ``0 <= start_token <= end_token``, or if the table has no block for a
     needed token. The engine must then compute the tokens itself.
@@ -145,7 +118,6 @@ def wanted_blocks(group: Group, table: Sequence[int], start_token: int, end_toke
 
 
 def state_position(group: Group, end_token: int) -> int:
-    """Return the block table index of the state after ``end_token`` tokens."""
     return (end_token - 1) // group.block_tokens
 
 
@@ -161,9 +133,8 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
 
     Omits units before the producer's block in which the window starts. It keeps the units of
     ``blocks`` between the start of that block and the window: a consumer with prefix caching may
-    reuse its own first block as a whole. The result has only units that start before ``end_token``
-    and that both ranks store. Producer and consumer both call this function, so they count the same
-    bytes.
+    reuse its own first block as a whole. Producer and consumer both call this function, so they
+    count the same bytes.
     """
     if group.kind is GroupKind.STATE:
         return UnitSet(blocks.positions, blocks.ids, np.zeros(len(blocks), np.int64))
@@ -173,13 +144,11 @@ def wanted_units(group: Group, blocks: BlockSet, shape: UnitShape, end_token: in
     held_tokens = shape.src_units * shape.tokens
     first = first_needed_token(group, end_token) // held_tokens * held_tokens
     needed = (units * shape.tokens < end_token) & (units * shape.tokens >= first)
-    return every.where(needed & shape.on_both(units))
+    return every.where(needed)
 
 
 def complete_units(group: Group, units: Ints, shape: UnitShape, computed: int, end_token: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the units whose tokens below ``end_token`` are all computed.
-
-    ``computed``  number of computed tokens of the request
 
     The last unit may extend past ``end_token``. A state is complete when exactly ``end_token``
     tokens have been computed: later tokens change it.

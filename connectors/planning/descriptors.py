@@ -1,8 +1,8 @@
 """Apply plans to block ids: return the contiguous byte ranges to copy (*runs*) as numpy vectors.
 
-Adjacent runs are merged. No Python object is created per block: 10,000 blocks take a few numpy
-operations. For the KV store, objects in this process's memory take the consumer's role when KV of a
-rank is stored, and the producer's role when KV is loaded (``store/planning/layout.py``).
+No Python object is created per block: 10,000 blocks take a few numpy operations. For the KV store,
+objects in this process's memory are the consumer when KV of a rank is stored, and the producer when
+KV is loaded (``store/planning/layout.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from connectors.planning.plan import GroupPlan, PairPlan, Pieces
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """N contiguous byte ranges to copy from the producer's memory to the consumer's.
-
-    ``src``     addresses in the producer's memory, shape (N,)
-    ``dst``     addresses in the consumer's memory, shape (N,)
-    ``length``  bytes of each range, shape (N,)
+    """N contiguous byte ranges to copy: source and destination addresses, and bytes, each of shape
+    (N,).
     """
 
     src: Ints
@@ -38,10 +35,7 @@ class Runs:
         return int(self.length.sum())
 
     def slices(self, max_runs: int, max_bytes: int) -> Iterator[Runs]:
-        """Yield the runs in order, in parts of at most ``max_runs``.
-
-        A part of two or more runs has at most ``max_bytes``.
-        """
+        """Yield parts of at most ``max_runs``; one of several runs has at most ``max_bytes``."""
         ends, first = np.cumsum(self.length), 0
         while first < len(self):
             within = np.searchsorted(ends, ends[first] - self.length[first] + max_bytes, "right")
@@ -52,14 +46,11 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Units of one group to copy; four vectors of shape (N,).
+    """Units of one group to copy; four vectors of shape (N,): blocks, and each unit's index within
+    them.
 
-    ``src_ids``    producer's block of each unit
-    ``src_parts``  index of each unit within that block
-    ``dst_ids``    consumer's block of each unit
-    ``dst_parts``  index of each unit within that block
-    ``layers``     ``(first, stop)`` range of the producer rank's layers of the group, as in
-                   ``GroupPlan.layer_of``; ``stop`` may exceed their number. None means all layers
+    ``layers``  ``(first, stop)`` range of the producer rank's layers of the group, as in
+                ``GroupPlan.layer_of``; ``stop`` may exceed their number. None means all layers
     """
 
     group: int
@@ -74,10 +65,7 @@ class Moves:
 
 
 def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
-    """Return the runs of all moves, merged by ``coalesce``.
-
-    Raises PlanError if a move has unequal numbers of source and destination units.
-    """
+    """Return the runs of all moves, merged. Raises PlanError for unequal numbers of units."""
     parts = [_expand(plan.groups[move.group], move) for move in moves]
     if not parts:
         empty = np.empty(0, np.int64)
@@ -88,7 +76,6 @@ def build_runs(plan: PairPlan, moves: Sequence[Moves]) -> Runs:
 
 
 def move_bytes(plan: PairPlan, move: Moves) -> int:
-    """Return the number of bytes that a move copies."""
     group = plan.groups[move.group]
     return len(move) * int(group.piece_bytes[group.pieces_of(move.layers)].sum())
 
@@ -96,11 +83,7 @@ def move_bytes(plan: PairPlan, move: Moves) -> int:
 def _expand(plan: GroupPlan, move: Moves) -> tuple[Ints, Ints, Ints]:
     """Return (source addresses, destination addresses, lengths) of the runs of a move.
 
-    There is one run for every piece of every range of contiguous units (``_contiguous_units``).
-    Layers that are adjacent in a block are one piece (``GroupPlan.across_layers``).
-
-    The order is by piece, then by unit, so that runs of neighbouring units are adjacent and can
-    merge. Raises PlanError if the numbers of source and destination units differ.
+    In order of pieces, then units: runs of neighbouring units are adjacent and can merge.
     """
     if move.src_ids.shape != move.dst_ids.shape:
         raise PlanError(
@@ -118,7 +101,7 @@ def _contiguous_units(pieces: Pieces, move: Moves) -> tuple[Ints, Ints]:
     """Return (index of the first unit, number of units) of each contiguous range of units.
 
     If units are whole blocks and pages are dense on both sides, units with consecutive block ids on
-    both sides are one range, for all pieces. Otherwise each unit is a range of its own.
+    both sides are one range.
     """
     size = pieces.piece_bytes
     dense = (pieces.src.block_stride == size).all() and (pieces.dst.block_stride == size).all()

@@ -27,17 +27,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from connectors.errors import PlanError
-from connectors.planning.grid import EVERY_TOKEN, Grid, Shard
 from connectors.planning.heads import held_heads
 
 
 class GroupKind(StrEnum):
-    """Tokens that a group's layers attend to.
-
-    ``FULL``     all tokens
-    ``SLIDING``  the last ``window_tokens`` tokens
-    ``CHUNKED``  the current chunk of ``window_tokens`` tokens
-    ``STATE``    no tokens: one recurrent state per request
+    """Tokens that a layer attends to: all, the last ``window_tokens``, the current chunk of that
+    many tokens, or none (one recurrent state per request).
     """
 
     FULL = "full"
@@ -51,11 +46,7 @@ WINDOWED = frozenset({GroupKind.SLIDING, GroupKind.CHUNKED})
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemoryKind:
-    """Location of memory.
-
-    ``memory``  NIXL's name, ``DRAM`` or ``VRAM``
-    ``device``  device number; 0 for host memory
-    """
+    """Location of memory: NIXL's name, ``DRAM`` or ``VRAM``, and the device; 0 for host memory."""
 
     memory: str
     device: int
@@ -63,8 +54,6 @@ class MemoryKind:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One range of memory to register with the transport."""
-
     address: int
     length_bytes: int
     memory_kind: MemoryKind
@@ -81,7 +70,6 @@ class LayerPages:
     ``address``        address of the first content byte of block 0
     ``total_heads``    KV heads of the layer over all TP ranks, or other divisions of a page that TP
                        splits evenly over ranks; 1 for MLA's latent
-    ``heads``          KV heads, or other divisions, on this worker (``heads.held_heads``)
     ``rows``           rows of one head's stripe in one kernel block
     ``packing``        name of the byte order within a row; equal packings are interchangeable
     ``kernel_blocks``  kernel blocks per block; with 1, ``kernel_block_stride_bytes`` is 0
@@ -127,7 +115,6 @@ class LayerPages:
 
     @property
     def last_offset(self) -> int:
-        """Bytes from a page's address to the end of its content."""
         return (
             (self.kernel_blocks - 1) * self.kernel_block_stride_bytes
             + (self.heads - 1) * self.head_stride_bytes
@@ -141,13 +128,10 @@ class LayerPages:
 class Group:
     """A cache group of vLLM's hybrid memory allocator: layers that share a request's block table.
 
-    ``block_tokens``   tokens per block, over all DCP ranks; for a state group, the number of tokens
-                       between two states
+    ``block_tokens``   tokens per block; for a state group, tokens between two states
     ``window_tokens``  window or attention chunk size in tokens; None for full attention and states
-    ``layers``         pages of this rank's layers, one entry per part, a layer's parts adjacent;
-                       empty in the scheduler, which has no tensors
-    ``shard``          tokens of each block that this rank stores
-    ``stages``         names of the group's layers, by pipeline stage; empty without PP
+    ``layers``         pages of the layers, one entry per part, a layer's parts adjacent; empty in
+                       the scheduler, which has no tensors
 
     Raises PlanError for values that contradict each other or are not positive.
     """
@@ -157,8 +141,6 @@ class Group:
     block_tokens: int
     window_tokens: int | None
     layers: tuple[LayerPages, ...]
-    shard: Shard = EVERY_TOKEN
-    stages: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0:
@@ -174,17 +156,8 @@ class Group:
             if self.kind is GroupKind.STATE and pages.kernel_blocks > 1:
                 raise PlanError(f"layer {pages.layer!r}: a state cannot have kernel blocks")
             rows = pages.kernel_blocks * pages.rows
-            if self.kind is not GroupKind.STATE and self.block_tokens % (rows * self.shard.size):
-                on_ranks = f" on {self.shard.size} DCP ranks" if self.shard.size > 1 else ""
-                raise PlanError(
-                    f"layer {pages.layer!r}: {self.block_tokens} tokens cannot be divided into {rows} rows{on_ranks}"
-                )
-        if self.shard.size > 1 and (self.kind is not GroupKind.FULL or self.block_tokens % self.shard.period):
-            raise PlanError(
-                f"group {self.index}: DCP needs full attention and blocks of a multiple of dcp_size * "
-                f"cp_kv_cache_interleave_size = {self.shard.period} tokens; this group has blocks of "
-                f"{self.block_tokens} tokens and is of kind {self.kind}"
-            )
+            if self.kind is not GroupKind.STATE and self.block_tokens % rows:
+                raise PlanError(f"layer {pages.layer!r}: {self.block_tokens} tokens cannot be divided into {rows} rows")
 
     @property
     def block_bytes(self) -> int:
@@ -193,39 +166,22 @@ class Group:
 
     def row_tokens(self, pages: LayerPages) -> int:
         """Return the number of tokens in one row of ``pages``; meaningless for a state group."""
-        return self.block_tokens // (self.shard.size * pages.kernel_blocks * pages.rows)
-
-    @property
-    def model_layers(self) -> tuple[str, ...]:
-        """Names of the group's layers on all pipeline stages, in model order."""
-        if self.stages:
-            return tuple(itertools.chain.from_iterable(self.stages))
-        return tuple(dict.fromkeys(pages.layer for pages in self.layers))
+        return self.block_tokens // (pages.kernel_blocks * pages.rows)
 
     @property
     def parts(self) -> dict[str, list[LayerPages]]:
-        """This rank's layers by name, each with its parts."""
+        """The layers by name, in model order, each with its parts."""
         found: dict[str, list[LayerPages]] = {}
         for pages in self.layers:
             found.setdefault(pages.layer, []).append(pages)
         return found
 
-    def stage_of(self, layer: str) -> int:
-        """Return the pipeline stage of a layer. Raises PlanError if the group has no such layer."""
-        if not self.stages and layer in self.model_layers:
-            return 0
-        for stage, layers in enumerate(self.stages):
-            if layer in layers:
-                return stage
-        raise PlanError(f"group {self.index}: no pipeline stage has layer {layer!r}")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """Cache layout of one worker, with its rank on each parallel axis and the sizes of the axes.
+    """Cache layout of one worker of a tensor-parallel engine.
 
     ``num_blocks``       blocks of the pool that all groups share, vLLM's null block included
-    ``regions``          memory of all layers
     ``caches_prefixes``  whether prefix caching is on. A later request may then reuse any full
                          block, so a transfer must fill the whole block
 
@@ -238,24 +194,15 @@ class EngineLayout:
     regions: tuple[Region, ...]
     groups: tuple[Group, ...]
     caches_prefixes: bool = False
-    pp_rank: int = 0
-    pp_size: int = 1
-    pcp_rank: int = 0
-    pcp_size: int = 1
-    dcp_size: int = 1
-    interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "pcp"):
-            rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
-            if not 0 <= rank < size:
-                raise PlanError(f"{axis}_rank {rank} must be at least 0 and below {axis}_size {size}")
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise PlanError(f"tp_rank {self.tp_rank} must be at least 0 and below tp_size {self.tp_size}")
         if [group.index for group in self.groups] != list(range(len(self.groups))):
             raise PlanError("groups must be sorted by index, without gaps")
         if len({region.memory_kind for region in self.regions}) != 1:
             raise PlanError("a worker must have regions, all of one memory kind (memory and device)")
         for group in self.groups:
-            self._check_share(group)
             for pages in group.layers:
                 self._check_inside(pages)
                 held = len(held_heads(self.tp_rank, self.tp_size, pages.total_heads))
@@ -269,41 +216,6 @@ class EngineLayout:
     def memory_kind(self) -> MemoryKind:
         return self.regions[0].memory_kind
 
-    @property
-    def grid(self) -> Grid:
-        """Sizes of the engine's parallel axes. Raises PlanError if vLLM does not allow them."""
-        return Grid(self.tp_size, self.pp_size, self.pcp_size, self.dcp_size, self.interleave_tokens)
-
-    @property
-    def rank(self) -> int:
-        """Number of the worker within its engine."""
-        return self.pp_rank * self.grid.stage_size + self.stage_rank
-
-    @property
-    def stage_rank(self) -> int:
-        """Number of the worker within its pipeline stage."""
-        return self.pcp_rank * self.tp_size + self.tp_rank
-
-    def _check_share(self, group: Group) -> None:
-        """Raise PlanError unless the group's shard and layers fit this rank.
-
-        The shard must be the one that ``grid`` gives to this rank, or all tokens.
-        """
-        if group.shard not in (EVERY_TOKEN, shard := self.grid.shard(self.pcp_rank, self.tp_rank)):
-            raise PlanError(f"group {group.index}: the rank stores {group.shard}, but its shard in the grid is {shard}")
-        if len(group.stages) != (self.pp_size if self.pp_size > 1 else 0):
-            raise PlanError(
-                f"group {group.index}: stages has {len(group.stages)} entries, but pp_size {self.pp_size} requires "
-                f"{self.pp_size if self.pp_size > 1 else 0}"
-            )
-        if len({*group.model_layers}) < len(group.model_layers):
-            raise PlanError(f"group {group.index}: the pipeline stages contain a layer twice")
-        if group.stages and tuple(group.parts) != group.stages[self.pp_rank]:
-            raise PlanError(
-                f"group {group.index}: stage {self.pp_rank} has layers {group.stages[self.pp_rank]}, but this rank "
-                f"holds {tuple(group.parts)}"
-            )
-
     def _check_inside(self, pages: LayerPages) -> None:
         last = pages.address + (self.num_blocks - 1) * pages.block_stride_bytes + pages.last_offset
         if not any(region.address <= pages.address and last <= region.end for region in self.regions):
@@ -311,27 +223,22 @@ class EngineLayout:
 
 
 def model_layer_count(groups: Sequence[Group]) -> int:
-    """Return the number of layers of all groups on all pipeline stages."""
-    return sum(len(group.model_layers) for group in groups)
+    return sum(len(group.parts) for group in groups)
 
 
 def numbered(group: Group, groups: Sequence[Group]) -> list[tuple[int, LayerPages]]:
-    """Return (layer index, pages) of each part of a group on this rank.
+    """Return (layer index, pages) of each part of a group.
 
-    ``groups``  all groups of the worker
-
-    Layer indices number the model's layers over all pipeline stages, group by group. All parts of a
-    layer have its index.
+    Layer indices number the layers of all ``groups``, group by group. All parts of a layer have its
+    index.
     """
     first = model_layer_count(groups[: group.index])
-    index_of = {layer: index for index, layer in enumerate(group.model_layers, first)}
+    index_of = {layer: index for index, layer in enumerate(group.parts, first)}
     return [(index_of[pages.layer], pages) for pages in group.layers]
 
 
 def unique_regions(spans: Iterable[Region]) -> tuple[Region, ...]:
     """Merge the memory of all layers into regions: each byte once, each base address once.
-
-    ``spans``  memory range of each layer
 
     Layers share tensors under the hybrid allocator (Gemma-3-4B: 34 layers, 5 tensors), and tensors
     may be slices of one storage. Overlapping ranges become one region. Adjacent ranges remain two

@@ -1,10 +1,8 @@
 """Plan the copies between two cache layouts: the contiguous pieces of each unit of each group.
 
 The connector plans a pair of ranks in their handshake, and a rank's copies to and from the KV store
-when the engine starts; never for each request. A *piece* is a byte range of a unit that is
-contiguous on both sides. For each piece and each side, a plan has the piece's address in block 0,
-the distance to the next block, and the offsets of a block's units. Applying a plan to block ids
-takes a few numpy operations per group and side (``descriptors.py``), for every model.
+when the engine starts. A *piece* is a byte range of a unit that is contiguous on both sides.
+Applying a plan to block ids takes a few numpy operations per group and side (``descriptors.py``).
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ import numpy as np
 
 from connectors.errors import IncompatiblePeerError, PlanError
 from connectors.planning.blocks import Ints, UnitShape
-from connectors.planning.grid import EVERY_TOKEN
-from connectors.planning.heads import HeadShare, held_heads, shares_of_layer
+from connectors.planning.heads import HeadShare, head_shares, held_heads
 from connectors.planning.layout import WINDOWED, EngineLayout, Group, GroupKind, LayerPages, model_layer_count, numbered
 
 
@@ -38,18 +35,13 @@ class Side:
     unit_offset: Ints
 
     def at(self, ids: Ints, parts: Ints) -> Ints:
-        """Return the address of every piece of every unit, shape (K, units).
-
-        ``ids``    block of each unit, shape (units,)
-        ``parts``  index of each unit within its block, shape (units,)
-        """
+        """Return the address of every piece of every unit, shape (K, units)."""
         blocks = self.address[:, None] + self.block_stride[:, None] * ids[None, :]
         if self.unit_offset.shape[1] == 1:
             return blocks
         return blocks + self.unit_offset[:, parts]
 
     def of(self, pieces: slice | Ints) -> Side:
-        """Return these pieces only."""
         return Side(self.address[pieces], self.block_stride[pieces], self.unit_offset[pieces])
 
 
@@ -69,10 +61,8 @@ class Pieces:
     def joined(self, keys: Ints) -> tuple[Pieces, Ints]:
         """Sort by key and source address, and join; unchanged unless ``whole_blocks``.
 
-        ``keys``  shape (K,). Pieces with equal keys that are adjacent in every block on both sides
-                  become one piece
-
-        Return the pieces and their keys.
+        Pieces with equal ``keys``, shape (K,), that are adjacent in every block on both sides
+        become one. Return the pieces and their keys.
         """
         if not self.whole_blocks or not len(keys):
             return self, keys
@@ -90,9 +80,7 @@ class Pieces:
 class GroupPlan:
     """The K pieces of one unit of one group that one rank sends to another, sorted by layer.
 
-    ``piece_bytes``  bytes of each piece, shape (K,)
-    ``layer_of``     index of each piece's layer among the producer rank's layers of the group,
-                     shape (K,)
+    ``layer_of``  index of each piece's layer among the group's layers, shape (K,)
     """
 
     shape: UnitShape
@@ -106,24 +94,17 @@ class GroupPlan:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes that this pair of ranks copies per unit."""
         return int(self.piece_bytes.sum())
 
     def pieces_of(self, layers: tuple[int, int] | None) -> slice:
-        """Return the slice of the pieces of layers ``[first, stop)``; None means all layers.
-
-        Layers are numbered as in ``layer_of``; ``stop`` may exceed their number.
-        """
+        """Return the slice of the pieces of layers ``[first, stop)``; None means all layers."""
         if layers is None:
             return slice(0, len(self.piece_bytes))
         first, stop = np.searchsorted(self.layer_of, layers)
         return slice(int(first), int(stop))
 
     def across_layers(self, layers: tuple[int, int] | None) -> Pieces:
-        """Return the pieces of these layers, joined where layers of a block are adjacent.
-
-        ``layers`` as in ``pieces_of``. A range is computed at its first use: a model has few.
-        """
+        """Return the pieces of these layers, joined where layers of a block are adjacent."""
         found = self._across_layers.get(layers)
         if found is None:
             chosen = self.pieces_of(layers)
@@ -135,8 +116,6 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """Everything that ``producer_rank`` sends to ``consumer_rank``: one plan per group."""
-
     producer_rank: int
     consumer_rank: int
     groups: tuple[GroupPlan, ...]
@@ -164,20 +143,18 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
         _same(f"kind {where}", ours_group.kind, theirs_group.kind, same_model)
         _same(f"window_tokens {where}", ours_group.window_tokens, theirs_group.window_tokens, same_model)
         _check_window(producer, consumer, ours_group.index)
-        _same(f"layers {where}", ours_group.model_layers, theirs_group.model_layers, same_model)
         ours_parts, theirs_parts = ours_group.parts, theirs_group.parts
-        for layer in ours_parts.keys() & theirs_parts.keys():
+        _same(f"layers {where}", [*ours_parts], [*theirs_parts], same_model)
+        for layer in ours_parts:
             _same(f"parts of layer {layer!r}", len(ours_parts[layer]), len(theirs_parts[layer]), same_model)
         for theirs_pages, ours_pages in _common_parts(theirs_group, ours_group):
             _check_pages(theirs_group, theirs_pages, ours_group, ours_pages)
 
 
 def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]:
-    """Return (producer's, consumer's) pages of each part of a layer that both ranks hold."""
+    """Return (producer's, consumer's) pages of each part of each layer."""
     theirs = dst.parts
-    return [
-        pair for layer, pages in src.parts.items() if layer in theirs for pair in zip(pages, theirs[layer], strict=True)
-    ]
+    return [pair for layer, pages in src.parts.items() for pair in zip(pages, theirs[layer], strict=True)]
 
 
 def _check_window(producer: EngineLayout, consumer: EngineLayout, index: int) -> None:
@@ -234,88 +211,64 @@ def _same(field: str, ours: object, theirs: object, remedy: str) -> None:
 def unit_shape(src: Group, dst: Group) -> UnitShape:
     """Return the largest unit that lies in one block and one kernel block on both sides.
 
-    Where DCP divides tokens, a unit also lies on one DCP rank of each side, unless both sides
-    divide every unit by the same rule (``UnitShape.spread``). For a state group, the unit is the
-    whole state of a block: ``tokens`` is 1, whatever the block sizes are.
-
-    Raises PlanError if a unit would not be a whole number of rows.
+    For a state, it is the whole state. Raises PlanError if it would not be whole rows.
     """
     if src.kind is GroupKind.STATE:
         return UnitShape(1, 1, 1)
     parts = [(group, pages) for group in (src, dst) for pages in group.layers]
     blocks = [group.block_tokens // pages.kernel_blocks for group, pages in parts]
     tokens = math.gcd(src.block_tokens, dst.block_tokens, *blocks)
-    if src.shard.divides_like(dst.shard) and tokens % src.shard.period == 0:
-        shards, spread = (EVERY_TOKEN, EVERY_TOKEN), src.shard.size
-    else:
-        interleaves = [shard.interleave_tokens for shard in (src.shard, dst.shard) if shard.size > 1]
-        stored = [group.block_tokens // (group.shard.size * pages.kernel_blocks) for group, pages in parts]
-        tokens = math.gcd(tokens, *interleaves, *stored)
-        shards, spread = (src.shard, dst.shard), 1
     for group, pages in parts:
-        if tokens % (group.row_tokens(pages) * spread):
-            interleaved = f", interleaved over {group.shard.size} DCP ranks," if group.shard.size > 1 else ""
+        if tokens % group.row_tokens(pages):
             raise PlanError(
-                f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens{interleaved} have "
-                f"units of {tokens} tokens, but the kernel packs {group.row_tokens(pages)} tokens in one row; give "
-                "both engines the same block_size"
+                f"layer {pages.layer!r}: blocks of {src.block_tokens} and {dst.block_tokens} tokens have units of "
+                f"{tokens} tokens, but the kernel packs {group.row_tokens(pages)} tokens in one row; give both engines "
+                "the same block_size"
             )
-    return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens, *shards, spread)
+    return UnitShape(tokens, src.block_tokens // tokens, dst.block_tokens // tokens)
 
 
 def consumer_ranks(producer: EngineLayout, consumer: EngineLayout) -> frozenset[int]:
     """Return the consumer ranks that exchange messages with this producer rank in each transfer.
 
-    The layouts must be compatible (``check_compatible``). ``consumer`` may be any rank of its
-    engine. The result is the ranks to which the producer rank sends a share. A producer rank
-    without any share also holds blocks until the transfer ends, so it exchanges messages, without
-    bytes, with one consumer rank: its own number modulo the number of consumer ranks.
+    ``consumer`` may be any rank of its engine. The result is the ranks to which the producer rank
+    sends a share. A rank without any share also holds blocks until the transfer ends, so it
+    exchanges messages with one consumer rank: its own number modulo the number of consumer ranks.
     """
     ranks = set()
-    for src, dst in zip(producer.groups, consumer.groups, strict=True):
-        for layer_index, pages in numbered(src, producer.groups):
-            first = dst.stage_of(pages.layer) * consumer.grid.stage_size
-            for share in _shares(producer, src, consumer, dst, layer_index, pages.total_heads):
-                if share.producer_rank == producer.stage_rank:
-                    ranks.add(first + share.consumer_rank)
-    return frozenset(ranks or {producer.rank % consumer.grid.size})
+    for group in producer.groups:
+        for layer_index, pages in numbered(group, producer.groups):
+            for share in _shares(producer, consumer, layer_index, pages.total_heads):
+                if share.producer_rank == producer.tp_rank:
+                    ranks.add(share.consumer_rank)
+    return frozenset(ranks or {producer.tp_rank % consumer.tp_size})
 
 
-def _shares(
-    producer: EngineLayout, src: Group, consumer: EngineLayout, dst: Group, layer_index: int, heads: int
-) -> tuple[HeadShare, ...]:
-    sharded = (src.shard.size > 1, dst.shard.size > 1)
-    return shares_of_layer(
-        producer.grid, consumer.grid, heads, layer_index, model_layer_count(producer.groups), sharded
-    )
+def _shares(producer: EngineLayout, consumer: EngineLayout, layer_index: int, heads: int) -> tuple[HeadShare, ...]:
+    return head_shares(producer.tp_size, consumer.tp_size, heads, layer_index, model_layer_count(producer.groups))
 
 
 def plan_pair(producer: EngineLayout, consumer: EngineLayout) -> PairPlan:
-    """Plan the copies from one producer rank to one consumer rank.
-
-    The layouts must be compatible (``check_compatible``). The plan has no pieces if the ranks have
-    no common layer, head or token, or if other producer ranks with the same heads send them.
+    """Plan the copies from one producer rank to one consumer rank, whose layouts are compatible.
 
     Raises PlanError if the block sizes have no common unit of whole rows.
     """
 
     def plan_group(src: Group, dst: Group) -> GroupPlan:
         def shares(layer_index: int, heads: int) -> list[HeadShare]:
-            every = _shares(producer, src, consumer, dst, layer_index, heads)
-            ranks = (producer.stage_rank, consumer.stage_rank)
+            ranks = (producer.tp_rank, consumer.tp_rank)
+            every = _shares(producer, consumer, layer_index, heads)
             return [share for share in every if (share.producer_rank, share.consumer_rank) == ranks]
 
         layer_index = {pages.layer: index for index, pages in numbered(src, producer.groups)}
         return _plan_group(_RankGroup(src, producer), _RankGroup(dst, consumer), layer_index, shares)
 
     groups = tuple(plan_group(src, dst) for src, dst in zip(producer.groups, consumer.groups, strict=True))
-    return PairPlan(producer.rank, consumer.rank, groups)
+    return PairPlan(producer.tp_rank, consumer.tp_rank, groups)
 
 
 @dataclass(frozen=True, slots=True)
 class _RankGroup:
-    """One group on one rank."""
-
     group: Group
     engine: EngineLayout
 
@@ -325,12 +278,7 @@ class _RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Byte range of one unit that is contiguous in both layouts.
-
-    ``src``     offset from the producer's page address
-    ``dst``     offset from the consumer's page address
-    ``length``  bytes
-    """
+    """Byte range of one unit, as offsets from the page addresses of both sides, and its length."""
 
     src: int
     dst: int
@@ -352,7 +300,7 @@ def _plan_group(
         layer_index = layer_indices[src_pages.layer]
         rows = src_pages.rows
         if src.group.kind is not GroupKind.STATE:
-            rows = shape.tokens // (shape.spread * src.group.row_tokens(src_pages))
+            rows = shape.tokens // src.group.row_tokens(src_pages)
         for share in shares(layer_index, src_pages.total_heads):
             first = (share.first - src.first_head(src_pages), share.first - dst.first_head(dst_pages))
             pieces = _pieces(src_pages, dst_pages, first, share.stop - share.first, rows)
@@ -372,8 +320,8 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
     offsets = np.zeros((len(pieces), units), np.int64)
     for row, (pages, _) in enumerate(pieces):
         if units > 1:
-            kernel_tokens = group.block_tokens // (group.shard.size * pages.kernel_blocks)
-            token = group.shard.local(np.arange(units, dtype=np.int64) * shape.tokens)
+            kernel_tokens = group.block_tokens // pages.kernel_blocks
+            token = np.arange(units, dtype=np.int64) * shape.tokens
             offsets[row] = token // kernel_tokens * pages.kernel_block_stride_bytes
             offsets[row] += token % kernel_tokens // group.row_tokens(pages) * pages.row_stride_bytes
     address = [pages.address + offset for pages, offset in pieces]
@@ -384,11 +332,7 @@ def _side(group: Group, shape: UnitShape, units: int, pieces: list[tuple[LayerPa
 def _pieces(src: LayerPages, dst: LayerPages, first: tuple[int, int], heads: int, rows: int) -> list[_Piece]:
     """Divide ``heads`` heads of ``rows`` rows into the fewest ranges contiguous on both sides.
 
-    ``first``  index of the first head among the producer rank's heads, and among the consumer
-               rank's heads
-    ``rows``   rows per unit, head and stripe
-
-    Raises PlanError if a rank holds fewer heads.
+    ``first`` has the index of the first head among each rank's heads.
     """
     src_head, dst_head = first
     if src_head + heads > src.heads or dst_head + heads > dst.heads:

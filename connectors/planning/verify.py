@@ -5,7 +5,6 @@ For copies into the KV store, the consumer is the virtual engine of ``store/plan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,10 +17,7 @@ from connectors.planning.plan import PairPlan
 
 
 def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return (addresses, lengths) of all rows of the given blocks, sorted and merged.
-
-    ``block_ids[g]`` are the blocks to fill of group g. Raises CoverError if rows overlap.
-    """
+    """Return (addresses, lengths) of all rows of the blocks of each group, sorted and merged."""
     addresses: list[Ints] = []
     lengths: list[Ints] = []
     for group, ids in zip(consumer.groups, block_ids, strict=True):
@@ -43,7 +39,7 @@ def wanted_bytes(consumer: EngineLayout, block_ids: Sequence[Ints]) -> tuple[Int
 def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequence[Runs]) -> None:
     """Raise CoverError unless the runs write each byte of the given blocks once, and no other byte.
 
-    ``block_ids[g]`` are the blocks of group g; ``runs`` has one entry per producer rank.
+    ``block_ids`` has one entry per group, ``runs`` one per producer rank.
     """
     want_address, want_length = wanted_bytes(consumer, block_ids)
     if runs and sum(len(part) for part in runs):
@@ -58,42 +54,28 @@ def verify_cover(consumer: EngineLayout, block_ids: Sequence[Ints], runs: Sequen
 
 
 def prove_plans(consumer: EngineLayout, plans: Sequence[PairPlan]) -> None:
-    """Prove the plans of one consumer rank on one block of each group.
-
-    ``plans``  one per producer rank that sends to the consumer rank
+    """Prove the plans of one consumer rank, one per producer rank, on one block of each group.
 
     One block is enough: pieces are the same for every block, and pages of blocks in use at the same
-    time do not overlap. If DCP divides tokens at the producer, a block's position determines the
-    ranks that write the block. This function therefore proves each position of one period. It
-    proves each group separately because groups may share memory.
-
-    Raises CoverError if the plans miss a byte, write one twice or write another byte.
+    time do not overlap. Groups are proved separately because they may share memory. Raises
+    CoverError.
     """
     for group in consumer.groups:
         ids = [np.empty(0, np.int64) for _ in consumer.groups]
         ids[group.index] = np.asarray([min(1, consumer.num_blocks - 1)], np.int64)
-        period = math.lcm(group.block_tokens, *(plan.groups[group.index].shape.src_shard.period for plan in plans))
-        for position in range(period // group.block_tokens):
-            verify_cover(consumer, ids, [_block_runs(plan, group.index, position, ids[group.index]) for plan in plans])
+        verify_cover(consumer, ids, [_block_runs(plan, group.index, ids[group.index]) for plan in plans])
 
 
-def _block_runs(plan: PairPlan, group: int, position: int, block_id: Ints) -> Runs:
-    """Return a plan's runs into block ``block_id`` at one position of a block table.
-
-    ``block_id`` has shape (1,). It is also the source block: the proof compares destinations only.
-    """
+def _block_runs(plan: PairPlan, group: int, block_id: Ints) -> Runs:
+    """Return a plan's runs into a block of a group, which is also the (unused) source."""
     shape = plan.groups[group].shape
-    units = np.arange(shape.dst_units, dtype=np.int64) + position * shape.dst_units
-    units = units[shape.on_both(units)]
+    units = np.arange(shape.dst_units, dtype=np.int64)
     block = np.repeat(block_id, len(units))
-    return build_runs(plan, [Moves(group, block, units % shape.src_units, block, units % shape.dst_units)])
+    return build_runs(plan, [Moves(group, block, units % shape.src_units, block, units)])
 
 
 def _merged(address: Ints, length: Ints, what: str) -> tuple[Ints, Ints]:
-    """Sort the byte ranges and merge adjacent ones. Raises CoverError if two overlap.
-
-    ``what``  participle for the message: wanted or written
-    """
+    """Sort the byte ranges and merge adjacent ones. Raises CoverError if two overlap."""
     if not len(address):
         return address, length
     order = np.argsort(address, kind="stable")

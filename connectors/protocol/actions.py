@@ -15,21 +15,12 @@ from connectors.protocol.wire import Message, Peer
 
 
 class Digest(Protocol):
-    """Digest of one transfer between two ranks, at one end.
-
-    At the producer, the owner of the state machine adds the bytes of writes; at the consumer,
-    ``Verify.problem`` adds the received bytes.
-    """
+    """Digest of one transfer between two ranks, at one end."""
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of some units of a group. For each layer, units must ascend over all calls.
+        """Add the bytes of units, by block and index within it. For each layer, units must ascend.
 
-        ``ids``     block of each unit at this end
-        ``parts``   index of each unit within its block
-        ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None means
-                    all layers
-
-        Raises PlanError for a block that does not exist at this end.
+        ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None: all
         """
 
     def ready(self) -> bool:
@@ -37,18 +28,17 @@ class Digest(Protocol):
         ...
 
     def hexdigest(self) -> str:
-        """Return the digest of all bytes added so far, once the device has read them: 32
-        hexadecimal digits.
+        """Return the digest of all bytes added so far, once the device has read them: 32 hex
+        digits.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``message`` to ``peer``.
+    """Send ``message``. If that fails, the owner calls ``Consumer.undelivered``.
 
-    If the message cannot be sent, the owner calls ``Consumer.undelivered``. The message may also be
-    lost without an error: every wait for an answer has a deadline.
+    The message may also be lost without an error: every wait for an answer has a deadline.
     """
 
     peer: Peer
@@ -59,12 +49,10 @@ class Send:
 class Write:
     """Write ``moves`` to ``peer``, then report the end of write ``write_id``.
 
-    ``digest``  digest to which the owner adds the source bytes after it has posted the write; None
-                if the offer requests none
-
-    The owner calls ``write_posted`` after the post, and ``write_done`` or ``write_failed`` at the
-    end. If the write cannot be posted whole, or is no longer wanted (``Producer.wants``), it calls
-    only ``write_failed`` if parts may still arrive, and only ``write_refused`` if none can.
+    The owner adds the source bytes to ``digest``, if there is one, after the post. It calls
+    ``write_posted`` after the post, and ``write_done`` or ``write_failed`` at the end. If the write
+    cannot be posted whole, or is no longer wanted (``Producer.wants``), it calls only
+    ``write_failed`` if parts may still arrive, and only ``write_refused`` if none can.
     """
 
     write_id: int
@@ -76,11 +64,11 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The state machine has removed this peer and needs no connection to it any more.
+    """The state machine has removed this peer, and needs a handshake before another transfer with
+    it.
 
     The owner releases the peer's plan and connection, unless the other state machine (``knows``) or
-    a handshake in progress needs them. Before another transfer with this peer, the state machine
-    needs a new handshake.
+    a handshake in progress needs them.
     """
 
     peer: Peer
@@ -111,8 +99,7 @@ class Due:
     """A queued request's wait has ended.
 
     ``failure``    None if the producer is about to compute the prompt or has computed it: vLLM can
-                   allocate the request's blocks. Else the reason why no KV will arrive; this engine
-                   then computes the prompt
+                   allocate the request's blocks. Else the reason why no KV will arrive
     ``cancelled``  whether this rank cancels the transfer at its partners. The other ranks have not
                    queued the request: their owners must call ``Consumer.release``
     """
@@ -128,11 +115,9 @@ class Verify:
     """Add received units to a digest, compare it with ``expected``, then report ``verified``.
 
     ``units``     received units, one set per group; those of earlier actions are not repeated
-    ``digest``    digest of the bytes that ``peer`` writes in this transfer
     ``expected``  digest that ``peer`` sent in Fin; empty before Fin: there is nothing to compare
 
-    The owner carries out these actions in order. The request's blocks stay allocated at least until
-    ``verified``.
+    The owner carries out these actions in order. The blocks stay allocated until ``verified``.
     """
 
     transfer_id: str
@@ -142,10 +127,11 @@ class Verify:
     expected: str
 
     def problem(self) -> str | None:
-        """Add the received bytes to ``digest``, and compare it with ``expected``. Call this once.
+        """Add the received bytes to ``digest``; return how it differs from ``expected``. Call this
+        once.
 
-        Return None if they are equal, else a description of the difference. Raises PlanError for a
-        block that does not exist at this end, and torch's errors if the cache is on an accelerator.
+        Raises PlanError for a block that does not exist at this end, and torch's errors if the
+        cache is on an accelerator.
         """
         for group, units in enumerate(self.units):
             self.digest.add(group, units.dst_ids, units.dst_parts)
@@ -173,10 +159,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """No producer rank can write to this transfer's blocks on this rank any more.
-
-    The quarantine of the blocks ends when this holds for all ranks of the engine.
-    """
+    """No producer rank can write to this transfer's blocks on this rank any more."""
 
     request_id: str
     transfer_id: str

@@ -68,7 +68,6 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import (
     GIVEN_UP,
     Answer,
-    ConsumerSnapshot,
     Order,
     Reception,
     ReceptionStage,
@@ -93,10 +92,7 @@ _USED_TWICE = "the transfer id has been used by another request; use a new trans
 
 
 class Consumer:
-    """State machine of all transfers that one worker receives.
-
-    Not thread-safe: the owner serialises calls.
-    """
+    """State machine of all transfers that one worker receives. The owner serialises calls."""
 
     def __init__(self, groups: Sequence[Group], limits: TransferLimits) -> None:
         self._groups = tuple(groups)
@@ -119,9 +115,8 @@ class Consumer:
     def start(self, order: Order, now: float) -> list[ConsumerAction]:
         """Start to receive the KV of a request whose blocks are allocated.
 
-        A transfer id is valid once, but several requests may have the same parameters. A second use
-        fails at once: Fin carries only the transfer id, so a late Fin of the first request would
-        match the second request.
+        A transfer id is valid once: Fin carries only the id, so a late Fin of a first request would
+        match a second one.
         """
         if not self._queue.remove(order.transfer_id, order.request_id) and self._is_used(order.transfer_id):
             return [Received(order.request_id, _USED_TWICE)]
@@ -146,7 +141,6 @@ class Consumer:
         return self._fail(reception, "the request was aborted", now)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[ConsumerAction]:
-        """Handle a successful handshake. ``partners`` are the ranks that serve this worker."""
         self._engines.connected(incarnation, partners, now)
         actions: list[ConsumerAction] = [*self._queue.connected(incarnation, partners, now)]
         for reception in self._of_engine(incarnation):
@@ -157,7 +151,6 @@ class Consumer:
         return actions + self._engines.send_releases(incarnation, now)
 
     def connect_failed(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle a failed handshake: fail the transfers and drop the Cancels that waited for it."""
         actions: list[ConsumerAction] = [*self._queue.connect_failed(incarnation, reason)]
         for reception in self._of_engine(incarnation):
             if reception.stage is ReceptionStage.CONNECTING:
@@ -166,7 +159,6 @@ class Consumer:
         return actions
 
     def engine_lost(self, incarnation: str, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle the death of a producer engine: none of its workers writes any more."""
         actions = self.connect_failed(incarnation, reason, now)
         actions += self._queue.engine_lost(incarnation, reason)
         for reception in self._of_engine(incarnation):
@@ -185,11 +177,7 @@ class Consumer:
         return actions
 
     def awaits(self, peer: Peer) -> bool:
-        """Return whether a transfer still needs this worker.
-
-        True while ``peer`` may write, while its writes are being verified, while a queued request
-        waits for its engine, or while a request or Cancel waits for a handshake with its engine.
-        """
+        """Return whether ``peer`` may write, or a verification, wait or handshake needs it."""
         if peer.incarnation in self._engines.releases or self._queue.uses(peer.incarnation):
             return True
         return any(
@@ -203,18 +191,13 @@ class Consumer:
         )
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove an engine because the owner evicts one of its workers.
-
-        If the engine has queued requests or receptions, also in quarantine, only mark it stale. In
-        both cases the engine's next request starts with a handshake.
-        """
+        """Remove an engine of which the owner evicts a worker; if in use, mark it stale."""
         if self._of_engine(incarnation) or self._queue.uses(incarnation):
             self._engines.mark_stale(incarnation)
             return []
         return self._engines.forget(incarnation)
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ConsumerAction]:
-        """Handle a message from a producer worker."""
         if not isinstance(message, Answer):
             return []
         if message.transfer_id in self._queue.requests:
@@ -236,10 +219,7 @@ class Consumer:
             return self._fail(reception, f"prefill rank {peer.rank}: {error!r}", now)
 
     def verified(self, transfer_id: str, peer: Peer, problem: str | None, now: float) -> list[ConsumerAction]:
-        """Handle the result of a Verify. ``problem`` is None if the digests are equal.
-
-        A result after the deadline has no effect.
-        """
+        """Handle the result of a Verify; ``problem`` is None if the digests are equal."""
         reception = self._by_transfer.get(transfer_id)
         if reception is None or peer not in reception.verifying:
             return []
@@ -276,14 +256,10 @@ class Consumer:
         return actions
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether ``peer`` is a partner in a known engine."""
         return self._engines.knows(peer)
 
     def suspects(self) -> set[Suspect]:
-        """Return the producer workers that may still write to blocks in quarantine.
-
-        Such a worker has not acknowledged a Cancel, for example after a failed write.
-        """
+        """Return the producer workers that may still write to blocks in quarantine."""
         return {
             Suspect(each.peer, each.process, each.was_seen, each.met_at)
             for reception in self._quarantine.values()
@@ -291,16 +267,13 @@ class Consumer:
         }
 
     def addresses(self) -> set[EngineAddress]:
-        """Return the side channel addresses of the known producer engines."""
         return self._engines.addresses()
 
     def engines(self) -> set[str]:
-        """Return the incarnations of engines that are known, in use or have pending Cancels."""
         waited_for = (address.incarnation for address in self._producers())
         return {*self._engines.partners, *self._engines.releases, *waited_for}
 
     def counts(self) -> dict[str, int]:
-        """Return the number of queued requests, and of receptions by stage."""
         counts = {"queued": len(self._queue.requests)} | {stage.value: 0 for stage in ReceptionStage}
         for reception in self._all():
             counts[reception.stage.value] += 1
@@ -311,21 +284,10 @@ class Consumer:
         """True if a request is queued or a transfer is in progress or in quarantine."""
         return bool(self._queue.requests or self._by_transfer)
 
-    def snapshot(self) -> ConsumerSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        return ConsumerSnapshot(
-            queued=frozenset(self._queue.requests),
-            receptions={request_id: reception.stage.value for request_id, reception in self._receptions.items()},
-            quarantined=frozenset(self._quarantine),
-            partners={name: tuple(each.peer for each in known) for name, known in self._engines.partners.items()},
-            used=frozenset((*self._by_transfer, *self._used)),
-        )
-
     def _is_used(self, transfer_id: str) -> bool:
         return transfer_id in self._used or transfer_id in self._by_transfer or transfer_id in self._queue.requests
 
     def _producers(self) -> Iterator[EngineAddress]:
-        """Yield the address of the producer of each queued request and reception."""
         yield from (queued.producer for queued in self._queue.requests.values())
         yield from (reception.order.producer for reception in self._all())
 
@@ -375,10 +337,7 @@ class Consumer:
     def _answered(
         self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
-        """Handle a partner's final message; end the reception if it waits for nothing else.
-
-        A Fin must state the expected number of bytes and, if requested, a digest to verify.
-        """
+        """Handle a partner's final message; end the reception if it waits for nothing else."""
         if isinstance(message, Fin):
             expected = expected_bytes(self._groups, reception.order, partner)
             if message.total_bytes != expected:

@@ -33,11 +33,7 @@ class ConsumerPeer:
     """Producer's record of a consumer worker after its Hello.
 
     ``partner_ranks``  ranks of the consumer engine that exchange messages with this producer rank
-    ``num_blocks``     size of the consumer worker's block pool
-    ``shapes``         units of each group between the two workers
-    ``new_digest``     creates the digest of one transfer at this end; None if this worker computes
-                       no digests
-    ``process``        process of the consumer worker
+    ``new_digest``     creates the digest of one transfer at this end
     ``was_seen``       whether this worker saw the process alive, as in ``Partner``
     """
 
@@ -58,11 +54,10 @@ class Stage(Enum):
 
 
 EVERY_LAYER = 2**31
-"""Upper bound of a layer range; no group has as many layers."""
 
 MAX_EARLY = 1024
-"""Limit of early transfers per consumer engine. The prefill request of an early transfer has not
-arrived; it usually arrives within milliseconds.
+"""Limit of early transfers per consumer engine: their prefill requests usually follow within
+milliseconds.
 """
 
 NO_CONSUMER = ""
@@ -80,20 +75,15 @@ class Delivery:
                         cancelled or abandoned
     ``early``           units that the current step completes, and the number of their layers
                         already in a write, by group
-    ``digest``          digest of the written bytes; None if the offer requests none, before the
-                        check of the offer, and after the delivery was closed
     ``in_flight``       bytes of each unfinished write, by write id; 0 until it has been posted
     ``left``            number of units of each group not in a write with all their layers when a
                         write began, by its id, until ``arrived`` has seen its end
     ``unarrived``       number of units of each group that have not arrived, as last reported
-    ``written_bytes``   bytes of the finished writes
     ``ending``          final message, sent when no write is in flight, unless a write has failed or
                         the consumer has ended
-    ``closed``          True once ``ending`` is set and no write is in flight
-    ``last_sent``       time in seconds of the last AwaitStart, Offer, Starting or Alive; alive_s
-                        counts from it
-    ``offered_blocks``  number of blocks in the offer, counted against the consumer's pool until the
-                        delivery is closed
+    ``last_sent``       time of the last AwaitStart, Offer, Starting or Alive; alive_s counts from
+                        it
+    ``offered_blocks``  blocks in the offer, counted against the consumer's pool until it is closed
     ``moved_at``        time at which a write was last started or completed, in seconds
     ``hangs``           True once writes in flight have made no progress for hang_s
     """
@@ -116,10 +106,7 @@ class Delivery:
     hangs: bool = False
 
     def taken(self, transfer: Transfer) -> bool:
-        """Return whether the delivery is complete, or the whole prompt has been computed.
-
-        A complete delivery has no unit left, and ``offer.end_token`` tokens have been computed.
-        """
+        """Return whether the delivery is complete, or the whole prompt has been computed."""
         assert self.offer is not None
         left = bool(self.early) or (self.pending is not None and any(map(len, self.pending)))
         if left and not any(transfer.tables):
@@ -127,7 +114,6 @@ class Delivery:
         return transfer.computed_tokens >= (transfer.prompt_tokens if left else self.offer.end_token)
 
     def begin_write(self, write_id: int, now: float) -> None:
-        """Record a write whose units have been removed from ``pending``."""
         left = [len(units) for units in self.pending or ()]
         for group, (moves, _) in self.early.items():
             left[group] += len(moves)
@@ -156,10 +142,9 @@ class Delivery:
 
 @dataclass(slots=True)
 class Gone:
-    """Record of a transfer that has ended, or that was discarded while its id was unknown.
+    """Record of a transfer that ended at ``at``, or was discarded while its id was unknown.
 
-    ``at``       time of its end, in seconds
-    ``numbers``  highest message number that each consumer worker has used for it
+    ``numbers`` has the highest message number that each consumer worker has used for it.
     """
 
     at: float
@@ -173,17 +158,13 @@ class Transfer:
     ``since``            time of the last change of stage, in seconds
     ``request_id``       the prefill request; None before it arrives and after its end
     ``prompt_tokens``    tokens whose KV this engine computes for the consumer
-    ``starting``         True once the scheduler is about to start the prompt
-    ``computed_tokens``  number of tokens whose KV has been computed
-    ``coming_tokens``    number of tokens whose KV will have been computed after the current step; 0
-                         outside a step that reports computed layers
-    ``tables``           block table of each group, as far as known
+    ``coming_tokens``    tokens whose KV will have been computed after the current step; 0 outside a
+                         step that reports computed layers
     ``consumer``         incarnation of the consumer engine; None until its first message,
                          NO_CONSUMER after a discard
     ``expected_ranks``   consumer ranks that this rank serves; None until the first message, empty
                          if the KV is not sent
-    ``deliveries``       delivery of each consumer rank that has sent a message, by rank
-    ``numbers``          highest message number that each consumer worker has used for it
+    ``numbers``          as in ``Gone``
     ``check_at``         time before which no deadline passes, in seconds
     """
 
@@ -204,7 +185,6 @@ class Transfer:
     check_at: float = float("-inf")
 
     def delivered(self) -> bool:
-        """Return whether all expected ranks have deliveries, and all deliveries are closed."""
         return (
             self.expected_ranks is not None
             and self.expected_ranks <= self.deliveries.keys()
@@ -226,22 +206,14 @@ class Allowance:
         self.blocks: Counter[Peer] = Counter()
 
     def count_early(self, transfer: Transfer, change: int) -> None:
-        """Add ``change`` to the consumer's number of early transfers, if this transfer is one.
-
-        A transfer without a message of a consumer does not count.
-        """
+        """Add ``change`` to the consumer's number, if this is an early transfer with a consumer."""
         if transfer.stage is Stage.EARLY and transfer.consumer is not None:
             self.early[transfer.consumer] += change
             if not self.early[transfer.consumer]:
                 del self.early[transfer.consumer]
 
     def take_offer(self, delivery: Delivery, offer: Offer, pool_blocks: int) -> bool:
-        """Accept an offer, unless open offers would then exceed the consumer's pool.
-
-        Return whether the offer was accepted.
-
-        ``pool_blocks``  number of blocks in the consumer worker's pool
-        """
+        """Accept an offer, unless open offers would then exceed the consumer's pool."""
         count = sum(map(len, offer.groups))
         if self.blocks[delivery.peer] + count > pool_blocks:
             return False
@@ -293,7 +265,6 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
 
 
 def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> list[UnitSet]:
-    """Return the units of an offer that this rank writes, by group."""
     return [
         wanted_units(group, blocks, shape, offer.end_token)
         for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)
@@ -303,13 +274,10 @@ def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> lis
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
-    """Return (problem, moves): why the offer cannot be served, or None, and the moves to write.
+    """Return (why the offer cannot be served, or None; the moves to write).
 
-    The first call that can serve the offer records its units as pending in ``delivery``, and
-    creates the digest if the offer needs one. Each call removes the units of the returned moves
-    from the pending ones, so the caller must write the moves. A problem comes with no moves.
-
-    ``consumer`` is None if the consumer worker is dead or has been removed.
+    The first call that can serve the offer records its units as pending. Each call removes the
+    units of the returned moves from the pending ones, so the caller must write the moves.
     """
     if consumer is None:
         return "the consumer worker has ended or has been removed", []
@@ -350,12 +318,9 @@ def take_ready(
 def take_layers(
     transfer: Transfer, delivery: Delivery, group: Group, consumer: ConsumerPeer, stop: int
 ) -> list[Moves] | None:
-    """Take the layers below ``stop`` of the units that this step completes; return their moves.
+    """Take the first ``stop`` layers of the units that this step completes; return their moves.
 
-    ``stop``  number of the group's layers on this rank that the step has computed
-
-    The caller must write the moves: no later call returns these layers again. Return None if a
-    source block has been freed.
+    The caller must write them. Return None if a source block has been freed.
     """
     if group.index not in delivery.early:
         taken = _take(transfer, delivery, group, consumer, transfer.coming_tokens)

@@ -17,7 +17,6 @@ from connectors.protocol.wire import Cancel, Peer
 class Partner:
     """A producer rank that sends KV, or messages only, to this worker (``consumer_ranks``).
 
-    ``shapes``      units of each group between the two workers
     ``unit_bytes``  bytes that the rank writes per unit of each group
     ``new_digest``  creates the digest of one transfer from this rank; None without integrity check
     ``met_at``      side channel address at which the handshake found the engine; None if unknown.
@@ -54,12 +53,9 @@ class Suspect:
 class ProducerEngines:
     """Producer engines by incarnation, and the ``Cancel`` messages pending until a handshake.
 
-    ``partners``  partners of this worker in each known engine, by incarnation
     ``stale``     incarnations of known engines whose next request starts with a handshake
     ``releases``  transfers to cancel after the next handshake, with the time in seconds at which
-                  each became pending, by incarnation
-
-    ``now`` is the current time in seconds.
+                  each became pending
     """
 
     def __init__(self, limits: TransferLimits) -> None:
@@ -76,47 +72,38 @@ class ProducerEngines:
         return None if incarnation in self.stale else self.partners.get(incarnation)
 
     def touch(self, incarnation: str, now: float) -> None:
-        """Record that a request or a handshake uses the engine."""
         self._used_at.pop(incarnation, None)
         self._used_at[incarnation] = now
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> None:
-        """Record a successful handshake. ``send_releases`` returns the pending Cancels."""
         self.partners[incarnation] = tuple(partners)
         self.stale.discard(incarnation)
         self.touch(incarnation, now)
 
     def connect_failed(self, incarnation: str) -> None:
-        """Handle a failed handshake: drop the pending Cancels and mark the engine stale."""
         self.releases.pop(incarnation, None)
         self.mark_stale(incarnation)
 
     def mark_stale(self, incarnation: str) -> None:
-        """Require a handshake before the next request that uses a known engine."""
         if incarnation in self.partners:
             self.stale.add(incarnation)
 
     def forget(self, incarnation: str) -> list[Forget]:
-        """Remove the engine; return a Forget for each partner in it.
-
-        The engine's next request starts with a handshake.
-        """
+        """Remove the engine; its next request starts with a handshake."""
         self._used_at.pop(incarnation, None)
         self.stale.discard(incarnation)
         return [Forget(partner.peer) for partner in self.partners.pop(incarnation, ())]
 
     def unused(self, now: float) -> list[str]:
-        """Return the incarnations of engines without a ``touch`` for forget_s / 2.
-
-        Requests that began earlier may still depend on these engines.
+        """Return the engines without a ``touch`` for forget_s / 2; earlier requests may depend on
+        them.
         """
         return due(self._used_at, lambda at: now - at >= self._limits.forget_s / 2)
 
     def release(self, transfer_id: str, incarnation: str, now: float) -> list[Send]:
-        """End the producer's lease of a transfer: return a Cancel for every partner.
+        """Return a Cancel for every partner, which ends the producer's lease of a transfer.
 
-        If a handshake is needed first, return none and record the transfer: ``send_releases``
-        returns its Cancels after the handshake.
+        If a handshake is needed first, record the transfer for ``send_releases``.
         """
         partners = self.reachable(incarnation)
         if partners is None:
@@ -130,7 +117,6 @@ class ProducerEngines:
         self.releases.setdefault(incarnation, []).append((transfer_id, now))
 
     def send_releases(self, incarnation: str, now: float) -> list[Send]:
-        """Remove and return the Cancels that were pending until this handshake."""
         waiting = self.releases.pop(incarnation, [])
         return [send for transfer_id, _ in waiting for send in self.release(transfer_id, incarnation, now)]
 
@@ -142,18 +128,12 @@ class ProducerEngines:
                 del self.releases[incarnation]
 
     def next_number(self) -> int:
-        """Return a new message number, above all earlier ones to any engine.
-
-        Each AwaitStart gets a new number. The Offers of one reception share a new number, and so do
-        the Cancels of one ``release``.
-        """
+        """Return a new message number, above all earlier ones to any engine."""
         self._last_number += 1
         return self._last_number
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether ``peer`` is a partner in a known engine."""
         return any(partner.peer == peer for partner in self.partners.get(peer.incarnation, ()))
 
     def addresses(self) -> set[EngineAddress]:
-        """Return the side channel addresses at which handshakes found the known engines."""
         return {each.met_at for known in self.partners.values() for each in known if each.met_at is not None}

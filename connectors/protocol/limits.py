@@ -8,7 +8,7 @@ producer rank may still write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 from connectors.errors import ConfigurationError
@@ -25,34 +25,24 @@ new (docs/decisions/0009).
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Deadlines and intervals of transfers, all in seconds.
+    """Deadlines and intervals of transfers, in seconds. ``vllm_hma/settings.py`` describes them.
 
-    ``handshake_s``  limit of a handshake with an engine, the fetch of its agent metadata included
-    ``progress_s``   time without a message of a producer rank about a queued or offered transfer
-                     after which the consumer abandons the transfer. Also the time without progress
-                     of a delivery's writes, as defined in ``hang_s``, after which the producer
-                     sends no Alive to the consumer rank
-    ``cancel_s``     interval between Cancels to producer ranks that do not answer; after the first
-                     interval, the engine quarantines the request's blocks and, unless the request
-                     was aborted, computes the prompt in other blocks. Also the limit of a request
-                     to a witness for the state of a suspect's process
-    ``lease_s``      time for which a producer holds finished blocks without an offer, and keeps
-                     messages of a transfer whose prefill request has not arrived; also the time for
-                     which both sides keep ids of ended transfers, and a consumer keeps a Cancel
-                     that waits for a handshake
+    They must be positive. Beyond that description:
+
+    ``progress_s``   also the time without progress of a delivery's writes, as defined in
+                     ``hang_s``, after which the producer sends no Alive to the consumer rank
+    ``cancel_s``     interval between Cancels to producer ranks that do not answer. Also the limit
+                     of a request to a witness for the state of a suspect's process
+    ``lease_s``      also the time for which a producer keeps messages of a transfer whose prefill
+                     request has not arrived, both sides keep ids of ended transfers, and a consumer
+                     keeps a Cancel that waits for a handshake
     ``alive_s``      interval between repeated Alive or Starting messages about a transfer
-    ``step_s``       time without a finished engine step, while the transfer's prefill request is
-                     queued or computing, after which the producer sends no Alive and repeats no
-                     Starting. The default is vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
-                     the time of a step after which vLLM ends the engine
-    ``fence_s``      longest wait of an engine step for a write that reads host memory of a
-                     preempted request, counted from the post of the write
-    ``forget_s``     time without a message after which a producer removes a consumer worker without
-                     an open delivery; a consumer removes an unused producer engine after half this
-                     time, so consumers seldom contact a producer that has removed them
+    ``step_s``       the default is vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, the time
+                     of a step after which vLLM ends the engine
+    ``forget_s``     a consumer forgets an unused producer engine after half of it, so consumers
+                     seldom contact a producer that has removed them
 
-    Raises ConfigurationError if a value is not a positive, finite number, or if ``alive_s`` exceeds
-    half of ``progress_s``.
+    Raises ConfigurationError if ``alive_s`` exceeds half of ``progress_s``.
     """
 
     handshake_s: float = 30.0
@@ -68,28 +58,17 @@ class TransferLimits:
     def hang_s(self) -> float:
         """Time in seconds without progress after which a delivery's writes count as hanging.
 
-        Progress is the start or the end of a write. The producer then abandons the delivery, and
-        sends its final message once the writes have ended. The time exceeds progress_s, so the
-        consumer abandons the transfer first. A consumer also fails a transfer whose digests are
-        still being compared this time after the last Fin.
+        Progress is the start or the end of a write. The producer then abandons the delivery. The
+        time exceeds progress_s, so the consumer abandons the transfer first. A consumer also fails
+        a transfer whose digests are still being compared this time after the last Fin.
         """
         return 2 * self.progress_s
 
     def silence_s(self, connecting: bool) -> float:
-        """Return the seconds without a message after which a consumer abandons a transfer.
-
-        ``connecting``  whether the transfer waits for a handshake
-        """
+        """Return the seconds without a message after which a consumer abandons a transfer."""
         return max(self.handshake_s, self.progress_s) if connecting else self.progress_s
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ConfigurationError(
-                    f"transfer.{field.name} (kv_connector_extra_config: {field.name}) must be a positive number of "
-                    f"seconds and finite, not {value!r}"
-                )
         if self.alive_s * 2 > self.progress_s:
             raise ConfigurationError(
                 f"transfer.alive_s ({self.alive_s} s) must be at most half of transfer.progress_s "

@@ -31,7 +31,6 @@ import numpy as np
 from connectors.errors import WireError
 
 _MAX_CHARACTERS = 256
-"""Limit of ids and host names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class ProduceParams:
     """Parameters of a prefill leg, whose KV this engine sends, or of a request with ``describe``.
 
     ``transfer_id``  None: this engine generates one for a prefill leg
-    ``describe``     whether to return this engine's address and send no KV
     ``first_token``  whether to sample the answer's first token: the engine then computes the whole
                      prompt and sends the KV of ``whole_blocks()`` tokens. Otherwise it computes and
                      sends the KV of all tokens but the last
@@ -70,10 +68,8 @@ class DiscardParams:
 class LostParams:
     """Supervisor's report that engines have ended and write no more.
 
-    ``engines``     id of an engine, or prefix of the ids of several (``names_engine``)
-    ``supervisor``  token of the sender; empty if it sent none
-
-    Valid only if ``supervisor`` equals the connector's configured token, which must not be empty.
+    ``engines`` is the id of an engine, or a prefix of the ids of several (``names_engine``). Valid
+    only if ``supervisor`` equals the connector's configured token, which must not be empty.
     """
 
     engines: str
@@ -157,10 +153,7 @@ def whole_blocks(prompt_tokens: int, multiple: int) -> int:
 
 
 def names_engine(engines: str, incarnation: str) -> bool:
-    """Return whether ``engines`` is this incarnation's id or a dot-terminated prefix of it.
-
-    The final dot of the prefix may be omitted.
-    """
+    """Return whether ``engines`` is this incarnation's id or a dot-terminated prefix of it."""
     return incarnation == engines or incarnation.startswith(engines.rstrip(".") + ".")
 
 
@@ -179,7 +172,7 @@ def prompt_digest(token_ids: Sequence[int] | None, others: Sequence[str] = ()) -
     """Return a digest of inputs that determine a prompt's KV besides the model: 32 hex digits.
 
     ``others`` are inputs outside the token ids, in a fixed order: image identities or a cache salt,
-    for example. None for ``token_ids`` counts as no tokens.
+    for example.
     """
     digest = hashlib.blake2b(np.asarray(token_ids or (), "<i8").tobytes(), digest_size=16)
     for other in others:

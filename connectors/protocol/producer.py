@@ -61,8 +61,7 @@ and without an open delivery. A Forget follows once a removed worker has no open
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from connectors.protocol.actions import Forget, ProducerAction, Send, Sent
 from connectors.protocol.delivery import NO_CONSUMER, ConsumerPeer, Gone, Stage, Transfer, take_layers
@@ -74,39 +73,8 @@ from connectors.protocol.wire import Alive, AwaitStart, Cancel, Message, Offer, 
 _PREEMPTED = "the prefill was preempted during a write"
 
 
-@dataclass(frozen=True, slots=True)
-class ProducerSnapshot:
-    """Copy of the producer's state at one moment.
-
-    ``consumers``       known consumer workers
-    ``heard_at``        time of the last message of each consumer worker not yet removed, in seconds
-    ``transfers``       stage of each open transfer, by transfer id
-    ``remembered``      ids of transfers ended or discarded within lease_s
-    ``offered_blocks``  blocks in open offers, by consumer worker
-    ``early``           number of transfers whose requests have not arrived, by consumer incarnation
-    ``closed``          (transfer id, consumer worker) of closed deliveries in open transfers
-    ``offers``          (transfer id, consumer worker) of open deliveries with an offer
-    ``writes``          ids of unfinished writes
-    ``failed``          ids of transfers with a failed write, by consumer worker
-    """
-
-    consumers: Mapping[Peer, ConsumerPeer]
-    heard_at: Mapping[Peer, float]
-    transfers: Mapping[str, Stage]
-    remembered: frozenset[str]
-    offered_blocks: Mapping[Peer, int]
-    early: Mapping[str, int]
-    closed: frozenset[tuple[str, Peer]]
-    offers: frozenset[tuple[str, Peer]]
-    writes: frozenset[int]
-    failed: Mapping[Peer, frozenset[str]]
-
-
 class Producer(Production):
-    """State machine of all transfers that one worker sends.
-
-    Not thread-safe: the owner serialises calls.
-    """
+    """State machine of all transfers that one worker sends. The owner serialises calls."""
 
     # Events of the scheduler and the engine.
 
@@ -144,9 +112,8 @@ class Producer(Production):
     def progress(
         self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int, now: float
     ) -> list[ProducerAction]:
-        """Handle the end of a chunk: KV of the first ``computed_tokens`` tokens has been computed.
-
-        ``new_ids[g]`` are block ids to append to group g's block table.
+        """Handle the end of a chunk; ``new_ids[g]`` are block ids to append to group g's block
+        table.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -157,10 +124,8 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def begin(self, request_id: str, new_ids: Sequence[Sequence[int]], computed_tokens: int) -> None:
-        """Handle the start of a step after which ``computed_tokens`` tokens have KV.
-
-        Only for steps that report computed layers. ``new_ids`` are as in ``progress``. The owner
-        then ends the chunk with ``progress`` and empty ``new_ids``.
+        """Handle the start of a step that reports computed layers; then call ``progress`` without
+        ids.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -191,7 +156,7 @@ class Producer(Production):
         """Handle a preemption: vLLM has freed the request's blocks and will recompute it.
 
         No new write reads the old blocks. A delivery with part of a step's layers is aborted. The
-        others go on until ``fenced``, which aborts those that may have read overwritten blocks.
+        others go on until ``fenced``.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -217,14 +182,11 @@ class Producer(Production):
         return actions
 
     def stepped(self, now: float) -> None:
-        """Handle the end of an engine step."""
         self._stepped_at = now
 
     def finished(self, request_id: str, held: bool, reason: str, now: float) -> list[ProducerAction]:
-        """Handle the end of a request or, if ``held`` is False, of its transfer alone.
-
-        ``held``    whether the request's blocks stay allocated until ``Sent``
-        ``reason``  reason in the Aborted messages if ``held`` is False
+        """Handle the end of a request, whose blocks are ``held`` until ``Sent``, or of its
+        transfer.
         """
         transfer = self._by_request.get(request_id)
         if transfer is None:
@@ -264,7 +226,6 @@ class Producer(Production):
         return actions + self._advance(transfer, now)
 
     def writes_in_flight(self, request_id: str) -> tuple[int, ...]:
-        """Return the ids of the unfinished writes that read this request's blocks."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return ()
@@ -273,16 +234,12 @@ class Producer(Production):
     # Events of peers.
 
     def welcome(self, peer: Peer, consumer: ConsumerPeer, now: float) -> None:
-        """Add a consumer worker that has sent a valid Hello.
-
-        A worker may repeat its Hello at any time.
-        """
+        """Add a consumer worker that has sent a valid Hello, perhaps again."""
         self._consumers[peer] = consumer
         self._lost.pop(peer, None)
         self._heard(peer, now)
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether ``peer`` is a known consumer worker."""
         return peer in self._consumers
 
     def serves(self, peer: Peer) -> bool:
@@ -294,7 +251,6 @@ class Producer(Production):
         )
 
     def message(self, peer: Peer, message: Message, now: float) -> list[ProducerAction]:
-        """Handle a message from a known consumer worker."""
         self._heard(peer, now)
         if isinstance(message, AwaitStart | Offer | Cancel) and message.transfer_id in self._failed.get(peer, ()):
             return [self._failure(peer, message.transfer_id)]
@@ -346,7 +302,6 @@ class Producer(Production):
         return actions + self._end(transfer, delivery, f"a write failed: {reason}", now)
 
     def write_posted(self, write_id: int, total_bytes: int) -> None:
-        """Handle a posted write. Fin counts its ``total_bytes`` once the write is done."""
         _, delivery = self._writes[write_id]
         delivery.in_flight[write_id] = total_bytes
 
@@ -389,7 +344,6 @@ class Producer(Production):
         return transfer.stage is Stage.LIVE and now - progress_at >= self._limits.step_s
 
     def _give_up_hanging_writes(self, now: float) -> list[ProducerAction]:
-        """Abort the deliveries with a write that has made no progress for hang_s."""
         actions: list[ProducerAction] = []
         for transfer, delivery in list(self._writes.values()):
             if not delivery.hangs and now - delivery.moved_at >= self._limits.hang_s:
@@ -415,7 +369,6 @@ class Producer(Production):
         return [Forget(peer) for peer in forgotten]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of transfers by stage, of writes, remembered ids and hanging writes."""
         counts = {stage.name.lower(): 0 for stage in Stage}
         for transfer in self._transfers.values():
             counts[transfer.stage.name.lower()] += 1
@@ -426,19 +379,3 @@ class Producer(Production):
     def busy(self) -> bool:
         """True if a transfer is open, in any stage. Writes of ended transfers do not count."""
         return bool(self._transfers)
-
-    def snapshot(self) -> ProducerSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        deliveries = [(t.transfer_id, d) for t in self._transfers.values() for d in t.deliveries.values()]
-        return ProducerSnapshot(
-            consumers=dict(self._consumers),
-            heard_at=dict(self._heard_at),
-            transfers={transfer_id: transfer.stage for transfer_id, transfer in self._transfers.items()},
-            remembered=frozenset(self._gone),
-            offered_blocks=dict(self._allowance.blocks),
-            early=dict(self._allowance.early),
-            closed=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.closed),
-            offers=frozenset((transfer_id, each.peer) for transfer_id, each in deliveries if each.offer is not None),
-            writes=frozenset(self._writes),
-            failed={peer: frozenset(transfers) for peer, transfers in self._failed.items()},
-        )

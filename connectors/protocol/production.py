@@ -56,7 +56,6 @@ class Production:
         self._heard_at[peer] = now
 
     def engine_lost(self, incarnation: str, now: float) -> list[ProducerAction]:
-        """Handle the death of a consumer engine: its workers send no more messages."""
         known = [peer for peer in {**self._consumers, **self._failed} if peer.incarnation == incarnation]
         return [action for peer in known for action in self.worker_lost(peer, now)]
 
@@ -71,7 +70,6 @@ class Production:
         return set(self._suspects.values())
 
     def engines(self) -> set[str]:
-        """Return the incarnations of all consumer engines with state in this producer."""
         return {peer.incarnation for peer in (*self._heard_at, *self._failed)}
 
     def peer_lost(self, peer: Peer, now: float) -> list[ProducerAction]:
@@ -141,10 +139,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _being_written(self, peer: Peer, transfer_id: str) -> list[Delivery]:
-        """Return [the transfer's delivery to ``peer``] if it has unfinished writes, else [].
-
-        The transfer may have ended. The delivery's final message follows when its writes end.
-        """
+        """Return [the delivery to ``peer``] if it has writes, even of an ended transfer."""
         return [
             delivery
             for transfer, delivery in self._writes.values()
@@ -152,19 +147,12 @@ class Production:
         ][:1]
 
     def _too_early(self, peer: Peer, transfer_id: str) -> bool:
-        """Return whether to ignore a message of ``peer``.
-
-        True if the transfer is unknown and the consumer engine has MAX_EARLY early transfers.
-        """
+        """Return whether ``peer`` has too many early transfers, so that its message is ignored."""
         known = transfer_id in self._transfers or transfer_id in self._gone
         return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 
     def _transfer_for(self, peer: Peer, message: AwaitStart | Offer | Cancel, now: float) -> Transfer | None:
-        """Return the open transfer that ``peer`` may change, or None.
-
-        Creates an early transfer if the id is unknown, and records the message's number. Assigns a
-        transfer without a consumer to the engine of ``peer``.
-        """
+        """Return the open transfer that ``peer`` may change, or None. Record the number."""
         transfer_id = message.transfer_id
         gone, transfer = self._gone.get(transfer_id), self._transfers.get(transfer_id)
         if gone is None and transfer is None:
@@ -194,11 +182,7 @@ class Production:
         return actions
 
     def _advance(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Write computed units, close deliveries, and release a held transfer that is delivered.
-
-        Closes a delivery without writes in flight if it is complete, cancelled or abandoned, and
-        sends its final message unless a write has failed or the consumer has ended.
-        """
+        """Write computed units, close deliveries, and release a held transfer that is delivered."""
         actions: list[ProducerAction] = []
         for delivery in list(transfer.deliveries.values()):
             if not delivery.closed:
@@ -231,7 +215,9 @@ class Production:
         return []
 
     def _close(self, transfer: Transfer, delivery: Delivery) -> list[Send]:
-        """Close a delivery with ``ending`` and no write in flight; return its final message."""
+        """Close a delivery with ``ending`` and no write in flight; return its final message, if
+        any.
+        """
         if delivery.ending is None or delivery.in_flight:
             return []
         delivery.closed = True
@@ -265,9 +251,8 @@ class Production:
         return self._last_write_id
 
     def _end(self, transfer: Transfer, delivery: Delivery, reason: str, now: float) -> list[ProducerAction]:
-        """Give up a delivery: it closes when its writes have ended.
-
-        Its final message is Aborted with ``reason``, unless another one is already set.
+        """Give up a delivery: it closes with ``reason`` when its writes have ended, unless it has
+        an end.
         """
         if delivery.closed:
             return []
@@ -277,10 +262,7 @@ class Production:
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """End a transfer after lease_s; with writes in flight, only when they have ended.
-
-        A held transfer lacks an offer, an early one its prefill request.
-        """
+        """End a held or early transfer after lease_s and after its writes."""
         reason = (
             "the lease expired before an offer arrived"
             if transfer.stage is Stage.HELD
@@ -315,5 +297,4 @@ class Production:
 
 
 def cannot_serve(error: Exception) -> str:
-    """Return the reason of an Aborted after an exception."""
     return f"the prefill worker cannot serve the offer: {error!r}"

@@ -5,7 +5,7 @@ Part of the state machine in ``consumer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,7 +25,6 @@ Answer = Starting | Fin | Aborted | Failed | Cancelled | Alive
 class Order:
     """The KV that one request needs on this rank.
 
-    ``producer``       engine that computes the prompt
     ``end_token``      first token that this engine computes itself: only earlier tokens need KV
     ``prompt_digest``  digest of the prompt (``params.prompt_digest``)
     ``groups``         blocks to fill, one set per group
@@ -81,24 +80,18 @@ class RequestQueue:
         return True
 
     def discard(self, transfer_id: str) -> None:
-        """Remove the transfer's entry, if there is one, whichever request it belongs to."""
         self.requests.pop(transfer_id, None)
 
     def connected(self, incarnation: str, partners: Sequence[Partner], now: float) -> list[Send]:
-        """Return an AwaitStart for each request that waited for this handshake."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._ask(transfer_id, queued, partners, now) for transfer_id, queued in waiting]
 
     def connect_failed(self, incarnation: str, reason: str) -> list[Due]:
-        """End the wait of each request queued for this failed handshake.
-
-        Sends no Cancel, because it has sent no AwaitStart.
-        """
+        """End the waits for this failed handshake. No AwaitStart was sent, so no Cancel is."""
         waiting = [item for item in self._of_engine(incarnation) if item[1].asked is None]
         return [self._end(transfer_id, reason) for transfer_id, _ in waiting]
 
     def engine_lost(self, incarnation: str, reason: str) -> list[Due]:
-        """End the waits of all requests for a dead engine. Sends no Cancel to it."""
         return [self._end(transfer_id, reason) for transfer_id, _ in self._of_engine(incarnation)]
 
     def worker_lost(self, peer: Peer, reason: str, now: float) -> list[ConsumerAction]:
@@ -130,10 +123,7 @@ class RequestQueue:
         return []
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """End waits that have had no message from ``asked``, or no handshake, for ``silence_s``.
-
-        Cancel their transfers.
-        """
+        """End waits that have had no message from ``asked``, or no handshake, for ``silence_s``."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in list(self.requests.items()):
             silence_s = self._limits.silence_s(connecting=queued.asked is None)
@@ -143,7 +133,6 @@ class RequestQueue:
         return actions
 
     def uses(self, incarnation: str) -> bool:
-        """Return whether a queued request waits for this engine."""
         return any(queued.producer.incarnation == incarnation for queued in self.requests.values())
 
     def _of_engine(self, incarnation: str) -> list[tuple[str, QueuedRequest]]:
@@ -181,21 +170,16 @@ class Reception:
 
     Blocks are safe when no partner may write to them. The consumer also waits for verifications, at
     most ``hang_s`` after ``verifying_since``: a verification reads the blocks, and its result would
-    mean nothing once they belong to another request.
+    mean nothing once they belong to another request. Times are in seconds.
 
-    ``since``            time of ``start``, in seconds
     ``number``           message number of its Offers; 0 before them
     ``writing``          partners that may still write
-    ``heard_at``         time of each partner's last Alive or Starting, else of the Offer, in
-                         seconds
+    ``heard_at``         time of each partner's last Alive or Starting, else of the Offer
     ``digests``          digest of each partner's bytes from its first Verify on, its units, and how
                          many of each group are in a Verify
     ``verifying``        partners whose bytes are being hashed, once for each Verify
-    ``verifying_since``  time of the last ``Verify``, in seconds
     ``failure``          first failure, or None
-    ``ending_since``     time at which it entered ENDING, in seconds
-    ``cancelled_at``     time of the last Cancel, in seconds
-    ``check_at``         time before which no deadline passes, in seconds
+    ``check_at``         time before which no deadline passes
     """
 
     order: Order
@@ -236,32 +220,12 @@ class Reception:
         return [Verify(self.order.transfer_id, partner.peer, new, digest, expected)]
 
     def silent_since(self, now: float) -> float:
-        """Return ``heard_at`` of the partner that has been silent the longest, in seconds.
-
-        Only partners that may write count; without any, return ``now``. Before the Offer, return
-        the time of ``start``.
+        """Return ``heard_at`` of the most silent partner that may write; before the Offer,
+        ``since``.
         """
         if self.stage is ReceptionStage.CONNECTING:
             return self.since
         return min((self.heard_at[peer] for peer in self.writing), default=now)
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerSnapshot:
-    """Copy of the consumer's state at one moment.
-
-    ``queued``       transfer ids of the queued requests
-    ``receptions``   stage of each reception outside quarantine, by request id
-    ``quarantined``  transfer ids of the receptions in quarantine
-    ``partners``     known producer workers, by engine incarnation
-    ``used``         ids of transfers with a reception, or whose reception ended within lease_s
-    """
-
-    queued: frozenset[str]
-    receptions: Mapping[str, str]
-    quarantined: frozenset[str]
-    partners: Mapping[str, tuple[Peer, ...]]
-    used: frozenset[str]
 
 
 def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
@@ -273,6 +237,5 @@ def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple
 
 
 def expected_bytes(groups: Sequence[Group], order: Order, partner: Partner) -> int:
-    """Return the number of bytes that a partner must report in Fin for an order."""
     units = units_from(partner, groups, order)
     return sum(len(each) * size for each, size in zip(units, partner.unit_bytes, strict=True))

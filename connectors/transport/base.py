@@ -19,7 +19,7 @@ WriteHandle = int
 
 
 class Transport(Protocol):
-    """Interface that moves bytes and messages between agents.
+    """Moves bytes and messages between agents.
 
     ``name``  this agent's name, unique among all agents that may ever be peers
     ``kind``  name of the transport, equal at all peers
@@ -29,10 +29,7 @@ class Transport(Protocol):
     kind: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register memory for reads by this agent and writes by peers.
-
-        Raises TransportError if the memory cannot be registered.
-        """
+        """Register memory for reads by this agent and writes by peers. Raises TransportError."""
 
     def metadata(self) -> bytes:
         """Return the metadata with which a peer reaches this agent and its registered memory."""
@@ -42,18 +39,13 @@ class Transport(Protocol):
         """Add a peer and return its name.
 
         A known peer keeps its connection; ``reconnect`` then uses the new metadata. Raises
-        TransportError, and adds no peer, if the metadata is unusable, if the transport finds the
-        peer unreachable, or if ``name`` is given and the metadata belongs to an agent with another
-        name.
+        TransportError, and adds no peer, if the metadata is unusable, if the peer is found
+        unreachable, or if the metadata belongs to an agent with another ``name``.
         """
         ...
 
     def reconnect(self, peer: str) -> None:
-        """Reopen the connection to a peer.
-
-        Raises TransportError if this fails, if the peer has not been added, or if a write to it is
-        in flight.
-        """
+        """Reopen the connection. Raises TransportError, also while a write is in flight."""
 
     def remove_peer(self, peer: str) -> None:
         """Remove a peer, if it has been added. No write or message to it may be in flight."""
@@ -61,11 +53,9 @@ class Transport(Protocol):
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
         """Start to copy ``runs`` (at least one) from this agent's registered memory to the peer's.
 
-        ``source``  memory kind of the runs' sources
-        ``target``  memory kind of their destinations
-
-        Return a handle for ``poll``. Raises TransportError if nothing was posted, FailedWriteError
-        if parts of the write may arrive.
+        ``source`` and ``target`` are the memory kinds of both ends. Return a handle for ``poll``.
+        Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
+        arrive.
         """
         ...
 
@@ -78,16 +68,12 @@ class Transport(Protocol):
         ...
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send a message, delivered at most once.
-
-        Raises TransportError if it cannot be sent. It may also be lost without an error.
+        """Send a message, delivered at most once. Raises TransportError; it may also be lost
+        silently.
         """
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Return (sender's name, payload) of the messages received since the last call.
-
-        Raises TransportError if they cannot be read.
-        """
+        """Return (sender's name, payload) of new messages. Raises TransportError."""
         ...
 
     def close(self) -> None:

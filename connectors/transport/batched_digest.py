@@ -32,7 +32,6 @@ _RING_ELEMENTS, _ALIGNMENT = 2**19, 16
 _TILE_WORDS, _MIN_ROW_WORDS, _MAX_ROW_WORDS = 4096, 128, 1024
 
 Hashes = list[tuple[xxhash.xxh3_128, int]]
-"""Hash and number of sums of each job."""
 
 
 class _Launch(NamedTuple):
@@ -98,7 +97,6 @@ class Launches:
         return start
 
     def _collect(self) -> None:
-        """Wait for the oldest launch, and hash its sums."""
         launch = self._launched.popleft()
         if launch.event is not None:
             launch.event.synchronize()
@@ -108,10 +106,7 @@ class Launches:
         launch.digest.running -= 1
 
     def collect(self, digest: BatchedDigest, wait: bool) -> bool:
-        """Hash the sums of ended launches; return whether all of ``digest`` have ended.
-
-        ``wait``  whether to wait for them
-        """
+        """Hash the sums of ended launches; return whether all of ``digest`` have ended."""
         with self.lock:
             while digest.running:
                 event = self._launched[0].event

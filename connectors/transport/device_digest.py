@@ -66,8 +66,7 @@ class CacheMemory:
     def shared_with(self, peer: MemoryKind) -> Memory:
         """Return this cache with the hash that both ends use if the peer's cache is in ``peer``.
 
-        The hash is xxh3_128 between two host memories, else the hash of this module. Raises
-        ConfigurationError for a region of device memory that no tensor holds.
+        Raises ConfigurationError for a region of device memory that no tensor holds.
         """
         # Two threads may each create an object; both objects give equal hashes.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
@@ -127,10 +126,7 @@ class DeviceMemory:
         return new
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which this thread's kernels run on the torch stream of the digests.
-
-        It has no effect on a CPU.
-        """
+        """Return a context in which this thread's kernels run on the digests' torch stream."""
         if self._stream is None:
             return contextlib.nullcontext()
         # A context per use: threads share the `torch.Stream`, which cannot be entered twice.
@@ -140,8 +136,8 @@ class DeviceMemory:
     def sums(self, address: Ints, length: int) -> torch.Tensor:
         """Queue the segment sums of ``length`` bytes at each address; return them on the device.
 
-        ``address`` has at least one element. The result has shape (addresses, segments per
-        address), int64. Raises PlanError unless all bytes lie in one region.
+        The result has shape (addresses, segments per address), int64. Raises PlanError unless all
+        bytes lie in one region.
         """
         region, content = self._region_of(int(address[0]))
         last = int(address.max()) + length
@@ -165,7 +161,6 @@ class DeviceMemory:
         raise PlanError(f"address {address:#x} lies in no region of this cache")
 
     def _sum_segments(self, content: torch.Tensor, offset: Ints, length: int) -> torch.Tensor:
-        """Return the sum of the segment of ``length`` bytes at each offset, shape (segments,)."""
         words = -(-length // _WORD_BYTES)
         aligned = not (content.data_ptr() % _WORD_BYTES or length % _WORD_BYTES or (offset % _WORD_BYTES).any())
         if aligned:
@@ -207,11 +202,7 @@ class DeviceStream:
 
 
 def _bytes_of(region: Region, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a region as a tensor of bytes on its device.
-
-    Host memory needs no tensor. Raises ConfigurationError if no tensor's storage contains a region
-    of device memory.
-    """
+    """Return a region as a tensor of bytes on its device. Host memory needs no tensor."""
     if region.memory_kind.memory == "DRAM":
         memory = (ctypes.c_uint8 * region.length_bytes).from_address(region.address)
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -42,8 +42,6 @@ _GATHER_BYTES = 512 * 2**10
 
 
 class End(Enum):
-    """End of a transfer at which a digest is computed."""
-
     SOURCE = auto()
     TARGET = auto()
 
@@ -64,9 +62,7 @@ class Memory(Protocol):
 
     num_blocks: int
 
-    def new_stream(self) -> StreamHash:
-        """Return the hash of an empty stream."""
-        ...
+    def new_stream(self) -> StreamHash: ...
 
     def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]:
         """Return a function that creates empty digests of transfers between one pair of ranks."""
@@ -98,7 +94,6 @@ class HostMemory:
         return lambda: TransferDigest(groups, self.num_blocks, self.new_stream)
 
     def hash(self, hasher: xxhash.xxh3_128, address: Ints, length: int) -> None:
-        """Update ``hasher`` with ``length`` bytes at each address, in order."""
         if not len(address):
             return
         offset = address - self._base
@@ -123,8 +118,6 @@ class HostMemory:
 
 
 class HostStream:
-    """xxh3_128 of a stream's bytes."""
-
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._hasher = xxhash.xxh3_128()
@@ -150,10 +143,7 @@ GroupStreams = tuple[GroupPlan, Side, tuple[Stream, ...]]
 
 
 def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDigest]:
-    """Return a function that creates empty digests of transfers, for one end of a pair of ranks.
-
-    ``memory``  cache of the rank at ``end``
-    """
+    """Return a function that creates empty digests of transfers, for one end of a pair of ranks."""
     sides = (group.src if end is End.SOURCE else group.dst for group in plan.groups)
     groups = tuple((group, side, _streams(group)) for group, side in zip(plan.groups, sides, strict=True))
     return memory.new_digests(groups, end)
@@ -169,13 +159,8 @@ class TransferDigest:
         self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of unit ``parts[i]`` in this end's block ``ids[i]``, for every i.
-
-        ``layers``  ``(first, stop)`` range of the producer rank's layers of the group; None means
-                    all layers
-
-        For each layer, units must ascend over all calls. Raises PlanError for a block that does not
-        exist at this end.
+        """Add the bytes of unit ``parts[i]`` in this end's block ``ids[i]``, for every i; as
+        ``actions.Digest``.
         """
         if not len(ids):
             return
@@ -201,11 +186,9 @@ class TransferDigest:
             self._hashes[group][number].feed(of_stream, stream.piece_bytes)
 
     def ready(self) -> bool:
-        """Start to hash all bytes added so far; return whether ``hexdigest`` waits for nothing."""
         return True
 
     def hexdigest(self) -> str:
-        """Return the digest of all bytes added so far: 32 hexadecimal digits."""
         whole = xxhash.xxh3_128()
         for group, (*_, streams) in enumerate(self._groups):
             for number, stream in enumerate(streams):

@@ -29,8 +29,7 @@ _PARAMETERS = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 class NixlTransport:
     """A NIXL agent; implements ``Transport``.
 
-    NIXL's error classes cannot be imported by name, so this class catches any Exception where it
-    converts or ignores them.
+    NIXL's error classes cannot be imported by name, so this class catches any Exception.
     """
 
     kind = "nixl"
@@ -81,11 +80,6 @@ class NixlTransport:
         # A peer must not be removed and added again between the preparation and the post of a
         # write to it.
         self._connections = threading.Lock()
-
-    @property
-    def peers(self) -> frozenset[str]:
-        """Names of the peers added to this agent."""
-        return frozenset(self._metadata)
 
     def register(self, regions: Sequence[Region]) -> None:
         agent = self._live()
@@ -143,10 +137,8 @@ class NixlTransport:
             return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
-        """Prepare a write and return it for ``post`` or ``discard``; arguments as for ``write``.
-
-        Raises TransportError if NIXL rejects the write, for example because the peer or its memory
-        is unknown. Nothing has been posted then.
+        """Prepare a write and return it for ``post`` or ``discard``; raises as ``write``, posts
+        nothing.
         """
         agent = self._live()
         try:

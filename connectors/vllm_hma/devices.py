@@ -27,10 +27,7 @@ def rdma_ports(where: Path = _RDMA, verbs: Path = Path("/dev/infiniband")) -> tu
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with ``address``.
-
-    Return None for a host name, and for an address that no interface has.
-    """
+    """Return the name of this host's interface with ``address``; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         # psutil appends a scope to IPv6 addresses; the kernel appends a label to names of secondary
         # addresses.

@@ -143,10 +143,7 @@ _STAGES = ("early", "live", "held", "queued", "connecting", "offered", "ending")
 _COUNTED = {*_STAGES, "quarantined", "hanging"}
 
 PEERS_KEPT = 64
-"""Maximum number of peers with series, per engine. Each decode engine start is a new peer.
-
-No limit with Ray's metrics, which cannot remove a series.
-"""
+"""Maximum number of peers with series, per engine: each start of a decode engine is a new peer."""
 
 ARRIVALS_KEPT = 1024
 """Maximum number of arrivals, of fetches and of adapters in one ``TandemStats``. vLLM merges
@@ -183,7 +180,6 @@ class TandemStats(KVConnectorStats):
         self.data: dict[str, Any] = {name: {} for name in kept}
 
     def count(self, counter: str, label: str, number: float = 1) -> None:
-        """Add ``number`` to a counter."""
         labels = self.data["counts"].setdefault(counter, {})
         labels[label] = labels.get(label, 0) + number
 
@@ -191,31 +187,24 @@ class TandemStats(KVConnectorStats):
         return not any(self.data.values())
 
     def arrived(self, request_id: str, asked_at: float, ended_at: float, failed: bool) -> None:
-        """Record the end of a request's transfer on one rank, or on the ranks of a merged report.
-
-        Arguments as in ``arrivals``.
-        """
-        arrivals = self.data["arrivals"]
-        known = arrivals.pop(request_id, (asked_at, ended_at, failed))
-        if len(arrivals) >= ARRIVALS_KEPT:
-            del arrivals[next(iter(arrivals))]
-        arrivals[request_id] = [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]]
+        """Record the end of a request's transfer on one rank or several, as in ``arrivals``."""
+        known = self.data["arrivals"].get(request_id, (asked_at, ended_at, failed))
+        self._put("arrivals", request_id, [min(asked_at, known[0]), max(ended_at, known[1]), failed or known[2]])
 
     def fetched(self, request_id: str, began_at: float, ended_at: float) -> None:
-        """Record the start and end of a request's fetch from the KV store, as in ``fetches``."""
-        fetches = self.data["fetches"]
-        fetches.pop(request_id, None)
-        if len(fetches) >= ARRIVALS_KEPT:
-            del fetches[next(iter(fetches))]
-        fetches[request_id] = [began_at, ended_at]
+        self._put("fetches", request_id, [began_at, ended_at])
 
     def adapter(self, adapter: str, identity: str) -> None:
-        """Record the identity of an adapter on one rank, or on the ranks of a merged report."""
-        adapters = self.data["adapters"]
-        known = adapters.pop(adapter, identity)
-        if len(adapters) >= ARRIVALS_KEPT:
-            del adapters[next(iter(adapters))]
-        adapters[adapter] = identity if identity == known else ""
+        known = self.data["adapters"].get(adapter, identity)
+        self._put("adapters", adapter, identity if identity == known else "")
+
+    def _put(self, kind: str, key: str, value: object) -> None:
+        """Set the newest entry; beyond ARRIVALS_KEPT, forget the oldest."""
+        kept = self.data[kind]
+        kept.pop(key, None)
+        if len(kept) >= ARRIVALS_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = value
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for counter, labels in other.data["counts"].items():
@@ -257,7 +246,6 @@ class RankTally:
         self._stats.count("writes", outcome)
 
     def written(self, peer: str, size_bytes: int, seconds: float, slow: bool) -> None:
-        """Count a finished write to engine ``peer``, which was in flight for ``seconds``."""
         self.write_ended("slow" if slow else "done")
         self._stats.count("pair_bytes", peer, size_bytes)
         self._stats.count("pair_seconds", peer, seconds)
@@ -270,11 +258,7 @@ class RankTally:
         self._stats.arrived(request_id, self._asked_at.pop(request_id, now), now, failed)
 
     def take(self, counts: Mapping[str, int]) -> TandemStats | None:
-        """Return the changes since the last call; None if there are none.
-
-        ``counts``  numbers of transfers by stage, of quarantined transfers and of hanging writes;
-                    the result includes all of them if any has changed
-        """
+        """Return the changes since the last call, with all ``counts`` if any has changed."""
         now = {key: number for key, number in counts.items() if key in _COUNTED}
         if now != self._counts:
             self._counts = self._stats.data["ranks"][self._rank] = now
@@ -285,10 +269,7 @@ class RankTally:
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
-    """The connectors' Prometheus metrics, in the API server process.
-
-    Each has vLLM's labels and at most one of its own, such as ``outcome``.
-    """
+    """The connectors' Prometheus metrics, in the API server process."""
 
     def __init__(
         self,
@@ -340,10 +321,7 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             held_up.labels(*values).set(largest[key])
 
     def _keep(self, engine_idx: int, peer: str) -> None:
-        """Mark a peer as used. Above PEERS_KEPT, forget the least recently used peer.
-
-        Its series are removed if the metrics can remove series.
-        """
+        """Mark a peer as used; above PEERS_KEPT, remove the series of the oldest."""
         self._peers.pop((engine_idx, peer), None)
         self._peers[engine_idx, peer] = None
         own = [key for key in self._peers if key[0] == engine_idx]

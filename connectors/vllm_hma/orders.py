@@ -19,8 +19,8 @@ class Expect:
     """New prefill request, whose KV this engine sends.
 
     ``prompt_tokens``  number of prompt tokens that this engine computes for the consumer
-    ``prompt_digest``  digest of the prompt without ``adapter``; each worker adds the adapter's
-                       identity (``adapter_claims.py``)
+    ``prompt_digest``  digest without ``adapter``; each worker adds the adapter's identity
+                       (``adapter_claims.py``)
     """
 
     request_id: str
@@ -35,9 +35,8 @@ class Chunk:
     """A part of a prompt that this step computes.
 
     ``new_ids``          block ids to append to each group's block table
-    ``computed_tokens``  number of tokens from the prompt's start that have KV after this step, at
-                         most ``prompt_tokens`` of ``Expect``
-    ``last``             whether ``computed_tokens`` reaches ``prompt_tokens``
+    ``computed_tokens``  number of tokens from the prompt's start that have KV after this step
+    ``last``             whether ``computed_tokens`` reaches ``prompt_tokens`` of ``Expect``
     """
 
     request_id: str
@@ -50,10 +49,8 @@ class Chunk:
 class Finished:
     """End of a prefill request with a transfer, or, by ``reset_cache``, of its transfer alone.
 
-    After ``reset_cache``, a second ``Finished`` follows when the request itself ends.
-
-    ``held``    whether vLLM keeps the request's blocks until all ranks have reported ``Sent``
-    ``reason``  why this engine does not send the KV; empty if ``held``
+    ``held``  whether vLLM keeps the request's blocks until all ranks have reported ``Sent``; else
+              ``reason`` states why this engine does not send the KV
     """
 
     request_id: str
@@ -63,10 +60,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Decode request that waits, without blocks, until its producer is about to start the prompt.
-
-    Rank 0 requests a report from the producer (``AwaitStart``).
-    """
+    """Decode request that waits, without blocks, until its producer is to start the prompt."""
 
     request_id: str
     transfer_id: str
@@ -77,12 +71,10 @@ class Queue:
 class Receive:
     """Fill a decode request's blocks with the KV of tokens ``[start_token, end_token)``.
 
-    ``prompt_digest``  digest of the prompt without ``adapter``; each worker adds the adapter's
-                       identity (``adapter_claims.py``)
+    ``prompt_digest``  as in ``Expect``
     ``tables``         block table of each group
     ``loaded_token``   position before which the KV store supplies full attention, from
-                       ``start_token`` on; the transfer supplies the rest. If it is not above
-                       ``start_token``, the store supplies none
+                       ``start_token`` on; the transfer supplies the rest
     """
 
     request_id: str
@@ -98,10 +90,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Decode request that needs no KV from its producer and has offered no blocks.
-
-    Every rank cancels the transfer at its partners in the producer engine.
-    """
+    """Decode request that needs no KV and has offered no blocks: cancel the transfer."""
 
     transfer_id: str
     producer: EngineAddress
@@ -111,21 +100,14 @@ class Release:
 class Orders(KVConnectorMetadata):
     """Orders of one step; each list is in the order of events.
 
-    ``expects``    new prefill requests with a transfer
     ``starts``     ids of prefill requests whose prompts start in this step or may start in the next
     ``preempted``  ids of preempted prefill requests with a transfer
-    ``chunks``     chunks of prompts with a transfer that this step computes
-    ``finished``   ended prefill requests, or ended transfers of prefill requests
-    ``queues``     new decode requests that wait without blocks
-    ``receives``   decode requests whose blocks are allocated
     ``aborts``     ids of decode requests that have ended during their transfer
-    ``releases``   decode requests that need no KV from their producers
     ``discards``   ids of transfers whose KV no engine will fetch
     ``lost``       ids of ended engines, or common prefixes of such ids (``params.names_engine``)
     ``report``     whether workers report this step even without changes, so that vLLM calls
                    ``update_connector_output``, which checks whether delayed requests fit. True
                    while blocks are in quarantine or a request is delayed (``failed_loads.py``)
-    ``store``      orders of the KV store's scheduler side; None without a store
     """
 
     expects: list[Expect] = field(default_factory=list)

@@ -23,11 +23,7 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class QuarantineReport:
-    """Changes of quarantine since each rank's last report.
-
-    ``begun``  requests whose blocks a rank has put into quarantine, one entry per such rank
-    ``ended``  requests whose blocks a rank has released from it, one entry per such rank
-    """
+    """Changes of quarantine since each rank's last report, one entry per rank and request."""
 
     begun: list[Kept] = field(default_factory=list)
     ended: list[Kept] = field(default_factory=list)
@@ -43,12 +39,8 @@ class QuarantineReport:
 class WorkerReport(KVConnectorWorkerMetadata):
     """Report of one rank or, after ``aggregate``, of several.
 
-    ``quarantine``  changes of quarantine
-    ``due``         queued requests whose wait has ended: prefill starts the prompt, or sends no KV.
-                    Only rank 0 reports them
-    ``store``       report of the KV store's worker side; None if it has nothing to report
-    ``requested``   whether the scheduler side has requested a report even without changes
-                    (``Orders.report``)
+    ``due``        queued requests whose wait has ended; only rank 0 reports them
+    ``requested``  as ``Orders.report``
     """
 
     quarantine: QuarantineReport = field(default_factory=QuarantineReport)

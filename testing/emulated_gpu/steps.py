@@ -71,10 +71,10 @@ STEPS: dict[str, Step] = {
 
 
 async def run(step: Step, folder: Path) -> str:
-    from connectors.vllm_hma.worker_side.trace import read_trace
     from testing import models
     from testing.engines import Pair, describe, generate, start_engine
     from testing.identity import difference, random_prompt
+    from testing.trace import read_trace
 
     build: Callable[[Path], str] = getattr(models, step.model)
     model, engines = build(folder / "model"), []

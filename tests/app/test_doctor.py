@@ -18,7 +18,8 @@ import pytest
 import yaml
 from vllm.config import CacheConfig
 
-from actors.upstream.vllm_cpu_kernels import CpuFeatures
+from actors.upstream.cpu_build import vllm_cpu_kernels
+from actors.upstream.cpu_build.vllm_cpu_kernels import CpuFeatures
 from app import launch_environment
 from app.doctor import configuration, engines, machine, store
 from app.doctor.__main__ import CHECKS, examine, main
@@ -338,7 +339,7 @@ def test_a_model_without_a_kernel_for_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool, decode: dict[str, Any], reasons: list[str]
 ) -> None:
     """Latent attention in float32, the default without a GPU, on a CPU with AMX."""
-    monkeypatch.setattr(configuration, "cpu_features", lambda: CpuFeatures(amx=amx, avx512=amx))
+    monkeypatch.setattr(vllm_cpu_kernels, "cpu_features", lambda: CpuFeatures(amx=amx, avx512=amx))
     model = deepseek_v2(tmp_path)
     settings = parse_settings({"model": model, "engine": {"skip_tokenizer_init": True}, "decode": {"engine": decode}})
     found = list(configuration.check_kernels(settings))
@@ -350,7 +351,7 @@ def test_a_model_without_a_kernel_for_its_dtype(
 
 def test_a_cache_without_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An FP8 KV cache on a CPU without AVX-512; vLLM's own error comes when the engine starts."""
-    monkeypatch.setattr(configuration, "cpu_features", lambda: CpuFeatures(amx=False, avx512=False))
+    monkeypatch.setattr(vllm_cpu_kernels, "cpu_features", lambda: CpuFeatures(amx=False, avx512=False))
     engine = {"skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
     settings = parse_settings({"model": deepseek_v2(tmp_path), "engine": engine})
     assert [(one.ok, one.remedy) for one in configuration.check_kernels(settings)] == [

@@ -76,7 +76,6 @@ STEPS = (
     Step("manifests", "manifests", computes=True),
     Step("plans", "plans", lines=1, computes=True),
     Step("schedules", "schedules", size=("SCHEDULES=20000",), lines=8, computes=True),
-    Step("grids", "grids", size=("PART=1/8",), lines=5, computes=True),
     Step("corruption", "corruption", lines=2, computes=True),
     Step("store-faults", "store-faults", lines=3, computes=True),
     Step("store-schedules", "store-schedules", size=("STEPS=24000",), lines=3, computes=True),

@@ -15,11 +15,11 @@ import httpx
 import psutil
 import pytest
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.sequential_proxy import PRODUCE
 from testing.servers import Server
+from testing.trace import read_trace
 from tests.e2e.test_drop_in import tandem
 
 pytestmark = [

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.facts import make_prompt
 from testing.ports import free_port
 from testing.servers import Server
+from testing.trace import read_trace
 from testing.vllm_server import start_module, stop, wait_until_up
 
 pytestmark = pytest.mark.engine

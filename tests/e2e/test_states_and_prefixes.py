@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, compare, difference, prompts, random_prompt
 from testing.models import falcon_h1
+from testing.trace import read_trace
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from configs.settings.parsing import parse_settings
-from connectors.vllm_hma.worker_side.trace import read_trace
+from testing.trace import read_trace
 from tests.campaigns.gpu import __main__ as gpu_check
 from tests.campaigns.gpu.device import set_current
 from tests.campaigns.gpu.pair import Pair

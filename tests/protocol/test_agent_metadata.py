@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connectors.codec import decode_agent_metadata, encode_agent_metadata
 from connectors.errors import IncompatiblePeerError, WireError
 from connectors.protocol.agent_metadata import (
     PROTOCOL_VERSION,
@@ -16,8 +17,6 @@ from connectors.protocol.agent_metadata import (
     ModelIdentity,
     ProcessIdentity,
     check_peers,
-    decode_agent_metadata,
-    encode_agent_metadata,
     engine_identity,
     engine_metadata,
 )
@@ -77,6 +76,10 @@ def test_an_engine_metadata_holds_all_ranks_in_order() -> None:
         ({0: agent_metadata(0, 2), 1: agent_metadata(1, 2, incarnation="engine-b")}, "one incarnation"),
         ({0: agent_metadata(0, 2)}, "agent metadata of rank 0 of 1 describes rank 0 of 2"),
         ({0: agent_metadata(1, 2), 1: agent_metadata(0, 2)}, "agent metadata of rank 0 of 2 describes rank 1 of 2"),
+        (
+            {0: agent_metadata(0, 2), 1: agent_metadata(1, 2, Shape(groups=Shape().groups[:1]))},
+            "agent metadata of rank 1 describes other layers than that of rank 0",
+        ),
     ],
 )
 def test_metadata_of_no_engine_is_refused(rank_metadata: dict[int, AgentMetadata], says: str) -> None:
@@ -165,18 +168,15 @@ def test_another_version_says_both() -> None:
         changed(["identity"], []),
         changed(["identity", "model"], 7),
         changed(["identity", "model"], ...),
-        changed(["identity", "weight"], "x"),
         changed(["transport"], None),
         changed(["transport_metadata"], "not base64!"),
         changed(["transport_metadata"], 5),
         changed(["transport_metadata"], "ünïcode"),
-        changed(["process"], ...),
         changed(["process"], "4711"),
         changed(["process", "pid"], "4711"),
         changed(["process", "pid"], -1),
         changed(["process", "started_at"], 2**63),
         changed(["process", "host"], 5),
-        changed(["process", "name"], "vllm"),
         changed(["layout"], "x"),
         changed(["layout", "tp_rank"], 1),
         changed(["layout", "tp_rank"], -1),
@@ -208,7 +208,6 @@ def test_another_version_says_both() -> None:
         changed(["layout", "groups", 0, "layers", 0, "rows"], ...),
         changed(["layout", "groups", 0, "layers", 0, "layer"], 3),
         changed(["layout", "groups", 0, "layers", 0, "packing"], 3),
-        changed(["layout", "groups", 0, "layers", 0, "colour"], 3),
     ],
 )
 def test_what_is_no_metadata_is_refused(payload: bytes) -> None:

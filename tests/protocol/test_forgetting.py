@@ -5,6 +5,7 @@ from connectors.protocol.actions import Connect, Forget, Send, Sent
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.wire import Aborted, Cancel, Cancelled, Fin, Offer
+from testing.connector_state import snapshot
 from tests.protocol import test_consumer as consuming
 from tests.protocol.production import (
     C0,
@@ -71,7 +72,7 @@ def test_a_forgotten_consumer_says_hello_again() -> None:
     producer = held()
     producer.peer_lost(C0, 3.0)
     assert producer.tick(3.0) == [Forget(C0)]
-    producer.welcome(C0, machine().snapshot().consumers[C0], 4.0)
+    producer.welcome(C0, snapshot(machine()).consumers[C0], 4.0)
     assert finish_write(producer, only_write(producer.message(C0, offer(), 5.0)), 61, 6.0) == [
         Send(C0, Fin("t", 61)),
         Sent("r"),

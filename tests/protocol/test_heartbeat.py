@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from connectors.planning.blocks import UnitShape
 from connectors.protocol.actions import Send
 from connectors.protocol.delivery import ConsumerPeer
-from connectors.protocol.limits import TransferLimits
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Alive
 from tests.protocol.production import C0, GROUPS, LIMITS, TABLES, finish_write, offer, only_write
@@ -64,10 +61,3 @@ def test_a_request_that_has_finished_needs_no_steps() -> None:
     late = STEP.step_s + 5.0
     assert not says_alive(producer, late), "a write that hangs is no sign of life"
     assert finish_write(producer, write, 61, late)
-
-
-@pytest.mark.parametrize("step_s", [0, -1, float("inf"), True])
-def test_the_bound_is_checked(step_s: float) -> None:
-    """The error names the setting, as for the other deadlines."""
-    with pytest.raises(Exception, match=r"transfer\.step_s"):
-        TransferLimits(step_s=step_s)

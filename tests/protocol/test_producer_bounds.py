@@ -9,6 +9,7 @@ from connectors.protocol.actions import Send
 from connectors.protocol.delivery import MAX_EARLY
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Cancel, Cancelled, Offer
+from testing.connector_state import snapshot
 from tests.protocol.production import C0, C1, LIMITS, STRANGER, TABLES, aborted_reason, machine, offer
 
 
@@ -95,8 +96,8 @@ def test_what_is_closed_takes_no_room() -> None:
     assert producer.serves(C0)
     producer.message(C0, Cancel("a"), 0.0)
     assert not producer.serves(C0)
-    assert producer.snapshot().closed == {("a", C0)}
-    assert not producer.snapshot().offers
+    assert snapshot(producer).closed == {("a", C0)}
+    assert not snapshot(producer).offers
 
 
 def test_counts_return_to_nothing() -> None:
@@ -106,5 +107,5 @@ def test_counts_return_to_nothing() -> None:
         producer.message(C0, Cancel(f"early-{number}"), 1.0)
     producer.peer_lost(C0, 2.0)
     producer.tick(3.0 + LIMITS.lease_s)
-    assert producer.snapshot().early == {}
-    assert producer.snapshot().offered_blocks == {}
+    assert snapshot(producer).early == {}
+    assert snapshot(producer).offered_blocks == {}

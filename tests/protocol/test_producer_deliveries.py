@@ -13,6 +13,7 @@ from connectors.protocol.actions import Forget, ProducerAction, Send, Sent, Writ
 from connectors.protocol.delivery import ConsumerPeer, Delivery, Transfer
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Alive, Cancel, Cancelled, Failed, Fin, Offer, Welcome
+from testing.connector_state import snapshot
 from tests.campaigns.schedules.tally import Tally
 from tests.protocol.production import (
     C0,
@@ -95,12 +96,12 @@ def test_a_failed_write_is_remembered_by_both_ends_names() -> None:
     assert Forget(C0) in producer.tick(5.0 + LIMITS.forget_s)
     assert not any(producer.counts().values())
     again = 6.0 + LIMITS.forget_s
-    producer.welcome(C0, machine().snapshot().consumers[C0], again)
+    producer.welcome(C0, snapshot(machine()).consumers[C0], again)
     assert producer.message(C0, Cancel("t", 7), again) == [failed]
     assert producer.message(C0, offer(), again) == [failed]
     assert producer.message(C0, Cancel("another", 8), again) == [Send(C0, Cancelled("another"))]
     producer.engine_lost(C0.incarnation, again)
-    assert producer.snapshot().failed == {}
+    assert snapshot(producer).failed == {}
 
 
 def test_a_write_that_fails_after_the_end_of_its_consumer_is_not_remembered() -> None:
@@ -109,7 +110,7 @@ def test_a_write_that_fails_after_the_end_of_its_consumer_is_not_remembered() ->
     write = only_write(producer.message(C0, offer(), 3.0))
     assert producer.engine_lost(C0.incarnation, 4.0) == []
     assert producer.write_failed(write.write_id, "broken", 5.0) == [Sent("r")]
-    assert producer.snapshot().failed == {}
+    assert snapshot(producer).failed == {}
 
 
 def test_a_failed_write_is_no_sign_of_life() -> None:

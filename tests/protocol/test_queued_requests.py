@@ -13,6 +13,7 @@ from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import MAX_EARLY
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Aborted, Alive, AwaitStart, Cancel, Cancelled, Failed, Fin, Offer, Starting
+from testing.connector_state import snapshot
 from tests.protocol import consumption, production
 from tests.protocol.consumption import ENGINE, LIMITS, P0, P1, PARTNERS, empty, order
 from tests.protocol.production import C0, C1, STRANGER, TABLES, held, live, machine, offer
@@ -182,7 +183,7 @@ def test_early_questions_are_bounded() -> None:
     producer = machine()
     for number in range(MAX_EARLY + 5):
         producer.message(C0, AwaitStart(f"t{number}", number + 1), 0.0)
-    assert producer.snapshot().early == {"engine-c": MAX_EARLY}
+    assert snapshot(producer).early == {"engine-c": MAX_EARLY}
 
 
 def test_a_consumer_that_leaves_the_queue_lets_the_blocks_go() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Fin, Peer
+from testing.connector_state import snapshot
 from tests.protocol.consumption import GROUPS as CONSUMED_GROUPS
 from tests.protocol.consumption import LIMITS as CONSUMER_LIMITS
 from tests.protocol.consumption import P0, P1, PARTNERS, order
@@ -73,7 +74,7 @@ def test_a_producers_round() -> None:
 def test_a_consumers_round() -> None:
     """The producer's ids likewise; and a message finds its transfer without a search."""
     few, many = consumer_with(10), consumer_with(200)
-    assert len(many.snapshot().used) == 201
+    assert len(snapshot(many).used) == 201
     assert bytecodes(lambda: few.tick(0.5)) == bytecodes(lambda: many.tick(0.5))
 
 
@@ -83,7 +84,7 @@ def test_peers_that_are_silent_cost_nothing() -> None:
     def known(peers: int) -> Producer:
         producer = live()
         for number in range(peers):
-            producer.welcome(Peer(f"engine-{number}", 0), producer.snapshot().consumers[C0], 0.0)
+            producer.welcome(Peer(f"engine-{number}", 0), snapshot(producer).consumers[C0], 0.0)
         return producer
 
     few, many = known(10), known(200)
@@ -99,6 +100,6 @@ def test_ids_are_forgotten_all_the_same() -> None:
     producer.tick(lease_s)
     assert producer.counts()["remembered"] == 0
     consumer.tick(lease_s - 0.1)
-    assert consumer.snapshot().used == {"t", "t0", "t1", "t2"}
+    assert snapshot(consumer).used == {"t", "t0", "t1", "t2"}
     consumer.tick(lease_s)
-    assert consumer.snapshot().used == {"t"}
+    assert snapshot(consumer).used == {"t"}

@@ -12,8 +12,8 @@ import numpy as np
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind, Region
 from connectors.transport.base import Transport
-from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.transport.nixl import NixlTransport
+from testing.memory_transport import Fabric, MemoryTransport
 
 HOST = MemoryKind("DRAM", 0)
 DEADLINE_S = 30.0

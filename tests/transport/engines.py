@@ -14,18 +14,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from connectors.codec import decode, decode_agent_metadata, encode, encode_agent_metadata
 from connectors.planning.descriptors import build_runs
 from connectors.planning.layout import Region
 from connectors.planning.plan import PairPlan, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.protocol.actions import Connect, ConsumerAction, ProducerAction, Received, Send, Sent, Verify, Write
-from connectors.protocol.agent_metadata import (
-    AgentMetadata,
-    ModelIdentity,
-    check_peers,
-    decode_agent_metadata,
-    encode_agent_metadata,
-)
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, check_peers
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.engines import Partner
@@ -33,7 +28,7 @@ from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.reception import Order
-from connectors.protocol.wire import Envelope, Peer, decode, encode
+from connectors.protocol.wire import Envelope, Peer
 from connectors.transport.digest import End, HostMemory, digests
 from connectors.transport.nixl import NixlTransport
 from tests.planning.builders import HOST, Rank, Shape, make_rank

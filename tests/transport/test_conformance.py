@@ -11,8 +11,8 @@ import pytest
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind, Region
-from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.transport.nixl import NixlTransport
+from testing.memory_transport import Fabric, MemoryTransport
 from tests.transport.agents import HOST, Agent, make_agent, receive, runs, until, write
 
 SIZE = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from connectors.transport.memory import Fabric
+from testing.memory_transport import Fabric
 from tests.vllm_contract.workers import SHORT, Worker
 
 

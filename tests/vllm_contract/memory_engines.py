@@ -19,8 +19,8 @@ from connectors.planning.descriptors import Moves, build_runs
 from connectors.planning.layout import EngineLayout
 from connectors.planning.plan import PairPlan, check_compatible, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.model.translate import engine_layout
+from testing.memory_transport import Fabric, MemoryTransport
 
 BLOCKS = 400
 """Number of blocks for one request of 256 tokens in every shape of these tests, as vLLM

@@ -33,9 +33,9 @@ from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterChanges,
 from connectors.vllm_hma.model.weights import digest_file
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
-from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
+from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
 from tests.vllm_contract.caches import cache_config, full, vllm_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from connectors.errors import ConfigurationError
+from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.config import parse_config, with_port_of_rank
 from connectors.vllm_hma.devices import has_rdma, interface_of, rdma_ports
 
@@ -45,7 +47,7 @@ def test_devices(
     ("extra", "key"),
     [
         ({"lease": 3}, "lease"),
-        ({"integrity": "ful"}, "integrity must be one of auto, full, off, not 'ful'"),
+        ({"integrity": "ful"}, "integrity: Input should be 'auto', 'full' or 'off' .got 'ful'"),
         ({"integrity": True}, "integrity"),
         ({"lease_s": 0}, "lease_s"),
         ({"lease_s": "long"}, "lease_s"),
@@ -54,11 +56,11 @@ def test_devices(
         ({"side_channel_port": 70000}, "side_channel_port"),
         ({"side_channel_port": "7000"}, "side_channel_port"),
         ({"side_channel_host": 1}, "side_channel_host"),
-        ({"devices": "eth0"}, "devices must be of type list"),
+        ({"devices": "eth0"}, "devices: Input should be a valid list"),
         ({"side_channel_host": "0.0.0.0"}, "advertise_host"),
         ({"supervisor": "short"}, "supervisor must have at least 16 characters"),
-        ({"forget_s": 60}, "forget_s must be at least 1800 s"),
-        ({"store": True}, "store must be of type dict"),
+        ({"forget_s": 60}, "forget_s: Input should be greater than or equal to 1800"),
+        ({"store": True}, "store must be an object"),
         ({"store": {}}, "store has neither a path nor memory_gib"),
         ({"store": {"pth": "/disk"}}, "store.pth: unknown key"),
         ({"store": {"path": "/disk", "always_load": 1}}, "store.always_load: "),
@@ -68,6 +70,14 @@ def test_what_is_wrong_is_named(extra: dict[str, Any], key: str) -> None:
     """An unknown key or a value out of range stops the start; the error names the key."""
     with pytest.raises(ConfigurationError, match=key):
         parse_config(extra)
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(TransferLimits)])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "5", None])
+def test_deadlines_are_positive_seconds(field: str, value: Any) -> None:
+    """Every deadline is a positive number; the error names the setting."""
+    with pytest.raises(ConfigurationError, match=f"kv_connector_extra_config: {field}: Input should be"):
+        parse_config({field: value})
 
 
 def own_interface() -> tuple[str, str]:

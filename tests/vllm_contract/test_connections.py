@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 
 from connectors.errors import FailedWriteError, TransportError
+from connectors.logs import MOST_LINES, RateLimitedHandler
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.handshake import message_sender
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.worker_side.writes import Writes
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results, until
 
 
@@ -143,9 +145,11 @@ def test_deadlines_are_kept_whatever_fails_in_every_round(
 
 
 def test_what_fails_in_every_round_is_logged_now_and_then(
-    worker: Callable[..., Worker], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each failing part is logged rarely, with its traceback, not once per round."""
+    """Failures are logged with a traceback, but few of them (``logs.RateLimitedHandler``)."""
+    failed: list[logging.LogRecord] = []
+    limited = RateLimitedHandler(failed.append)
     consumer = worker("c")
 
     def failing(*_: object) -> NoReturn:
@@ -153,8 +157,13 @@ def test_what_fails_in_every_round_is_logged_now_and_then(
 
     consumer.transport.notifications = failing  # type: ignore[method-assign]
     monkeypatch.setattr(Writes, "poll", failing)
-    for _ in range(20):
-        consumer.runtime.results()
-    failed = [record for record in caplog.records if record.exc_info]
-    assert len(failed) == 2
+    logger = logging.getLogger("connectors")
+    logger.addHandler(limited)
+    try:
+        for _ in range(20):
+            consumer.runtime.results()
+    finally:
+        logger.removeHandler(limited)
+    assert len(failed) == MOST_LINES
+    assert all(record.exc_info for record in failed)
     assert len({record.getMessage() for record in failed}) == 2

@@ -1,6 +1,4 @@
-"""vLLM's choice of CPU kernels depends on the inputs of `actors/upstream/vllm_cpu_kernels.py`
-only.
-"""
+"""vLLM's choice of CPU kernels depends on the inputs of `vllm_cpu_kernels.py` only."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from actors.upstream.vllm_cpu_kernels import adapter_problem
+from actors.upstream.cpu_build.vllm_cpu_kernels import adapter_problem
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
-from connectors.vllm_hma.upstream.vllm_cpu_attention import CPU_PACKING
+from connectors.vllm_hma.upstream.cpu_build.vllm_cpu_attention import CPU_PACKING
 
 HEADS, HEAD = 2, 1
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

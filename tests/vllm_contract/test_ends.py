@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from connectors.planning.layout import MemoryKind
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.workers import DIGEST, Worker, posted, receive, results, until
 
 KEPT = Kept("r", "t")

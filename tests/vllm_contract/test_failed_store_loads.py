@@ -27,7 +27,7 @@ from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.store_connector import TandemStoreConnector
-from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import END, PROMPT, RANK, Host, host, reserve, tables
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until

@@ -7,15 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from connectors.codec import decode
 from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
-from connectors.protocol.wire import Peer
-from connectors.transport.memory import MemoryTransport
+from connectors.protocol.wire import Cancel, Peer
 from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import Liveness
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
@@ -103,7 +105,7 @@ def test_a_supervisor_ends_the_quarantine_of_a_failed_write(impatient: Callable[
     sends = consumer.transport.notify
 
     def counted(peer: str, payload: bytes) -> None:
-        cancels.append(b'"cancel"' in payload)
+        cancels.append(isinstance(decode(payload).message, Cancel))
         sends(peer, payload)
 
     consumer.transport.notify = counted  # type: ignore[method-assign]
@@ -119,11 +121,11 @@ def test_the_end_of_the_consumers_process_ends_the_memory_of_a_failed_write(
     """No report is needed: both workers run on one host."""
     monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
     producer, _ = failed(worker, FailsThenLands)
-    until(lambda: producer.runtime.snapshot().probed == {Peer("c", 0)})
-    assert producer.runtime.snapshot().producer.failed == {Peer("c", 0): {"t"}}
+    until(lambda: snapshot(producer.runtime).probed == {Peer("c", 0)})
+    assert snapshot(producer.runtime).producer.failed == {Peer("c", 0): {"t"}}
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
-    until(lambda: not producer.runtime.snapshot().producer.failed)
-    until(lambda: not producer.runtime.snapshot().probed)
+    until(lambda: not snapshot(producer.runtime).producer.failed)
+    until(lambda: not snapshot(producer.runtime).probed)
 
 
 def test_a_write_of_which_nothing_was_posted_frees_the_blocks(worker: Callable[..., Worker]) -> None:

@@ -9,17 +9,18 @@ from dataclasses import replace
 
 import pytest
 
+from connectors.codec import encode, encode_agent_metadata
 from connectors.errors import PeerSecretError
-from connectors.protocol.agent_metadata import encode_agent_metadata
-from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome, encode
-from connectors.transport.memory import MemoryTransport
+from connectors.protocol.wire import Cancel, Envelope, Hello, Peer, Welcome
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.handshake import handshaker
-from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.message_sender import agent_name
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import fetch_metadata
 from connectors.vllm_hma.orders import EncodedAgentMetadata
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.workers import Worker, receive, until
 
 SECRET = "the secret of these engines"
@@ -48,9 +49,9 @@ def test_hellos_wait_in_bounded_number(worker: Callable[..., Worker], monkeypatc
     for _ in range(2):
         for number in range(1000):
             say_hello(producer, Peer(f"c{number}", 0), b"{}")
-    assert len(producer.runtime.snapshot().handshaker.pending_hellos) == handshaker.MAX_PENDING_HELLOS
+    assert len(snapshot(producer.runtime).handshaker.pending_hellos) == handshaker.MAX_PENDING_HELLOS
     go.set()
-    until(lambda: not producer.runtime.snapshot().handshaker.pending_hellos)
+    until(lambda: not snapshot(producer.runtime).handshaker.pending_hellos)
     assert len(answered) == len(set(answered)) == handshaker.MAX_PENDING_HELLOS
     say_hello(producer, Peer("one more", 0), b"{}")
     until(lambda: Peer("one more", 0) in answered)
@@ -83,7 +84,7 @@ def test_more_than_64_decode_engines_of_8_ranks_are_known_at_once(worker: Callab
         encoded[Peer(metadata.incarnation, 0)] = encode_agent_metadata(metadata)
 
     def all_known() -> bool:
-        unknown = encoded.keys() - producer.runtime.snapshot().producer.consumers.keys()
+        unknown = encoded.keys() - snapshot(producer.runtime).producer.consumers.keys()
         for peer in unknown:
             say_hello(producer, peer, encoded[peer])
         return not unknown
@@ -97,7 +98,7 @@ def test_answers_that_nobody_waits_for_are_not_kept(worker: Callable[..., Worker
     for number in range(1000):
         me = Peer(f"p{number}", 0)
         consumer.runtime.frame_received(f"p{number}/0", encode(Envelope(me, Peer("c", 0), Welcome())), 0.0)
-    assert not consumer.runtime.snapshot().handshaker.answers
+    assert not snapshot(consumer.runtime).handshaker.answers
 
 
 @pytest.mark.parametrize(
@@ -116,10 +117,10 @@ def test_whom_a_message_is_for(worker: Callable[..., Worker], receiver: Peer, se
     producer, consumer = worker("p", secret=SECRET), worker("c", secret=SECRET)
     agent_metadata = encode_agent_metadata(replace(consumer.agent_metadata))
     say_hello(producer, Peer("c", 0), agent_metadata, SECRET)
-    until(lambda: Peer("c", 0) in producer.runtime.snapshot().producer.consumers)
+    until(lambda: Peer("c", 0) in snapshot(producer.runtime).producer.consumers)
     frame = encode(Envelope(sender, receiver, Cancel("t")), derive_keys(SECRET).messages)
     producer.runtime.frame_received("c/0", frame, 0.0)
-    assert sum(producer.runtime.snapshot().producer.early.values()) == int(taken)
+    assert sum(snapshot(producer.runtime).producer.early.values()) == int(taken)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_an_engine_without_a_secret_says_so(
     try:
         scheduler.publish({(0, 0): EncodedAgentMetadata(agent_metadata)})
         assert ("no secret is set" in caplog.text) == warned
-        port = scheduler.snapshot().side_channel_port
+        port = snapshot(scheduler).side_channel_port
         assert port is not None
         identity = derive_keys(config.get("secret", "")).identity
         assert fetch_metadata("127.0.0.1", port, "p", 60.0, identity).incarnation == "p"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from testing.connector_state import snapshot
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 
@@ -32,15 +33,15 @@ def lose(producer: Worker, peer: Peer) -> None:
     runtime = producer.runtime
     with runtime._lock:  # noqa: SLF001 - no event makes one machine alone forget a peer at a chosen moment
         runtime._perform(runtime._producer.peer_lost(peer, time.monotonic()))  # noqa: SLF001 - as above
-    until(lambda: peer not in runtime.snapshot().producer.heard_at)
+    until(lambda: peer not in snapshot(runtime).producer.heard_at)
 
 
 def test_nothing_is_kept_for_a_forgotten_worker(worker: Callable[..., Worker]) -> None:
     """Neither the worker's plan nor its connection remains."""
     producer, _ = delivered(worker)
-    assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (1, {"c/0"})
+    assert (len(snapshot(producer.runtime).peers.planned), set(producer.transport.peers)) == (1, {"c/0"})
     lose(producer, Peer("c", 0))
-    assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (0, set())
+    assert (len(snapshot(producer.runtime).peers.planned), set(producer.transport.peers)) == (0, set())
 
 
 def test_a_worker_that_is_known_in_another_role_keeps_its_connection(worker: Callable[..., Worker]) -> None:
@@ -50,7 +51,7 @@ def test_a_worker_that_is_known_in_another_role_keeps_its_connection(worker: Cal
     produce(consumer, "q2", "t2")
     until(lambda: "r2" in producer.runtime.results()[1])
     lose(producer, Peer("c", 0))
-    assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (0, {"c/0"})
+    assert (len(snapshot(producer.runtime).peers.planned), set(producer.transport.peers)) == (0, {"c/0"})
 
 
 def test_a_forgotten_worker_is_answered_in_the_end(impatient: Callable[..., Worker]) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from connectors.protocol.wire import Peer
-from connectors.transport.memory import MemoryTransport
-from connectors.vllm_hma.handshake.peer_table import PeerTable
+from connectors.vllm_hma.handshake.peers import PeerTable
+from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.test_forgetting import delivered, lose, produce
 from tests.vllm_contract.workers import Worker, receive, results, until
 
@@ -63,7 +64,7 @@ def test_a_producer_that_removes_its_peer_during_the_handshake(worker: Callable[
     paused(producer).go.set()
     produce(producer, "q-again", "again")
     assert results(consumer) == (set(), {"again"}, set())
-    assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (1, {"c/0"})
+    assert (len(snapshot(producer.runtime).peers.planned), set(producer.transport.peers)) == (1, {"c/0"})
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the connection", "behind the connection"])
@@ -93,7 +94,7 @@ def test_a_finished_handshake_keeps_no_state(worker: Callable[..., Worker]) -> N
     produce(producer, "q-again", "again")
     assert results(consumer) == (set(), {"again"}, set())
     lose(producer, Peer("c", 0))
-    assert (len(producer.runtime.snapshot().peers.planned), set(producer.transport.peers)) == (0, set())
+    assert (len(snapshot(producer.runtime).peers.planned), set(producer.transport.peers)) == (0, set())
 
 
 def test_no_peer_is_evicted_during_its_handshake(

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from connectors.codec import decode
+from connectors.protocol.wire import Alive
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.reports import Kept, WorkerReport
 from connectors.vllm_hma.worker_side import runtime
@@ -46,7 +48,7 @@ def test_an_engine_that_steps_keeps_its_consumers(
 
     def counted(peer: str, payload: bytes) -> None:
         notify(peer, payload)
-        alive[0] += b'"alive"' in payload
+        alive[0] += isinstance(decode(payload).message, Alive)
 
     producer.transport.notify = counted  # type: ignore[method-assign]
     for turn in range(30):  # more than six seconds on the clock of both workers

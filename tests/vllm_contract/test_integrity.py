@@ -12,8 +12,8 @@ import pytest
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
 from connectors.transport.digest import TransferDigest
-from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from testing.memory_transport import Fabric, MemoryTransport
 from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, posted, receive, results, until
 
 

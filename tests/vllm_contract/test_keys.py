@@ -3,7 +3,7 @@
 import pytest
 
 from connectors.errors import ConfigurationError
-from connectors.vllm_hma.handshake.keys import Keys, derive_keys
+from connectors.vllm_hma.handshake.secret import Keys, derive_keys
 
 SECRET = "a secret of enough characters"
 

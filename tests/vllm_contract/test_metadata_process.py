@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
+from connectors.codec import encode_agent_metadata
 from connectors.errors import ConfigurationError
-from connectors.protocol.agent_metadata import encode_agent_metadata
-from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import fetch_metadata
+from testing.connector_state import side_channel_process
 from tests.vllm_contract.workers import Worker, until
 
 SECRET = "the secret of these two engines"
@@ -47,7 +48,7 @@ def test_a_process_that_is_killed_is_started_again(worker: Callable[..., Worker]
     server = MetadataProcess("127.0.0.1", 0, [encode_agent_metadata(worker("p").agent_metadata)])
     try:
         for _ in range(2):
-            os.kill(server.process_id, signal.SIGKILL)
+            os.kill(side_channel_process(server).pid, signal.SIGKILL)
             until(lambda: not listens(server.port))
             until(lambda: listens(server.port))
             assert fetch_metadata("127.0.0.1", server.port, "p", 30.0).incarnation == "p"
@@ -74,7 +75,7 @@ def test_many_decode_workers_at_once(worker: Callable[..., Worker]) -> None:
     finally:
         server.close()
     assert found == ["p"] * DECODE_WORKERS
-    assert not server.alive
+    assert side_channel_process(server).poll() is not None
     assert not listens(server.port)
     server.close()
 

@@ -20,7 +20,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.request import Request, RequestStatus
 
-from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
+from connectors.codec import encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import EncodedAgentMetadata

@@ -10,8 +10,9 @@ import pytest
 
 from connectors.errors import HandshakeError
 from connectors.protocol.wire import Peer
-from connectors.vllm_hma.handshake.peer_table import PeerTable
+from connectors.vllm_hma.handshake.peers import PeerTable
 from connectors.vllm_hma.orders import Chunk, Expect
+from testing.connector_state import snapshot
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results
 
 
@@ -88,7 +89,7 @@ def test_a_worker_that_was_forgotten_is_met_again(
     assert deliver(producer, first, "first") == (set(), {"first"}, set())
     for number, consumer in enumerate(others):
         assert deliver(producer, consumer, f"other-{number}") == (set(), {f"other-{number}"}, set())
-    kept = producer.runtime.snapshot().peers
+    kept = snapshot(producer.runtime).peers
     assert len(kept.admitted) == len(kept.planned) == len(producer.transport.peers) == 2
     assert deliver(producer, first, "lost") == (set(), {"lost"}, {"lost"})
     assert deliver(producer, first, "found") == (set(), {"found"}, set())
@@ -106,4 +107,4 @@ def test_producers_are_forgotten_too(worker: Callable[..., Worker], monkeypatch:
         producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
         assert deliver(producer, consumer, f"t{number}") == (set(), {f"t{number}"}, set())
         assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
-    assert len(consumer.transport.peers) == len(consumer.runtime.snapshot().consumer.partners) == 2
+    assert len(consumer.transport.peers) == len(snapshot(consumer.runtime).consumer.partners) == 2

@@ -12,10 +12,11 @@ import pytest
 from connectors.errors import FailedWriteError, TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.worker_side import writes
+from testing.connector_state import snapshot
+from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.test_preemption_fence import Clock
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
@@ -75,7 +76,7 @@ def test_a_post_delays_no_step_and_no_message(pair: tuple[Worker, Worker, SlowPo
     consumer.step(receives=[receive(producer.address, "r2", "t2")])
     until(lambda: consumer.runtime.counts()["offered"] == 2)
     producer.step(expects=[Expect("q2", "t2", 7, DIGEST)])
-    until(lambda: len(producer.runtime.snapshot().producer.offers) == 2)
+    until(lambda: len(snapshot(producer.runtime).producer.offers) == 2)
     assert not transport.late, "a step or a message waited for the post"
     transport.gate.set()
     assert results(consumer) == (set(), {"r"}, set())

@@ -27,6 +27,7 @@ from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.handshake.processes import Liveness, liveness, own_process
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, ask_liveness, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect
+from testing.connector_state import snapshot
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
@@ -328,7 +329,7 @@ def test_an_engine_core_that_is_dead_frees_nothing(
     monkeypatch.setattr(probe, "liveness", counted)
     until(lambda: len(looks) > 10)
     assert consumer.runtime.counts()["quarantined"] == 1
-    assert consumer.runtime.snapshot().probed == {Peer("p", 0)}
+    assert snapshot(consumer.runtime).probed == {Peer("p", 0)}
     let_go(producer)
     until(lambda: "r" in results(consumer)[1])
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)
@@ -343,7 +344,7 @@ def test_a_worker_that_is_dead_frees_the_blocks(
     assert consumer.runtime.counts()["quarantined"] == 1
     monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)
-    until(lambda: consumer.runtime.snapshot().probed == frozenset())
+    until(lambda: snapshot(consumer.runtime).probed == frozenset())
 
 
 def test_a_probe_that_cannot_start_is_started_later(

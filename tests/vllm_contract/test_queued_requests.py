@@ -18,6 +18,7 @@ from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Queue, Release
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from testing.connector_state import snapshot
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 STEP_TOKENS = 100
@@ -117,7 +118,7 @@ def test_what_decode_holds_itself_needs_no_start() -> None:
     assert half.consumptions.matched_tokens(one, 49) == 0
     half.consumptions.after_alloc(one, ([1, 2],), 0)
     assert orders(half).releases == [Release("t", PRODUCER)]
-    assert not half.snapshot().queued
+    assert not snapshot(half).queued
 
 
 def test_legs_that_come_one_after_the_other_wait_for_no_start() -> None:
@@ -136,9 +137,9 @@ def test_a_queued_request_that_is_aborted_is_released() -> None:
     assert half.finished(one) == (False, None)
     assert orders(half) == Orders(releases=[Release("t", PRODUCER)])
     half.consumptions.due([Due("d", "t", None)])
-    assert not half.snapshot().queued
-    assert not half.snapshot().consumptions
-    assert half.snapshot().receptions == {"first"}
+    assert not snapshot(half).queued
+    assert not snapshot(half).consumptions
+    assert snapshot(half).receptions == {"first"}
 
 
 def test_prompts_start_that_the_next_step_can_reach() -> None:
@@ -185,7 +186,7 @@ def test_another_choice_waits_for_the_first_ones_prompt() -> None:
     assert (half.consumptions.awaits_prefix("2_d"), half.consumptions.matched_tokens(late, 0)) == (False, 0)
     for each in (one, two, late):
         leave(half, each)
-    assert (half.snapshot().followers, orders(half)) == (frozenset(), Orders())
+    assert (snapshot(half).followers, orders(half)) == (frozenset(), Orders())
 
 
 @pytest.mark.parametrize("allocated", [False, True])
@@ -227,7 +228,7 @@ def test_workers_from_the_queue_to_the_kv(worker: Callable[..., Worker]) -> None
     producer.cache[:] = 7
     consumer.step(queues=[Queue("r", "t", producer.address)])
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    until(lambda: producer.runtime.counts()["live"] == 1 and bool(producer.runtime.snapshot().producer.consumers))
+    until(lambda: producer.runtime.counts()["live"] == 1 and bool(snapshot(producer.runtime).producer.consumers))
     assert consumer.runtime.counts()["queued"] == 1
     assert consumer.runtime.report() is None
     producer.step(starts=["q"])
@@ -246,9 +247,9 @@ def test_workers_cancelled_in_the_queue(worker: Callable[..., Worker]) -> None:
     producer, consumer = worker("p"), worker("c")
     producer.step(expects=[Expect("q", "t", 7, DIGEST)])
     consumer.step(queues=[Queue("r", "t", producer.address)])
-    until(lambda: bool(producer.runtime.snapshot().producer.consumers))
+    until(lambda: bool(snapshot(producer.runtime).producer.consumers))
     consumer.step(releases=[Release("t", producer.address)])
-    until(lambda: bool(producer.runtime.snapshot().producer.closed))
+    until(lambda: bool(snapshot(producer.runtime).producer.closed))
     producer.step(starts=["q"], chunks=[Chunk("q", ((1, 2),), 7)])
     producer.step(finished=[Finished("q", True, "")])
     assert results(producer) == ({"q"}, set(), set())
@@ -269,7 +270,7 @@ def test_workers_whose_producer_dies(impatient: Callable[..., Worker], when: str
     else:
         producer.step(expects=[Expect("q", "t", 7, DIGEST)])
         consumer.step(queues=[Queue("r", "t", address)])
-        until(lambda: bool(producer.runtime.snapshot().producer.consumers))
+        until(lambda: bool(snapshot(producer.runtime).producer.consumers))
         producer.close()
     (found,) = due(consumer)
     assert (found.request_id, found.transfer_id) == ("r", "t")

@@ -11,6 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from connectors.vllm_hma.orders import Orders
+from testing.connector_state import snapshot
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, KINDS, Engine, Rank
 
 STEPS = 600
@@ -108,7 +109,7 @@ def test_the_choices_of_a_request_share_its_prompt(prefix_caching: bool, fails: 
         assert receives == 1
         if prefix_caching:
             engine.ranks = [Rank() for _ in engine.ranks]  # forget the quarantine of a failed transfer
-            assert not engine.connector.scheduler.snapshot().followers
+            assert not snapshot(engine.connector.scheduler).followers
     finally:
         engine.close()
 

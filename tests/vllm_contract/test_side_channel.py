@@ -15,12 +15,14 @@ import numpy as np
 import psutil
 import pytest
 
+from connectors.codec import encode_agent_metadata
 from connectors.errors import HandshakeError, PeerSecretError, WireError
-from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_agent_metadata
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.vllm_hma.handshake import side_channel
-from connectors.vllm_hma.handshake.keys import derive_keys
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect
+from testing.connector_state import open_connections
 from tests.vllm_contract.workers import DIGEST, LIMITS, Worker, receive, results
 
 SECRET, ANOTHER = "the secret of these two engines", "the secret of two other engines"
@@ -211,9 +213,9 @@ def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n", WireError, "this is not Tandem's side channel"),
         (b"TDA\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
-        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "has agent metadata of 4294967295 ranks"),
-        (b"TDA%c\x02\x00\x00\x00" % PROTOCOL_VERSION + b"\xff" * 8, WireError, "has agent metadata of .* bytes"),
-        (b"TDA%c\x01\x00\x00\x00\x02\x00\x00\x00{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
+        (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "answers with 4294967295 bytes; the limit is"),
+        (b"TDA%c\x02\x00\x00\x00\xdd\xff" % PROTOCOL_VERSION, WireError, "sent malformed metadata"),
+        (b"TDA%c\x05\x00\x00\x00\x91\xc4\x02{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
         (b"TDE%c\xff\xff\xff\xff" % PROTOCOL_VERSION + b"no" * 600, WireError, "answered with an error: nono"),
         (b"TDA", HandshakeError, "did not answer within 1 s"),
         (b"", HandshakeError, "did not answer within 1 s"),
@@ -247,7 +249,7 @@ def test_connections_that_say_nothing(
     held = [connect(server.port) for _ in range(side_channel.MAX_CONNECTIONS + 50)]
     try:
         assert fetch(server.port, secret) == "p"
-        assert server.connections <= side_channel.MAX_CONNECTIONS
+        assert open_connections(server) <= side_channel.MAX_CONNECTIONS
         held[0].settimeout(60)
         with contextlib.suppress(ConnectionError):
             assert held[0].recv(1) == b""

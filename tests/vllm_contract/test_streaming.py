@@ -10,9 +10,8 @@ import torch
 
 from connectors.planning.layout import Group, GroupKind, LayerPages
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
-from connectors.vllm_hma.streaming import Governor, Streaming
-from connectors.vllm_hma.worker_side.fence import StepFence
-from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, Steps
+from connectors.vllm_hma.worker_side.last_chunks import Governor, Streaming
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 
 

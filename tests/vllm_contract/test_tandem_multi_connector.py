@@ -30,15 +30,17 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from connectors.codec import encode_agent_metadata
 from connectors.errors import ConfigurationError
-from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
 from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
-from connectors.vllm_hma.streaming import Streaming
+from connectors.vllm_hma.worker_side.last_chunks import Streaming
+from testing.connector_state import snapshot
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
 from tests.vllm_contract.test_metrics import collectors, value
@@ -310,9 +312,9 @@ def test_tandem_beside_a_store(make: Make) -> None:
         tandem = connector.sub_connectors[0]
         assert isinstance(tandem, TandemConnector)
         # The transfer that was not chosen is released at once: prefill holds no blocks for it.
-        snapshot = tandem.scheduler.snapshot()
-        assert snapshot.consumptions == frozenset()
-        assert snapshot.receptions == (frozenset() if chosen else {"r"})
+        found = snapshot(tandem.scheduler)
+        assert found.consumptions == frozenset()
+        assert found.receptions == (frozenset() if chosen else {"r"})
 
 
 def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_path: Path) -> None:
@@ -452,7 +454,7 @@ def test_every_child_gets_its_own_handshake(make: Make) -> None:
     connector.set_xfer_handshake_metadata_pp_aware(metadata)
     tandem = connector.sub_connectors[1]
     assert isinstance(tandem, TandemConnector)
-    assert tandem.scheduler.snapshot().side_channel_port
+    assert snapshot(tandem.scheduler).side_channel_port
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
 from connectors.protocol.wire import Message, Offer, Peer
 from connectors.transport import digest
-from connectors.transport.memory import MemoryTransport
 from connectors.vllm_hma.handshake.message_sender import MessageSender
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from connectors.vllm_hma.worker_side.trace import Trace, read_trace
+from connectors.vllm_hma.worker_side.trace import Trace
+from testing.memory_transport import MemoryTransport
+from testing.trace import read_trace
 from tests.vllm_contract.test_ends import HeldWrites, let_go
 from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
 

@@ -23,6 +23,7 @@ from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.worker import StoreWorker
 from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
+from testing.connector_state import snapshot
 from tests.campaigns.schedules import scheduling
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
@@ -108,7 +109,7 @@ def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]
     producer = worker("p", integrity="off")
     consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
     consumer.step(receives=[receive(producer.address)])
-    assert consumer.runtime.snapshot().consumer.receptions == {}
+    assert snapshot(consumer.runtime).consumer.receptions == {}
     fence.done.update(fence.marked)
     producer.step(expects=[Expect("q", "t", 6, DIGEST)], chunks=[Chunk("q", ((1, 2),), 6, True)])
     assert results(consumer) == (set(), {"r"}, set())
@@ -132,9 +133,9 @@ def test_the_order_waits_for_the_copies_of_a_store(
     connector._runtime = consumer.runtime  # noqa: SLF001
     monkeypatch.setattr(StoreWorker, "_touched", (end,))
     connector.after_forward(Orders(receives=[receive(producer.address)]))
-    assert consumer.runtime.snapshot().consumer.receptions == {}
+    assert snapshot(consumer.runtime).consumer.receptions == {}
     fence.done.add(end)
-    until(lambda: consumer.runtime.snapshot().consumer.receptions == {"r": "offered"})
+    until(lambda: snapshot(consumer.runtime).consumer.receptions == {"r": "offered"})
     assert fence.marked == []
 
 
@@ -150,7 +151,7 @@ def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., W
     producer.step(finished=[Finished("q", True, "")])
     assert results(producer) == ({"q"}, set(), set())
     fence.done.update(fence.marked)
-    until(lambda: consumer.runtime.snapshot().consumer.receptions.keys() == {"s"})
+    until(lambda: snapshot(consumer.runtime).consumer.receptions.keys() == {"s"})
 
 
 def test_an_engine_that_is_lost_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:
@@ -162,7 +163,7 @@ def test_an_engine_that_is_lost_before_the_kernels_have_run(worker: Callable[...
     consumer.step(lost=["p"])
     assert consumer.runtime.results() == (set(), {"r"}, {"r"})
     fence.done.update(fence.marked)
-    until(lambda: consumer.runtime.snapshot().consumer.receptions == {"s": "offered"})
+    until(lambda: snapshot(consumer.runtime).consumer.receptions == {"s": "offered"})
 
 
 @pytest.mark.parametrize("clean", [True, False])

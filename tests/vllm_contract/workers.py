@@ -5,24 +5,26 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 
+from connectors.codec import encode_agent_metadata
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
-from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
-from connectors.transport.memory import Fabric, MemoryTransport
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.processes import own_process
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Orders, Receive
-from connectors.vllm_hma.streaming import Streaming
-from connectors.vllm_hma.worker_side.fence import StepFence
+from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from connectors.vllm_hma.worker_side.steps import StepFence
+from testing.memory_transport import Fabric, MemoryTransport
 
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 8, 4, 64
 IDENTITY = ModelIdentity("model", "float32", "auto", "0.32.0")
@@ -69,7 +71,8 @@ class Worker:
         )
         self.agent_metadata = AgentMetadata(name, identity, layout, transport.kind, transport.metadata(), own_process())
         self.runtime = WorkerRuntime(
-            ConnectorConfig(integrity=integrity, streaming=streaming, limits=limits, keys=derive_keys(secret)),
+            # Some limits are below those that a configuration may have.
+            ConnectorConfig(integrity=integrity, streaming=streaming, secret=secret).model_copy(update=asdict(limits)),
             self.agent_metadata,
             transport,
             fence or StepFence(torch.device("cpu")),

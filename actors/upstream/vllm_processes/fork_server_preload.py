@@ -4,14 +4,18 @@ It imports vLLM and patches it, so that forked processes need not. It starts no 
 context: neither would survive the fork.
 """
 
+from vllm.platforms import current_platform
 from vllm.utils.system_utils import set_process_title
 from vllm.v1.engine import core, core_client  # noqa: F401
 from vllm.v1.executor import multiproc_executor  # noqa: F401
 
-from actors.upstream import vllm_cpu_worker, vllm_forced_tokens  # noqa: F401
+from actors.upstream import vllm_forced_tokens  # noqa: F401
 from actors.upstream.vllm_processes.busy_wait import shorten_busy_wait
 from actors.upstream.vllm_processes.fork_server import stay_with_this_server, use_fork_server
 from connectors.vllm_hma import connector  # noqa: F401
+
+if current_platform.is_cpu():
+    from actors.upstream.cpu_build import vllm_cpu_worker  # noqa: F401
 
 use_fork_server()
 shorten_busy_wait()

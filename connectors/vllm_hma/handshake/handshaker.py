@@ -18,18 +18,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
+from connectors.codec import decode_agent_metadata, encode_agent_metadata
 from connectors.errors import HandshakeError, TandemError
 from connectors.planning.plan import PairPlan, consumer_ranks, plan_pair
 from connectors.planning.verify import prove_plans
-from connectors.protocol.agent_metadata import (
-    AgentMetadata,
-    EngineMetadata,
-    check_peers,
-    decode_agent_metadata,
-    encode_agent_metadata,
-)
+from connectors.protocol.agent_metadata import AgentMetadata, EngineMetadata, check_peers
 from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
@@ -40,7 +34,6 @@ from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_na
 from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 from connectors.vllm_hma.handshake.side_channel import fetch_metadata
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +44,11 @@ MAX_PENDING_HELLOS = 256
 _HELLO_AGAIN_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class HandshakerSnapshot:
-    """Copy of the handshakes in progress.
-
-    ``pending_hellos``  workers whose Hello this worker has not answered
-    ``answers``         workers that have answered this worker's Hello
-    """
-
-    pending_hellos: frozenset[Peer]
-    answers: frozenset[Peer]
-
-
 class Handshaker:
     """Handshakes of one worker.
 
     ``memory``            this worker's cache, read to compute digests
     ``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
-    ``handshake_s``       time limit of a handshake that this worker starts, in seconds
     ``identity``          key for the side channels of other engines (``Keys.identity``)
     ``on_connected``      called with a producer engine's incarnation and its ranks that serve this
                           worker
@@ -101,7 +81,6 @@ class Handshaker:
         self._identity = identity
         self._on_connected = on_connected
         self._on_failed = on_failed
-        self._warn = RateLimitedLog(logger)
         self._on_start = on_start
         self._connects = ThreadPoolExecutor(_CONNECT_THREADS, "tandem-connect")
         self._accepts = ThreadPoolExecutor(_ACCEPT_THREADS, "tandem-accept")
@@ -116,11 +95,7 @@ class Handshaker:
         self._answered = threading.Condition(self._lock)
 
     def connect(self, engine: EngineAddress) -> None:
-        """Start a handshake with a producer engine in the background.
-
-        No effect while a handshake with this engine is in progress. ``on_connected`` or
-        ``on_failed`` follows, unless this worker is closing.
-        """
+        """Start a handshake in the background, unless one with this engine is in progress."""
         with self._lock:
             if engine.incarnation in self._connecting:
                 return
@@ -133,11 +108,7 @@ class Handshaker:
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:
-        """Handle a consumer worker's Hello.
-
-        Ignore it if another Hello of its sender is pending. Drop it if MAX_PENDING_HELLOS are
-        pending; the sender repeats it.
-        """
+        """Handle a consumer worker's Hello; it repeats a Hello that is dropped."""
         with self._lock:
             if sender in self._pending_hellos:
                 return
@@ -145,7 +116,7 @@ class Handshaker:
             if not full:
                 self._pending_hellos.add(sender)
         if full:
-            self._warn("full", f"dropped the Hello of {sender}: {MAX_PENDING_HELLOS} other Hellos are pending")
+            logger.warning("Tandem: dropped the Hello of %s: %d other Hellos are pending", sender, MAX_PENDING_HELLOS)
             return
         self._submit(self._accepts, self._welcome, sender, message)
 
@@ -156,11 +127,6 @@ class Handshaker:
                 return
             self._answers[sender] = message.reason if isinstance(message, Refused) else None
             self._answered.notify_all()
-
-    def snapshot(self) -> HandshakerSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        with self._lock:
-            return HandshakerSnapshot(frozenset(self._pending_hellos), frozenset(self._answers))
 
     def close(self) -> None:
         for pool in (self._connects, self._accepts):
@@ -196,8 +162,7 @@ class Handshaker:
             try:
                 found = self._shake_hands(engine, handshakes)
             except TandemError as error:
-                # Rate-limited: a consumer with blocks in quarantine reconnects every cancel_s.
-                self._warn("connect", f"cannot connect to prefill engine {engine.incarnation}: {error}")
+                logger.warning("Tandem: cannot connect to prefill engine %s: %s", engine.incarnation, error)
                 failure = str(error)
             except Exception as error:
                 logger.exception(
@@ -238,10 +203,6 @@ class Handshaker:
         ]
 
     def _target_digests(self, plan: PairPlan, producer: AgentMetadata) -> Callable[[], TransferDigest] | None:
-        """Return a function that creates an empty digest for the bytes received in one transfer.
-
-        None if integrity is off.
-        """
         if not self._compares_digests:
             return None
         return digests(plan, self._memory.shared_with(producer.layout.memory_kind), End.TARGET)
@@ -287,13 +248,10 @@ class Handshaker:
                     self._answers.pop(peer, None)
 
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
-        """Return the plan of each producer rank that exchanges messages with this worker, by rank.
-
-        Raises PlanError if no plan between two layouts can be made.
-        """
+        """Return the plan of each producer rank that exchanges messages with this worker."""
         mine = self._agent_metadata.layout
         layouts = [worker.layout for worker in engine.workers]
-        return {each.rank: plan_pair(each, mine) for each in layouts if mine.rank in consumer_ranks(each, mine)}
+        return {each.tp_rank: plan_pair(each, mine) for each in layouts if mine.tp_rank in consumer_ranks(each, mine)}
 
     # Producer role.
 
@@ -315,22 +273,19 @@ class Handshaker:
                 self._message_sender.connect(sender, agent_metadata.transport_metadata, agent_metadata.process)
             except TandemError as error:
                 # A peer that was not added cannot be answered; its handshake times out.
-                self._warn("hello", f"dropped the Hello of decode worker {agent_name(sender)[:80]!r}: {error}")
+                logger.warning("Tandem: dropped the Hello of decode worker %.80s: %s", agent_name(sender), error)
                 return
             try:
                 plan, consumer = self._plan_for(agent_metadata)
             except TandemError as error:
-                self._warn("refused", f"refused decode worker {agent_name(sender)[:80]!r}: {error}")
+                logger.warning("Tandem: refused decode worker %.80s: %s", agent_name(sender), error)
                 self._message_sender.send(sender, Refused(str(error)))
                 return
             self._peers.welcome(sender, agent_metadata.layout.memory_kind, plan, consumer)
             self._message_sender.send(sender, Welcome())
 
     def _plan_for(self, agent_metadata: AgentMetadata) -> tuple[PairPlan, ConsumerPeer]:
-        """Return the plan and the record of a consumer worker.
-
-        Raises IncompatiblePeerError or PlanError if the two engines cannot exchange KV.
-        """
+        """Return the plan and the record of a consumer worker."""
         check_peers(self._agent_metadata, agent_metadata)
         mine, theirs = self._agent_metadata.layout, agent_metadata.layout
         ranks = consumer_ranks(mine, theirs)

@@ -1,8 +1,7 @@
 """Connect to other workers, send messages to them, and reconnect if the connection is broken.
 
 A connection that was reset stays broken on this side until it is reopened, even if the network
-recovers. The sender therefore repeats a failed message once, over a new connection. It reconnects
-to a peer at most once per _RECONNECT_EVERY_S.
+recovers. The sender therefore repeats a failed message once, over a new connection.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import logging
 import threading
 import time
 
+from connectors.codec import encode
 from connectors.errors import TransportError
 from connectors.protocol.agent_metadata import ProcessIdentity
-from connectors.protocol.wire import Envelope, Message, Peer, encode
+from connectors.protocol.wire import Envelope, Message, Peer
 from connectors.transport.base import Transport
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 
@@ -50,10 +50,7 @@ class MessageSender:
         self._processes: dict[str, ProcessIdentity] = {}
 
     def connect(self, peer: Peer, transport_metadata: bytes, process: ProcessIdentity) -> None:
-        """Add a worker to the transport. Raises TransportError as ``Transport.add_peer``.
-
-        ``process``  process of the worker
-        """
+        """Add a worker to the transport. Raises TransportError as ``Transport.add_peer``."""
         name = agent_name(peer)
         self._transport.add_peer(transport_metadata, name)
         if liveness(process) is Liveness.ALIVE:
@@ -62,9 +59,8 @@ class MessageSender:
     def send(self, peer: Peer, message: Message) -> None:
         """Send a message. If this fails, reconnect and send it again.
 
-        Raises TransportError if the second attempt or ``reconnect`` fails. ``reconnect`` also fails
-        if this worker has tried to reconnect to the peer within the last _RECONNECT_EVERY_S
-        seconds. A message may be lost without an error.
+        Raises TransportError if the second attempt or ``reconnect`` fails. A message may be lost
+        without an error.
         """
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:
@@ -75,29 +71,22 @@ class MessageSender:
         self._sent_at[name] = time.monotonic()
 
     def check(self, peer: Peer, message: Message) -> None:
-        """Send ``message`` to detect a broken connection and reopen it.
-
-        Does nothing if the last message to ``peer`` is less than _CHECK_EVERY_S seconds old. Raises
-        TransportError as ``send`` does.
-        """
+        """Send ``message``, if the last one is old, to detect and reopen a broken connection."""
         if time.monotonic() - self._sent_at.get(agent_name(peer), float("-inf")) >= _CHECK_EVERY_S:
             self.send(peer, message)
 
     def forget(self, peer: Peer) -> None:
-        """Remove what is recorded about ``peer``."""
         with self._lock:
             self._processes.pop(agent_name(peer), None)
             self._reconnected_at.pop(agent_name(peer), None)
             self._sent_at.pop(agent_name(peer), None)
 
     def reconnect(self, name: str, error: TransportError) -> None:
-        """Reopen the connection to the agent ``name``.
-
-        ``error``  error of the operation that failed on the connection
+        """Reopen the connection to the agent ``name``, after ``error``.
 
         Raises ``error`` if the last attempt was made less than _RECONNECT_EVERY_S seconds ago, or
-        if the peer's process on this host has ended. Raises TransportError if the connection
-        cannot be reopened, for example while a write to the peer is in flight.
+        if the peer's process on this host has ended. Raises TransportError if the connection cannot
+        be reopened, for example while a write to the peer is in flight.
         """
         with self._lock:
             now = time.monotonic()

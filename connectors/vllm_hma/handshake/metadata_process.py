@@ -34,7 +34,6 @@ _LENGTH = struct.Struct("<I")
 _START_S = 60.0
 _END_S = 5.0
 _RESTART_S = 1.0
-"""Pause before a process that has ended is started again, in seconds."""
 _STDOUT = 1
 """File descriptor of the engine's log, to which the process writes its own lines."""
 # Lower priority than the engine's processes.
@@ -42,13 +41,8 @@ _NICE = 5
 
 
 class MetadataProcess:
-    """Subprocess that runs one engine's side channel until ``close``.
-
-    Peers fetch the agent metadata from it, and ask it whether a process of this host is alive.
-
-    ``port``           port to listen on; 0: a free one. The attribute has the chosen port
-    ``rank_metadata``  encoded agent metadata of each worker, by rank
-    ``identity``       key of the TLS certificate (``Keys.identity``); empty: no TLS
+    """Subprocess that runs one engine's side channel until ``close``; arguments as
+    ``MetadataServer``.
 
     Raises ConfigurationError if the subprocess cannot listen, exits during its start or does not
     report a port within _START_S, and OSError if it cannot be created.
@@ -93,7 +87,6 @@ class MetadataProcess:
             raise
 
     def _restart(self) -> None:
-        """Start the process again _RESTART_S after it has ended, until ``close``."""
         while True:
             status = self._process.wait()
             if self._closing.wait(_RESTART_S):
@@ -107,21 +100,8 @@ class MetadataProcess:
                 except Exception:  # the next round tries again
                     logger.exception("Tandem: the side channel process could not be started; trying again")
 
-    @property
-    def process_id(self) -> int:
-        """Id of the current process, or of the last one if it has ended."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """True while the process runs; False between its end and the next start."""
-        return self._process.poll() is None
-
     def close(self) -> None:
-        """Close the process's input, which ends it; kill it after _END_S seconds. Idempotent.
-
-        A process that is being started again is killed at once.
-        """
+        """Close the process's input, which ends it; kill it after _END_S seconds. Idempotent."""
         self._closing.set()
         if self._lock.locked():
             self._process.kill()  # it is being started again; the start must not delay this call
@@ -162,8 +142,7 @@ class MetadataProcess:
 def serve() -> None:
     """Run the side channel until standard input closes. Entry point of the process.
 
-    Writes the listening port to standard output. If it cannot listen, it writes the reason and
-    returns.
+    Writes the listening port, or the reason why it cannot listen, to standard output.
     """
     os.nice(_NICE)
     log_to(sys.stderr, "SideChannel")

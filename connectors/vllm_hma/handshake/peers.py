@@ -7,8 +7,9 @@
                  machine has no such peer, and its table entry and connection if neither a state
                  machine nor a handshake needs them
 
-Every start of an engine adds new peers, which never unregister. The table therefore has a limit:
-when it is full, it evicts an idle peer (``PeerTable``).
+Every start of an engine adds new peers, which never unregister, so the table has a limit. A full
+table evicts peers that have sent no message of a transfer before peers that have sent one, so a
+flood of Hellos evicts its own entries. It never evicts a busy peer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from connectors.errors import HandshakeError
 from connectors.planning.layout import MemoryKind
 from connectors.planning.plan import PairPlan
 from connectors.protocol.consumer import Consumer
@@ -28,19 +29,56 @@ from connectors.protocol.producer import Producer
 from connectors.protocol.wire import Peer
 from connectors.transport.base import Transport
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
-from connectors.vllm_hma.handshake.peer_table import PeerTable
+
+MAX_PEERS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class PeersSnapshot:
-    """Copy of the peers of a worker.
+class PeerTable:
+    """Known peers, by last use. Not thread-safe: its owner serialises calls."""
 
-    ``admitted``  workers with an entry in the peer table
-    ``planned``   consumer workers with a plan
-    """
+    def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
+        self._busy = busy
+        self._most = most
+        # Peers without and with a message of a transfer, from least to most recently used.
+        self._new: dict[Peer, None] = {}
+        self._regular: dict[Peer, None] = {}
 
-    admitted: frozenset[Peer]
-    planned: frozenset[Peer]
+    def __contains__(self, peer: Peer) -> bool:
+        return peer in self._new or peer in self._regular
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter((*self._new, *self._regular))
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._regular)
+
+    def admit(self, peer: Peer) -> Peer | None:
+        """Add a peer whose handshake begins, or record its use; return the evicted peer, if any.
+
+        Raises HandshakeError if the table is full and all its peers are busy.
+        """
+        if peer in self._regular:
+            self.spoke(peer)
+            return None
+        self._new.pop(peer, None)
+        leaving = None
+        if len(self) >= self._most:
+            leaving = next((one for one in (*self._new, *self._regular) if not self._busy(one)), None)
+            if leaving is None:
+                raise HandshakeError(f"the peer table is full: all {len(self)} peers are busy; retry later")
+            self.forget(leaving)
+        self._new[peer] = None
+        return leaving
+
+    def spoke(self, peer: Peer) -> None:
+        """Record that a peer has sent a message of a transfer. No effect if it has no entry."""
+        if peer in self:
+            self.forget(peer)
+            self._regular[peer] = None
+
+    def forget(self, peer: Peer) -> None:
+        self._new.pop(peer, None)
+        self._regular.pop(peer, None)
 
 
 class Peers:
@@ -65,17 +103,17 @@ class Peers:
         self._lock = lock
         self._handshaking: Counter[Peer] = Counter()
         self._plans: dict[Peer, tuple[MemoryKind, PairPlan]] = {}
-        self._peer_table = PeerTable(self._busy)
+        self._table = PeerTable(self._busy)
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
         """Add a peer, and keep it and its connection until the end of the handshake.
 
-        Both stay even if a state machine removes the peer meanwhile. If the table is full, evict an
-        idle peer. Raises HandshakeError if all peers are busy.
+        Both stay even if a state machine removes the peer meanwhile. Raises HandshakeError if all
+        peers are busy.
         """
         with self._lock:
-            evicted = self._peer_table.admit(peer)
+            evicted = self._table.admit(peer)
             if evicted is not None:
                 self._evict(evicted)
             self._handshaking[peer] += 1
@@ -88,11 +126,6 @@ class Peers:
                     del self._handshaking[peer]
 
     def welcome(self, peer: Peer, memory_kind: MemoryKind, plan: PairPlan, consumer: ConsumerPeer) -> None:
-        """Record a compatible consumer worker and its plan.
-
-        ``memory_kind``  memory kind of its cache
-        ``consumer``     its record for the producer state machine
-        """
         with self._lock:
             self._plans[peer] = (memory_kind, plan)
             self._producer.welcome(peer, consumer, time.monotonic())
@@ -102,33 +135,20 @@ class Peers:
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
-        """Record that a peer has sent a message of a transfer.
-
-        The table evicts peers that have sent none before this one.
-        """
-        self._peer_table.spoke(peer)
+        self._table.spoke(peer)
 
     def forget(self, peer: Peer) -> None:
-        """Release the plan, table entry and connection of a peer that a state machine has removed.
-
-        Keep those that the other state machine or a handshake still needs.
-        """
+        """Release what neither a state machine nor a handshake still needs of a removed peer."""
         if self._producer.knows(peer):
             return
         self._plans.pop(peer, None)
         if not self._consumer.knows(peer) and peer not in self._handshaking:
             self._drop(peer)
 
-    def snapshot(self) -> PeersSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        with self._lock:
-            return PeersSnapshot(frozenset(self._peer_table), frozenset(self._plans))
-
     def _evict(self, peer: Peer) -> None:
         """Remove an idle peer, which the table has evicted, with its plan and connection.
 
-        The producer state machine removes the peer. The consumer state machine removes all workers
-        of the peer's engine, unless requests still depend on another of these workers.
+        Its engine's other workers go, too, unless requests still depend on one of them.
         """
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):
@@ -137,7 +157,7 @@ class Peers:
         self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
-        self._peer_table.forget(peer)
+        self._table.forget(peer)
         self._message_sender.forget(peer)
         self._transport.remove_peer(agent_name(peer))
 

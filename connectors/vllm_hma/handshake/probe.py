@@ -30,7 +30,6 @@ from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
 from connectors.vllm_hma.handshake.side_channel import ask_liveness
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +66,9 @@ class WorkerProbe:
         self._witnesses: frozenset[EngineAddress] = frozenset()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._warn = RateLimitedLog(logger)
 
     def watch(self, suspects: Iterable[Suspect], witnesses: Iterable[EngineAddress]) -> None:
-        """Replace the workers to probe, and the engines that may report the state of processes.
-
-        Starts the thread if necessary. If the thread cannot start, the next call tries again.
-        """
+        """Replace the suspects and the engines that may report their state; start the thread."""
         with self._lock:
             self._watched, self._witnesses = frozenset(suspects), frozenset(witnesses)
             if self._watched and self._thread is None and not self._closed.is_set():
@@ -81,15 +76,9 @@ class WorkerProbe:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    self._warn("start", f"cannot start to probe workers, trying again: {error}")
+                    logger.warning("Tandem: cannot start to probe workers, trying again: %s", error)
                     return
                 self._thread = thread
-
-    @property
-    def watched(self) -> frozenset[Peer]:
-        """Workers that are being probed."""
-        with self._lock:
-            return frozenset(suspect.peer for suspect in self._watched)
 
     def close(self) -> None:
         self._closed.set()
@@ -99,7 +88,7 @@ class WorkerProbe:
             # `on_lost` calls NIXL to send messages, so this thread needs its device.
             self._on_start()
         except Exception as error:
-            self._warn("start", f"cannot start to probe workers, trying again: {error!r}")
+            logger.warning("Tandem: cannot start to probe workers, trying again: %r", error)
             with self._lock:
                 self._thread = None
             return
@@ -116,11 +105,8 @@ class WorkerProbe:
     def _probe(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
         """Return whether the worker's process has ended; False if the state is unknown.
 
-        If the process has ended and ``gone_before`` is True, call ``on_lost``. If the probe or
-        ``on_lost`` raises, log the exception and return ``gone_before``, so that other workers are
-        still probed.
-
-        ``gone_before``  result of the worker's previous probe
+        If it had already ended at the previous probe (``gone_before``), call ``on_lost``. After an
+        exception return ``gone_before``, so that other workers are still probed.
         """
         try:
             gone = self._is_gone(suspect, witnesses)
@@ -128,8 +114,7 @@ class WorkerProbe:
                 self._on_lost(suspect.peer, "the worker's process has ended")
             return gone
         except Exception as error:
-            shown = f"{suspect.peer.incarnation[:80]!r}, rank {suspect.peer.rank}"
-            self._warn("broken", f"cannot probe worker {shown}, trying again: {error!r}")
+            logger.warning("Tandem: cannot probe worker %s, trying again: %r", suspect.peer, error)
             return gone_before
 
     def _is_gone(self, suspect: Suspect, witnesses: frozenset[EngineAddress]) -> bool:

@@ -31,10 +31,7 @@ class Liveness(Enum):
 
 
 def own_process() -> ProcessIdentity:
-    """Return this process's identity.
-
-    Without a readable ``/proc``, return NO_PROCESS, whose liveness is always UNKNOWN.
-    """
+    """Return this process's identity; NO_PROCESS without a readable ``/proc``."""
     try:
         return ProcessIdentity(_host(), os.getpid(), int(_stat(os.getpid())[_STARTED_AT]))
     except OSError:
@@ -42,10 +39,7 @@ def own_process() -> ProcessIdentity:
 
 
 def process_start_s() -> float:
-    """Return the time at which this process started, in ``time.time()`` seconds.
-
-    Infinity if ``/proc`` cannot be read.
-    """
+    """Return when this process started, in ``time.time()`` seconds; infinity without ``/proc``."""
     try:
         ticks = int(_stat(os.getpid())[_STARTED_AT])
     except OSError:
@@ -57,8 +51,7 @@ def liveness(process: ProcessIdentity) -> Liveness:
     """Return the state of ``process``.
 
     A stopped process is ALIVE. A zombie is GONE, unless other threads of the process run. A process
-    is UNKNOWN on another host or in another namespace, or if it exists but ``/proc`` does not show
-    it.
+    is UNKNOWN on another host or in another namespace, or if ``/proc`` does not show it.
     """
     try:
         if not process.host or process.host != _host():
@@ -79,18 +72,12 @@ def liveness(process: ProcessIdentity) -> Liveness:
 
 @cache
 def _host() -> str:
-    """Return this kernel's boot id, and the inodes of this process's pid and time namespaces.
-
-    Raises OSError without a readable ``/proc``.
-    """
+    """Return this kernel's boot id, and the inodes of this process's pid and time namespaces."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespaces = [os.stat(_PROC / "self/ns" / name).st_ino for name in ("pid", "time")]
     return "/".join([boot, *map(str, namespaces)])
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/<pid>/stat`` after the command name.
-
-    The name may contain spaces and parentheses. Raises OSError if the file cannot be read.
-    """
+    """Return the fields of ``/proc/<pid>/stat`` after the command name, which may have spaces."""
     return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

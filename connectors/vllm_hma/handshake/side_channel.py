@@ -13,7 +13,7 @@ client whose connection breaks retries until its deadline; a client whose connec
 not.
 
     request    b"tandem/VERSION metadata\n"
-    response   b"TDA" | version | n | n lengths | n agent metadata
+    response   b"TDA" | version | length | MessagePack of the ranks' agent metadata
     request    b"tandem/VERSION process HOST PID STARTED_AT\n" (ProcessIdentity in agent metadata)
     response   b"TDP" | version | length | "alive", "gone" or "unknown"
     error      b"TDE" | version | length | text
@@ -35,18 +35,13 @@ import struct
 import threading
 import time
 
+import msgspec
+
+from connectors.codec import decode_agent_metadata
 from connectors.errors import ConfigurationError, HandshakeError, PeerSecretError, StaleReferenceError, WireError
-from connectors.protocol.agent_metadata import (
-    MAX_METADATA_BYTES,
-    PROTOCOL_VERSION,
-    EngineMetadata,
-    ProcessIdentity,
-    decode_agent_metadata,
-    engine_metadata,
-)
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION, EngineMetadata, ProcessIdentity, engine_metadata
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
-from connectors.vllm_hma.handshake.tls import tls_context
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
+from connectors.vllm_hma.handshake.secret import tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +55,13 @@ _PROCESS = re.compile(rb"tandem/%d process ([0-9a-f/-]{1,200}) ([0-9]{1,18}) ([0
 _METADATA, _LIVENESS, _ERROR = b"TDA", b"TDP", b"TDE"
 _TLS_RECORD = b"\x16"
 _MAX_REQUEST_BYTES = 1024
-_MAX_RANKS = 4096
 _MAX_ANSWER_BYTES = 64 * 2**20
 _FIRST_ATTEMPT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class MetadataServer:
-    """Server of one engine's agent metadata until ``close``.
-
-    It also reports whether a process of its host is alive.
+    """Server of one engine's agent metadata, and of the liveness of processes, until ``close``.
 
     ``port``           port to listen on; 0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
@@ -80,10 +72,8 @@ class MetadataServer:
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
-        lengths = struct.pack(f"<{len(rank_metadata)}I", *map(len, rank_metadata))
-        self._answer = _PREFIX.pack(_METADATA, PROTOCOL_VERSION, len(rank_metadata)) + lengths + b"".join(rank_metadata)
+        self._answer = _response(_METADATA, msgspec.msgpack.encode(rank_metadata))
         self._tls = tls_context(identity, server=True) if identity else None
-        self._warn = RateLimitedLog(logger)
         try:
             self._listener = _listen(host, port)
         except OSError as error:
@@ -98,16 +88,6 @@ class MetadataServer:
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="tandem-side-channel", daemon=True)
         self._thread.start()
-
-    @property
-    def connections(self) -> int:
-        """Number of open connections."""
-        return len(self._open)
-
-    @property
-    def alive(self) -> bool:
-        """True while the serving thread runs."""
-        return self._thread.is_alive()
 
     def close(self) -> None:
         """Stop listening and close all connections. Wait at most 5 s for the thread. Idempotent."""
@@ -137,7 +117,7 @@ class MetadataServer:
                 connection, address = await loop.sock_accept(self._listener)
             except Exception as error:
                 # For example, no file descriptor is left. The server must outlive such an error.
-                self._warn("accept", f"side channel: cannot accept a connection, trying again: {error}")
+                logger.warning("Tandem: side channel: cannot accept a connection, trying again: %s", error)
                 await asyncio.sleep(_NO_DESCRIPTOR_S)
             else:
                 if len(self._open) >= MAX_CONNECTIONS:
@@ -151,19 +131,18 @@ class MetadataServer:
             await asyncio.sleep(0)
 
     async def _talk(self, connection: socket.socket, who: str) -> None:
-        """Serve one connection. Log an error of the connection or of the request, rate-limited."""
         streams = _Streams(connection)
         try:
             async with asyncio.timeout(TALK_S):
                 await self._answer_one(connection, streams, who)
         except TimeoutError:
-            self._warn("slow", f"side channel: closed the connection of {who}, which did not end within {TALK_S:g} s")
+            logger.warning("Tandem: side channel: the connection of %s did not end within %g s", who, TALK_S)
         except ssl.SSLError as error:
-            self._warn("secret", f"side channel: {_meaning(error, who)}")
+            logger.warning("Tandem: side channel: %s", _meaning(error, who))
         except (OSError, EOFError) as error:
-            self._warn("broken", f"side channel: the connection of {who} broke: {error}")
+            logger.warning("Tandem: side channel: the connection of %s broke: %s", who, error)
         except Exception as error:
-            self._warn("request", f"side channel: cannot answer {who}, closing the connection: {error!r}")
+            logger.warning("Tandem: side channel: cannot answer %s, closing the connection: %r", who, error)
         finally:
             streams.abort()
 
@@ -176,11 +155,11 @@ class MetadataServer:
         if (first == _TLS_RECORD) != (self._tls is not None):
             ours, theirs = ("has a secret", "none") if self._tls is not None else ("has no secret", "one")
             problem = PeerSecretError(f"side channel: peer {who}", f"this engine {ours}, the peer {theirs}")
-            self._warn("secret", str(problem))
+            logger.warning("Tandem: %s", problem)
             # Read first: closing a connection with unread bytes resets it, and the response may be
             # lost.
             await loop.sock_recv(connection, _MAX_REQUEST_BYTES)
-            await loop.sock_sendall(connection, _error(f"this engine {ours}, the peer {theirs}"))
+            await loop.sock_sendall(connection, _response(_ERROR, f"this engine {ours}, the peer {theirs}".encode()))
             return
         reader, writer = await streams.open(self._tls)
         request = await reader.readuntil(b"\n")
@@ -190,12 +169,10 @@ class MetadataServer:
         elif process is not None:
             host, pid, started_at = process.groups()
             found = liveness(ProcessIdentity(host.decode(), int(pid), int(started_at)))
-            writer.write(_text_frame(_LIVENESS, found.value))
+            writer.write(_response(_LIVENESS, found.value.encode()))
         else:
-            self._warn(
-                "request", f"side channel: {who} sent an unknown request, answered with an error: {request[:80]!r}"
-            )
-            writer.write(_error(f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}"))
+            logger.warning("Tandem: side channel: unknown request of %s: %r", who, request[:80])
+            writer.write(_response(_ERROR, f"unknown request; send {_METADATA_REQUEST.decode().strip()!r}".encode()))
         await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -226,10 +203,7 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address only; ``::`` includes IPv4.
-
-    Raises OSError if the address or port cannot be used.
-    """
+    """Return a socket that listens on this address only; ``::`` includes IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
@@ -245,17 +219,11 @@ async def _peek(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> b
     return connection.recv(1, socket.MSG_PEEK)
 
 
-def _error(text: str) -> bytes:
-    return _text_frame(_ERROR, text)
-
-
-def _text_frame(kind: bytes, text: str) -> bytes:
-    encoded = text.encode()
-    return _PREFIX.pack(kind, PROTOCOL_VERSION, len(encoded)) + encoded
+def _response(kind: bytes, body: bytes) -> bytes:
+    return _PREFIX.pack(kind, PROTOCOL_VERSION, len(body)) + body
 
 
 def _meaning(error: ssl.SSLError, who: str) -> str:
-    """Return the cause of a TLS error for the log: a different secret, or the error itself."""
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
         return str(PeerSecretError(f"peer {who}", "its secret differs from this engine's"))
     return f"peer {who}: TLS failed: {error}"
@@ -275,7 +243,12 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
     - HandshakeError if the engine is unreachable, TLS fails, or no response arrives in time
     - WireError if the response is malformed, an error, too large or of another protocol version
     """
-    rank_metadata = [decode_agent_metadata(part) for part in _ask(_METADATA_REQUEST, host, port, timeout_s, identity)]
+    body = _ask(_METADATA_REQUEST, host, port, timeout_s, identity)
+    try:
+        parts = msgspec.msgpack.decode(body, type=list[bytes])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"the engine at {host}:{port} sent malformed metadata: {error}") from error
+    rank_metadata = [decode_agent_metadata(part) for part in parts]
     agent_metadata = engine_metadata({worker.rank: worker for worker in rank_metadata})
     if agent_metadata.incarnation != incarnation:
         raise StaleReferenceError(
@@ -288,9 +261,9 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
     """Request the state of a process from an engine, and return it. Blocks as ``fetch_metadata``.
 
-    UNKNOWN if the engine cannot determine the state, for example because the process is on another
-    host. If ``process`` is NO_PROCESS or malformed, sends no request and returns UNKNOWN. Raises
-    HandshakeError or WireError without a valid response.
+    UNKNOWN if the engine cannot determine the state. If ``process`` is NO_PROCESS or malformed,
+    sends no request and returns UNKNOWN. Raises HandshakeError or WireError without a valid
+    response.
     """
     request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,
@@ -300,21 +273,18 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
     )
     if not _PROCESS.fullmatch(request):
         return Liveness.UNKNOWN
-    (answer,) = _ask(request, host, port, timeout_s, identity)
+    answer = _ask(request, host, port, timeout_s, identity)
     try:
         return Liveness(answer.decode(errors="replace"))
     except ValueError:
         raise WireError(f"the engine at {host}:{port} sent {answer[:80]!r} as the state of a process") from None
 
 
-def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> list[bytes]:
-    """Send a request; return the parts of the response.
-
-    The parts are the agent metadata of each rank, or the state of a process.
+def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> bytes:
+    """Send a request; return the body of the response.
 
     Retries broken connections until the deadline, because an overloaded engine closes connections.
-    A refused connection is not retried: no engine listens there. Raises HandshakeError,
-    PeerSecretError or WireError.
+    A refused connection is not retried: no engine listens there.
     """
     where = f"the prefill engine at {host}:{port}"
     tls = tls_context(identity, server=False) if identity else None
@@ -322,7 +292,7 @@ def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes
     attempt_s, pause_s = _FIRST_ATTEMPT_S, _FIRST_PAUSE_S
     while True:
         try:
-            return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s), tls).ask(host, port)
+            return _Attempt(where, request, min(give_up_at, time.monotonic() + attempt_s)).ask(host, port, tls)
         except ssl.SSLCertVerificationError as error:
             raise PeerSecretError(where, "its secret differs from this engine's") from error
         except (OSError, EOFError) as error:
@@ -350,36 +320,32 @@ class _Attempt:
     """One attempt of a request, until ``give_up_at`` in ``time.monotonic()`` seconds.
 
     ``ask`` raises OSError or EOFError if the connection fails, ValueError for an invalid host name,
-    and PeerSecretError or WireError for a response that is an error or invalid.
+    and PeerSecretError or WireError for a response that is an error or invalid. Not asyncio, which
+    closes a connection without the TLS alert that tells the server why.
     """
 
-    def __init__(self, where: str, request: bytes, give_up_at: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, where: str, request: bytes, give_up_at: float) -> None:
         self._where = where
         self._request = request
         self._give_up_at = give_up_at
-        self._tls = tls
 
-    def ask(self, host: str, port: int) -> list[bytes]:
-        with self._connect(host, port) as raw:
-            raw.settimeout(self._left_s())
-            with self._tls.wrap_socket(raw) if self._tls is not None else contextlib.nullcontext(raw) as connection:
-                connection.settimeout(self._left_s())
-                connection.sendall(self._request)
-                return self._answer(connection)
-
-    def _connect(self, host: str, port: int) -> socket.socket:
+    def ask(self, host: str, port: int, tls: ssl.SSLContext | None) -> bytes:
         try:
-            return socket.create_connection((host, port), timeout=self._left_s())
+            raw = socket.create_connection((host, port), timeout=self._left_s())
         except TimeoutError:
             raise TimeoutError("the connection was not established in time") from None
+        with raw, tls.wrap_socket(raw) if tls is not None else contextlib.nullcontext(raw) as connection:
+            connection.settimeout(self._left_s())
+            connection.sendall(self._request)
+            return self._answer(connection)
 
-    def _answer(self, connection: socket.socket) -> list[bytes]:
+    def _answer(self, connection: socket.socket) -> bytes:
         head = self._receive(connection, _PREFIX.size)
-        kind, version, number = _PREFIX.unpack(head)
+        kind, version, length = _PREFIX.unpack(head)
         if kind not in (_METADATA if self._request == _METADATA_REQUEST else _LIVENESS, _ERROR):
             raise WireError(f"{self._where} answered {head!r}: this is not Tandem's side channel")
         if kind == _ERROR:
-            text = self._receive(connection, min(number, _MAX_REQUEST_BYTES)).decode(errors="replace")
+            text = self._receive(connection, min(length, _MAX_REQUEST_BYTES)).decode(errors="replace")
             if "secret" in text:
                 raise PeerSecretError(self._where, f"its error is: {text}")
             raise WireError(f"{self._where} answered with an error: {text}")
@@ -388,23 +354,13 @@ class _Attempt:
                 f"{self._where} has protocol version {version}, this engine {PROTOCOL_VERSION}; run the same "
                 "release of Tandem on both"
             )
-        if kind == _LIVENESS:
-            return [self._receive(connection, min(number, _MAX_REQUEST_BYTES))]
-        if number > _MAX_RANKS:
-            raise WireError(f"{self._where} has agent metadata of {number} ranks; the limit is {_MAX_RANKS}")
-        lengths = struct.unpack(f"<{number}I", self._receive(connection, 4 * number))
-        if max(lengths, default=0) > MAX_METADATA_BYTES or sum(lengths) > _MAX_ANSWER_BYTES:
-            raise WireError(
-                f"{self._where} has agent metadata of {sum(lengths)} bytes, {max(lengths)} for one rank; the limits "
-                f"are {_MAX_ANSWER_BYTES} and {MAX_METADATA_BYTES}"
-            )
-        return [self._receive(connection, length) for length in lengths]
+        most = _MAX_ANSWER_BYTES if kind == _METADATA else _MAX_REQUEST_BYTES
+        if length > most:
+            raise WireError(f"{self._where} answers with {length} bytes; the limit is {most}")
+        return self._receive(connection, length)
 
     def _receive(self, connection: socket.socket, size: int) -> bytes:
-        """Receive exactly ``size`` bytes. Allocates memory only for received bytes.
-
-        Raises OSError or EOFError if fewer bytes arrive in time.
-        """
+        """Receive exactly ``size`` bytes. Allocates memory only for received bytes."""
         received = bytearray()
         while len(received) < size:
             connection.settimeout(self._left_s())

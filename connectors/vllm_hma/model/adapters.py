@@ -24,23 +24,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTERS_KEPT = 10_000
-"""Number of adapters whose identities a process keeps: those loaded or used last.
-
-The first load of an adapter takes some milliseconds for this number.
-"""
+"""Number of adapters whose identities a process keeps: those loaded or used last."""
 
 _FOLDERS_KEPT = 1024
-"""Number of folders whose files a process does not hash again until they change."""
 
 _SETTINGS = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """File names of weights in vLLM's order: vLLM reads the first one that exists."""
 
 _State = tuple[tuple[str, int, int, int, int, int], ...]
-"""Name, device, inode, size in bytes, modification time and status change time of each file.
-
-The times are in nanoseconds.
-"""
+"""Name, device, inode, size, and modification and status change time (ns) of each file."""
 
 UNKNOWN = ""
 """Identity of an adapter of unknown content, or of a path that may have KV of several contents.
@@ -50,10 +43,9 @@ Such KV may be in vLLM's prefix cache or in requests in progress.
 
 
 class Adapter(NamedTuple):
-    """vLLM's id of a LoRA adapter, and the adapter's path in requests.
+    """vLLM's id of a LoRA adapter, which selects its weights, and its path in requests.
 
-    vLLM selects weights in memory by the id. Its prefix cache identifies an adapter by name and
-    path.
+    vLLM's prefix cache identifies an adapter by name and path.
     """
 
     number: int
@@ -61,7 +53,6 @@ class Adapter(NamedTuple):
 
 
 def adapter_of(request: LoRARequest | None) -> Adapter | None:
-    """Return the adapter of a request; None for the base model."""
     return None if request is None else Adapter(request.lora_int_id, request.lora_path)
 
 
@@ -102,9 +93,8 @@ class AdapterLoads:
     def reading(self, request: LoRARequest, folder: Path) -> Iterator[None]:
         """Record the adapter that vLLM reads from ``folder`` within this context.
 
-        Records nothing if vLLM's read raises. Records UNKNOWN if the files change during the read,
-        or cannot be read here. There is no deadline: like vLLM, this method waits for a file system
-        that does not answer.
+        Records nothing if vLLM's read raises. There is no deadline: like vLLM, this method waits
+        for a file system that does not answer.
         """
         before, digest = self._digest(folder)
         yield
@@ -113,10 +103,7 @@ class AdapterLoads:
         self._record(Adapter(request.lora_int_id, request.lora_path), content)
 
     def _digest(self, folder: Path) -> tuple[_State | None, str]:
-        """Return the state of the adapter's files before they were hashed, and their digest.
-
-        (None, UNKNOWN) if they cannot be read.
-        """
+        """Return the state of the adapter's files before they were hashed, and their digest."""
         state = _state(folder)
         if state is None:
             return None, UNKNOWN
@@ -153,7 +140,6 @@ class AdapterLoads:
             self.replaced += 1
 
     def _make_unknown(self, paths: AbstractSet[str], before: Mapping[Adapter, str]) -> None:
-        """Make the identities for these paths UNKNOWN; report those that were not in `before`."""
         for each in self._identities:
             if each.path in paths:
                 self._identities[each] = UNKNOWN
@@ -170,8 +156,6 @@ class AdapterLoads:
 
 
 class AdapterChanges:
-    """Identities of adapters that are new or have changed, each taken once."""
-
     def __init__(self, loads: AdapterLoads) -> None:
         self._loads = loads
         self._taken: dict[Adapter, str] = {}
@@ -196,17 +180,14 @@ _LOADS = AdapterLoads()
 def adapter_loads() -> AdapterLoads:
     """Start to record the adapter loads of this process, and return the record.
 
-    Call it before vLLM's worker loads an adapter. Repeated calls return the same object.
+    Call it before vLLM's worker loads an adapter.
     """
     watch_adapter_loads(_LOADS.reading)
     return _LOADS
 
 
 def _state(folder: Path) -> _State | None:
-    """Return the states of the settings and weights files that vLLM reads; None if one is missing.
-
-    Also None if a state cannot be read.
-    """
+    """Return the states of the files that vLLM reads; None if one cannot be read."""
     states = []
     try:
         weights = next((name for name in _WEIGHTS if (folder / name).is_file()), _WEIGHTS[0])
@@ -219,10 +200,7 @@ def _state(folder: Path) -> _State | None:
 
 
 def _digest(folder: Path, state: _State) -> str:
-    """Return a digest of names and content of the files, as 32 hexadecimal digits.
-
-    Raises OSError if a file cannot be read.
-    """
+    """Return a digest of names and content of the files, as 32 hexadecimal digits."""
     whole = hashlib.blake2b(digest_size=16)
     for name, *_ in state:
         whole.update(f"{name}:{digest_file(folder / name)};".encode())

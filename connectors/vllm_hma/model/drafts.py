@@ -61,9 +61,7 @@ def reads_next_token(config: VllmConfig) -> bool:
 def draft_identity(config: VllmConfig, unchanged_since_s: float = math.inf) -> str:
     """Return a digest of method and draft model; empty if the cache holds no KV of drafts.
 
-    The digest excludes the number of speculated tokens, which may differ between two engines.
-    ``unchanged_since_s`` as in ``digest_weights``. Raises as ``weights_identity`` for the draft's
-    weights.
+    It excludes the number of speculated tokens, which may differ. Raises as ``weights_identity``.
     """
     speculative = drafting(config)
     if speculative is None:

@@ -36,9 +36,7 @@ def model_identity(
     ``stored``             whether KV with this identity outlives the engine, in a KV store
     ``unchanged_since_s``  as in ``digest_weights``
 
-    Reads all weights of a local model, or their cached digests (``weights.py``), unless vLLM's load
-    format is ``dummy``. Raises as ``weights_identity``, and OSError if a file of the model cannot
-    be read.
+    Raises as ``weights_identity``, and OSError if a file of the model cannot be read.
     """
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
@@ -98,16 +96,11 @@ def resolved_cache_dtype(name: str, model: ModelConfig) -> str:
 def weights_identity(
     model: ModelConfig, load_format: str, stored: bool = False, unchanged_since_s: float = math.inf
 ) -> str:
-    """Return a string that identifies a model's weights.
+    """Return a string that identifies a model's weights; arguments as for ``model_identity``.
 
     ``dummy`` for weights that vLLM makes itself; the address of weights in object storage, with a
-    warning in the log; else the result of ``named_weights``.
-
-    ``load_format``        vLLM's ``load_format``
-    ``stored``             whether KV with this identity outlives the engine, in a KV store
-    ``unchanged_since_s``  as in ``digest_weights``
-
-    Raises as ``named_weights``, and ConfigurationError for object storage if ``stored``.
+    warning in the log; else the result of ``named_weights``. Raises as ``named_weights``, and
+    ConfigurationError for object storage if ``stored``.
     """
     if load_format == "dummy":  # vLLM makes the weights from a fixed seed
         return "dummy"
@@ -122,8 +115,7 @@ def named_weights(name: str, revision: str | None, stored: bool = False, unchang
     It is the digest of the weight files for a local path, and name and commit for a hub model. If
     the commit is unknown, it is name and revision, with a warning in the log.
 
-    Raises ConfigurationError if ``stored`` and the commit is unknown. For a local path, raises as
-    ``digest_weights``.
+    Raises ConfigurationError if ``stored`` and the commit is unknown, and as ``digest_weights``.
     """
     path = Path(name)
     if path.exists():
@@ -137,10 +129,7 @@ def named_weights(name: str, revision: str | None, stored: bool = False, unchang
 
 
 def _unverified(what: str, remedy: str, identity: str, stored: bool) -> str:
-    """Warn that ``what`` may differ between engines, and return ``identity``.
-
-    If ``stored``, raises ConfigurationError instead. ``remedy`` ends either message.
-    """
+    """Warn that ``what`` may differ between engines, or raise ConfigurationError if ``stored``."""
     if stored:
         raise ConfigurationError(
             f"KV store: {what} may change without notice, and stored KV of earlier weights would be used; {remedy}"

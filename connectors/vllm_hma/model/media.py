@@ -1,8 +1,4 @@
-"""Checks and identity of images and other multimodal inputs, which these docstrings call images.
-
-The checks determine whether names of images identify the content, and whether a prompt's first
-tokens end within an image.
-"""
+"""Checks and identity of images and other multimodal inputs, which these docstrings call images."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a model's folder with the settings of its Hugging Face processor."""
 
 
 def check_media(config: VllmConfig) -> None:
@@ -58,7 +53,7 @@ def image_processing(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def processor_files(model: str) -> dict[str, str]:
-    """Return digests by name of the files with settings of a local model's Hugging Face processor.
+    """Return digests of the files with settings of a local model's Hugging Face processor.
 
     Empty for a hub model. Raises OSError if a file cannot be read.
     """
@@ -83,6 +78,5 @@ def reads_whole_images(config: VllmConfig) -> bool:
 
 
 def divides_image(request: Request, token: int) -> bool:
-    """Return whether the prompt's first ``token`` tokens end within an image."""
     positions = (feature.mm_position for feature in request.mm_features)
     return any(position.offset < token < position.offset + position.length for position in positions)

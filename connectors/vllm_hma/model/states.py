@@ -42,10 +42,8 @@ _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Section of a state. Each section is split over the TP ranks separately.
+    """Section of a state: ``units`` of ``total`` units on this rank.
 
-    ``units``  number of equal units on this rank
-    ``total``  number of units in the model
     ``width``  size of a unit: in elements (of a convolution state, per token), or in bytes per row
                for ``_Page.part``
     """
@@ -83,8 +81,6 @@ def state_parts(
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Address, stride in bytes and packing of a layer's states."""
-
     layer: str
     address: int
     block_stride_bytes: int
@@ -123,8 +119,8 @@ def _packing(spec: MambaSpec, device: str) -> str:
 def _sections(config: VllmConfig, spec: MambaSpec, tp_size: int) -> tuple[list[_Section], list[_Section]] | None:
     """Return the sections of the convolution state and of the recurrent state.
 
-    Widths are in elements. Return None for a kind of state that is not in the module's table, for
-    shapes that do not match the kind, and for an unknown number of Mamba-2 groups.
+    Widths are in elements. None for a kind of state that is not in the module's table, for shapes
+    that do not match the kind, and for an unknown number of Mamba-2 groups.
     """
     kind, last = spec.mamba_type, spec.shapes[-1]
     if kind is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1:
@@ -162,8 +158,8 @@ def _channels(shape: tuple[int, ...]) -> int:
 def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
     """Return the number of Mamba-2 groups in the model; None if unknown.
 
-    ``groups``  number of groups on this rank. A single group is one of ``tp_size`` groups, or a
-                replica of the model's only group; only the model's configuration distinguishes them
+    A single group on this rank is one of ``tp_size`` groups, or a replica of the model's only
+    group; only the model's configuration distinguishes them.
     """
     if groups > 1 or tp_size == 1:
         return groups * tp_size

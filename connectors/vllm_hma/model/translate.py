@@ -4,8 +4,8 @@ vLLM 0.32 views every attention layer's cache as (blocks, KV heads, states, cont
 strides. Here a state is one token, and the content is K and V of one head, the latent of MLA, or a
 head slot (``num_head_slots``). CPU attention keeps that shape but packs a head's tokens
 differently: K first, then V, each in stripes that depend on the instruction set
-(``upstream/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page per
-recurrent state (``states.py``).
+(``upstream/cpu_build/vllm_cpu_attention.py``). State layers (Mamba and similar) have one int8 page
+per recurrent state (``states.py``).
 
 Only this module and ``states.py`` interpret the specs and tensors, so only they need a branch for a
 new model family. For an unknown cache, they raise UnsupportedCacheError with layer and reason.
@@ -37,7 +37,6 @@ from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPage
 from connectors.vllm_hma.model.drafts import model_of
 from connectors.vllm_hma.model.identity import resolved_cache_dtype
 from connectors.vllm_hma.model.states import state_parts
-from connectors.vllm_hma.upstream.vllm_cpu_attention import instruction_set, stripes_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,8 +55,7 @@ def engine_layout(
     layer's (blocks, 1, 1, bytes) tensor.
 
     Raises UnsupportedCacheError for a layer whose bytes cannot be mapped, and as ``group_shapes``;
-    PlanError if the resulting sizes, strides or heads contradict each other; NotImplementedError as
-    ``instruction_set``.
+    PlanError if the result contradicts itself; NotImplementedError as ``instruction_set``.
     """
     tp_size = config.parallel_config.tensor_parallel_size
     groups = []
@@ -81,11 +79,10 @@ def engine_layout(
 def group_shapes(config: VllmConfig, cache: KVCacheConfig) -> tuple[Group, ...]:
     """Return the cache groups without their layers.
 
-    This function needs no tensors, so the scheduler side can call it, and both sides can refuse a
-    cache before the engine accepts requests.
-
-    Raises UnsupportedCacheError for a kind of cache or a parallel axis that is not supported, for a
-    group that mixes kinds, and for a group that vLLM excludes from KV transfers.
+    It needs no tensors, so the scheduler side can call it, and both sides can refuse a cache before
+    the engine accepts requests: UnsupportedCacheError for a kind of cache or a parallel axis that
+    is not supported, for a group that mixes kinds, and for one that vLLM excludes from KV
+    transfers.
     """
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -179,8 +176,7 @@ def _attention_parts(
     """Return an attention layer's parts: K and V where CPU attention separates them, else one.
 
     Raises UnsupportedCacheError if the view does not match the spec, if bytes that must be
-    contiguous are not, or if the layer's total number of KV heads cannot be determined. Raises
-    NotImplementedError if the CPU or the head size rules out the configured FP8 cache.
+    contiguous are not, or as ``total_heads``.
     """
     blocks, heads, rows, _ = view.shape
     kernel_blocks = blocks // num_blocks
@@ -224,14 +220,15 @@ def _attention_parts(
     # CPU attention stores K, then V. A kernel with scales in the cache stores the scales behind
     # each token's data, in the token's row.
     of_cpu = view.device.type == "cpu" and spec.state_content_bytes is None
-    return _cpu_parts(config, page, spec, size) if of_cpu else [page]
+    if not of_cpu:
+        return [page]
+    from connectors.vllm_hma.upstream.cpu_build.vllm_cpu_attention import cpu_parts
+
+    return cpu_parts(config, page, spec, size)
 
 
 def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
-    """Return the name of the encoding of one token's content of one head.
-
-    The name states dtypes, the kind of quantization, and scales that are not in the cache.
-    """
+    """Return the name of the encoding of one token's content of one head: dtypes and scales."""
     name = getattr(spec, "cache_dtype_str", None)
     resolved = resolved_cache_dtype(name, config.model_config) if name else None
     return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}{_scales(config, layer, spec)}"
@@ -240,10 +237,10 @@ def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
 def _scales(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
     """Return the part of the packing's name that states the layer's FP8 scales per tensor.
 
-    Equal bytes have equal values only under equal scales. The scales are therefore part of the
-    packing, and ranks with different scales refuse each other. Empty for other caches: they have
-    no scales, or the scales in the cache, or scales per head (compressed-tensors' ``attn_head``).
-    Scales per head come from the checkpoint for any TP size; the model's identity covers them.
+    Equal bytes have equal values only under equal scales, so ranks with different scales refuse
+    each other. Empty for other caches: they have no scales, or the scales in the cache, or scales
+    per head (compressed-tensors' ``attn_head``), which come from the checkpoint for any TP size;
+    the model's identity covers them.
     """
     scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
     attention = config.compilation_config.static_forward_context.get(layer)
@@ -295,8 +292,6 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
     The page can be cut between tokens only if each token's bytes are contiguous. Packed FP8 pages
     store the data of all tokens before all scales. DeepSeek's indexer has packed pages, and so has
     ``fp8_ds_mla`` in DeepSeek-V4, but not ``fp8_ds_mla`` in DeepSeek-V3.2.
-
-    Raises UnsupportedCacheError for several latents, or packed pages with gaps between rows.
     """
     if page.heads != 1:
         raise UnsupportedCacheError(page.layer, f"its latent has {page.heads} heads in vLLM's view, not 1", _SEPARATE)
@@ -314,10 +309,9 @@ def _latent_page(page: LayerPages, spec: MLAAttentionSpec | SlidingWindowMLASpec
 def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
     """Return the number of KV heads of this layer in the whole model.
 
-    vLLM splits heads evenly and puts ``spec.num_kv_heads`` on this rank. Several heads per rank
-    determine the total. A single head per rank is one of ``tp_size`` heads, or a replica on several
-    ranks; only the model's configuration distinguishes them. A wrong total would transfer wrong
-    bytes.
+    vLLM splits heads evenly. A single head per rank is one of ``tp_size`` heads, or a replica on
+    several ranks; only the model's configuration distinguishes them. A wrong total would transfer
+    wrong bytes.
 
     Raises UnsupportedCacheError if the configuration does not determine the total.
     """
@@ -334,7 +328,6 @@ def total_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int:
 
 
 def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> int | None:
-    """Return the number of KV heads that the configuration states for a layer; None if unknown."""
     model = model_of(config, layer)
     text = model.hf_text_config
     if getattr(text, "block_configs", None):
@@ -353,41 +346,6 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
         # Windows of MiMo-V2 and Inkling have a different number of KV heads.
         total = getattr(text, "swa_num_key_value_heads", None) or total
     return total if isinstance(total, int) and total > 0 else None
-
-
-def _cpu_parts(config: VllmConfig, page: LayerPages, spec: AttentionSpec, size: int) -> list[LayerPages]:
-    """Return the parts of a CPU attention page: per head all of K, then all of V, in stripes.
-
-    ``size``  bytes per element of the cache
-
-    Raises UnsupportedCacheError if the bytes of a head are not contiguous, and NotImplementedError
-    as ``instruction_set``.
-    """
-    tokens = page.rows
-    if page.row_stride_bytes != page.row_bytes:
-        problem = "its heads are not contiguous in memory, but CPU attention requires contiguous heads"
-        raise UnsupportedCacheError(page.layer, problem, _SEPARATE)
-    isa = instruction_set(config, tokens, spec.head_size)
-    parts, offset = [], 0
-    for name, head_size, stripe in zip("kv", (spec.head_size, spec.head_size_v), stripes_of(isa), strict=True):
-        width = head_size if stripe.dims is None else stripe.dims
-        # Without tokens per row, all tokens are one row, which cannot be cut.
-        granule = stripe.tokens or tokens
-        stripes = head_size // width
-        parts.append(
-            replace(
-                page,
-                address=page.address + offset,
-                rows=tokens // granule,
-                row_bytes=granule * width * size,
-                row_stride_bytes=granule * width * size,
-                packing=f"cpu-attention/{isa.removesuffix('16')}/{name}/{page.packing}",
-                stripes=stripes,
-                stripe_stride_bytes=tokens * width * size if stripes > 1 else 0,
-            )
-        )
-        offset += tokens * head_size * size
-    return parts
 
 
 def _span(view: torch.Tensor) -> Region:

@@ -115,9 +115,6 @@ def _cached_digest(file: Path, needed: bool = True) -> str:
     """Return the digest of a file, from the cache if the file's state is unchanged.
 
     If the digest is not ``needed`` and cannot be cached, return an empty string.
-
-    Raises ConfigurationError if the file changes during each of _ATTEMPTS reads, and OSError if it
-    cannot be read.
     """
     for _ in range(_ATTEMPTS):
         state = _state(file)
@@ -138,7 +135,6 @@ def _cached_digest(file: Path, needed: bool = True) -> str:
 
 
 def _read_cached(cache: OpenFolder | None, name: str) -> str:
-    """Return the digest in a cache file; empty if there is none or if it cannot be read."""
     if cache is None:
         return ""
     try:
@@ -149,7 +145,6 @@ def _read_cached(cache: OpenFolder | None, name: str) -> str:
 
 
 def _write_cached(cache: OpenFolder, name: str, digest: str) -> None:
-    """Write a cache file. If this fails, log a warning."""
     part = f"{name}.{os.getpid()}"
     try:
         with open(cache.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:

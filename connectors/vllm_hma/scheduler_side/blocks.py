@@ -19,7 +19,7 @@ class Blocks:
     """Calls to the KV cache manager of one engine.
 
     ``lookahead_tokens``  slots that vLLM allocates after a request's tokens for speculative
-                          decoding (``VllmConfig.num_lookahead_tokens``)
+                          decoding
     """
 
     def __init__(self, lookahead_tokens: int) -> None:
@@ -32,9 +32,8 @@ class Blocks:
     def take(self, request_id: str, spans: Sequence[slice] | None = None) -> list[KVCacheBlock]:
         """Take a reference to each of a request's blocks except null blocks, and return the blocks.
 
-        The blocks are in the order in which vLLM frees those of a request.
-
-        ``spans``  slice of each group's block table to take; None: all blocks
+        The blocks are in the order in which vLLM frees those of a request. ``spans`` selects a part
+        of each group's block table.
         """
         groups = self._bound.get_blocks(request_id).blocks
         parts = groups if spans is None else [group[span] for group, span in zip(groups, spans, strict=True)]
@@ -74,10 +73,7 @@ class Blocks:
                 manager.new_block_ids += dict.fromkeys((*new[:1], *new[-1:]))
 
     def held(self, without: Set[str]) -> set[int]:
-        """Return the ids of all requests' blocks, without null blocks.
-
-        ``without``  ids of requests to leave out
-        """
+        """Return the ids of all requests' blocks, except null blocks and these requests'."""
         managers = self._bound.coordinator.single_type_managers
         request_ids = {each for manager in managers for each in manager.req_to_blocks} - without
         tables = (table for each in request_ids for table in self._bound.get_blocks(each).blocks)
@@ -85,7 +81,6 @@ class Blocks:
 
     @property
     def capacity(self) -> int:
-        """Number of blocks in the pool that requests can use: all except the null block."""
         return self._bound.block_pool.num_gpu_blocks - 1
 
     def to_compute(self, request: Request) -> int:

@@ -58,7 +58,6 @@ class Consumptions:
         self._failed = FailedLoads(blocks, quarantine)
 
     def new(self, request: Request, params: ConsumeParams) -> None:
-        """Handle a new decode request with a transfer."""
         if not self._shared.join(params.transfer_id, request.request_id):
             return
         if self._prompts.divides_image(request, _end_token(request, params)):
@@ -73,15 +72,13 @@ class Consumptions:
             self._outbox.orders.queues.append(Queue(request.request_id, params.transfer_id, params.producer))
 
     def _waits_for(self, incarnation: str) -> bool:
-        """Return whether a request, with blocks or without, waits for KV from this producer."""
         waiting = any(params.producer.incarnation == incarnation for params in self._consumptions.values())
         return waiting or any(incarnation == other for _, other in self._taken.values())
 
     def awaits_prefix(self, request_id: str) -> bool:
         """Return whether this request waits for KV that another request of its transfer receives.
 
-        The wait ends when the receiving request has ended, has received the KV or expects none any
-        more. If the transfer fails after its start, the wait ends when ``received`` returns the
+        If that transfer fails after its start, the wait ends when ``received`` returns the
         receiving request.
         """
         receiver = self._shared.receiver_of(request_id)
@@ -92,9 +89,8 @@ class Consumptions:
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Return the number of tokens after ``computed_tokens`` to receive.
 
-        0 without a transfer, or if it has started; None while a queued request needs KV.
-
-        No side effects: vLLM may call it repeatedly.
+        0 without a transfer, or if it has started; None while a queued request needs KV. No side
+        effects: vLLM may call it repeatedly.
         """
         if request.request_id not in self._consumptions:
             return 0
@@ -103,10 +99,7 @@ class Consumptions:
         return None if tokens and request.request_id in self._queued else tokens
 
     def end_token(self, request: Request) -> int:
-        """Return the position of the first prompt token that the request computes itself.
-
-        Only for requests for which ``consumes`` returns True.
-        """
+        """Return the position of the first token that a consuming request computes itself."""
         return _end_token(request, self._consumptions[request.request_id])
 
     def due(self, reported: Iterable[Due]) -> None:
@@ -141,14 +134,10 @@ class Consumptions:
         """Start or release the request's transfer after vLLM has allocated the request's blocks.
 
         Return the order for the workers; None if the request has no transfer, needs no KV, or its
-        transfer has started.
+        transfer has started: vLLM calls this again after the transfer.
 
-        ``tables``           block table of each group
         ``external_tokens``  number of tokens whose KV vLLM expects from this connector
         ``loaded_token``     as in ``Receive``
-
-        vLLM calls this again when it schedules the request after the transfer. That call has no
-        effect.
         """
         params = self._consumptions.pop(request.request_id, None)
         if params is None:
@@ -186,10 +175,8 @@ class Consumptions:
         """Handle requests whose transfers have ended on all workers.
 
         Return the requests for vLLM's ``finished_recving``: vLLM schedules them, or frees the
-        blocks of those that have ended.
-
-        ``failed``  requests whose transfer failed on a worker; this or a later call returns them
-                    (``failed_loads.py``)
+        blocks of those that have ended. This or a later call returns the ``failed`` ones
+        (``failed_loads.py``).
         """
         resumed = set(request_ids)
         for request_id in request_ids & self._taken.keys():
@@ -213,7 +200,6 @@ class Consumptions:
         self._running.update(request_ids)
 
     def finished(self, request_id: str) -> None:
-        """Handle the end of a request, with a transfer or without."""
         self._failed.left(request_id)
         self._running.discard(request_id)
         self._queued.discard(request_id)
@@ -225,29 +211,8 @@ class Consumptions:
             del self._taken[request_id]
             self._outbox.orders.aborts.append(request_id)
 
-    @property
-    def waiting(self) -> frozenset[str]:
-        """Ids of the requests whose transfer has not started."""
-        return frozenset(self._consumptions)
-
-    @property
-    def queued(self) -> frozenset[str]:
-        """Ids of the requests in ``waiting`` that wait until prefill is about to start them."""
-        return frozenset(self._queued)
-
-    @property
-    def receptions(self) -> frozenset[str]:
-        """Ids of the requests whose transfer is in progress."""
-        return frozenset(self._taken)
-
-    @property
-    def followers(self) -> frozenset[str]:
-        """Ids of the requests that share another request's transfer."""
-        return self._shared.followers
-
 
 def _end_token(request: Request, params: ConsumeParams) -> int:
-    """Return the position of the first prompt token that the consumer computes itself."""
     if params.prompt_multiple:
         return whole_blocks(request.num_prompt_tokens, params.prompt_multiple)
     return request.num_prompt_tokens - 1

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 class FailedLoads:
-    """Requests whose transfer has ended on all ranks and failed on at least one.
-
-    vLLM still treats them as waiting for KV.
-    """
+    """Requests whose transfer failed on a rank; vLLM still treats them as waiting for KV."""
 
     def __init__(self, blocks: Blocks, quarantine: Quarantine) -> None:
         self._blocks = blocks
@@ -43,11 +40,9 @@ class FailedLoads:
         return len(self._delayed)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether the request is delayed: ``take_fitting`` has not returned it yet."""
         return request_id in self._delayed
 
     def add(self, request: Request) -> None:
-        """Delay the request until a later ``take_fitting`` returns it."""
         self._delayed[request.request_id] = request, self._blocks.to_compute(request)
 
     def left(self, request_id: str) -> None:
@@ -59,11 +54,9 @@ class FailedLoads:
         """Free blocks of delayed requests; remove and return each request that fits into the pool.
 
         Blocks in quarantine are not freed. A request fits if the pool has enough blocks besides
-        those in quarantine and those of requests that are not running. Requests that fit are not
-        added up: vLLM schedules them one after another.
-
-        ``running``  ids of requests that steps have run. All others with blocks load KV, wait for
-                     a step, or have ended while a connector uses their blocks
+        those in quarantine and those of requests that are not ``running``: these load KV, wait for
+        a step, or have ended while a connector uses their blocks. Requests that fit are not added
+        up: vLLM schedules them one after another.
         """
         if not self._delayed:
             return set()

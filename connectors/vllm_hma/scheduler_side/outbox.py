@@ -10,8 +10,6 @@ from connectors.vllm_hma.orders import Orders
 
 @dataclass(slots=True)
 class Outbox:
-    """Orders to the workers for the next step, and counts since the last ``take_stats``."""
-
     orders: Orders = field(default_factory=Orders)
     stats: TandemStats = field(default_factory=TandemStats)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,8 +59,7 @@ class _Production:
 
     ``prompt_tokens``  number of prompt tokens after whose computation the KV to send is complete
     ``sent``           number of block ids that the workers have, by group
-    ``complete``       whether vLLM has finished the request with complete KV, which then does not
-                       change
+    ``complete``       whether vLLM has finished the request with complete KV
     ``starting``       whether the workers have its ``starts`` order: its prompt is about to start
     ``request``        the request whose last tokens a further step computes, for the answer's first
                        token; None without ``first_token`` or a whole block
@@ -75,14 +74,6 @@ class _Production:
     starting: bool = False
     request: Request | None = None
     windows: list[KVCacheBlock] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class ProductionSnapshot:
-    """Copy of a prefill request's state; fields as in ``_Production``."""
-
-    prompt_tokens: int
-    sent: tuple[int, ...]
 
 
 class Productions:
@@ -189,10 +180,10 @@ class Productions:
         )
 
     def finished(self, request: Request) -> tuple[str, int] | None:
-        """Handle the end of a prefill request.
+        """Return (transfer id, number of prompt tokens whose KV is sent) of an ended request.
 
-        Return (transfer id, number of prompt tokens whose KV is sent). The request's blocks then
-        stay allocated until ``sent``. Return None if it has ended before this KV was complete.
+        Its blocks then stay allocated until ``sent``. None if it has ended before this KV was
+        complete.
         """
         request_id = request.request_id
         self._tokens_left.pop(request_id, None)
@@ -210,16 +201,12 @@ class Productions:
         return production.transfer_id, production.prompt_tokens
 
     def sent(self, request_ids: set[str]) -> None:
-        """Handle requests of which no worker sends more KV: vLLM frees their blocks now."""
         for request_id in request_ids & self._productions.keys():
             self._end(request_id)
             self._outbox.stats.count("requests", "sent")
 
     def reset(self) -> None:
-        """Order the workers to abort the transfers of prompts that vLLM has not finished.
-
-        vLLM computes these prompts to their end.
-        """
+        """Order the workers to abort the transfers of prompts that vLLM has not finished."""
         for request_id, production in self._productions.items():
             if not production.complete:
                 reason = "the prefill engine was reset: its weights may have changed"
@@ -252,9 +239,8 @@ class Productions:
         self._start_next(orders)
 
     def _start_next(self, orders: Orders) -> None:
-        """Add to ``starts`` the prompts that the next step can reach.
-
-        Assumes that vLLM computes prompts in order of arrival.
+        """Add to ``starts`` the prompts that the next step can reach, if vLLM keeps to arrival
+        order.
         """
         ahead = 0
         for request_id, tokens in self._tokens_left.items():
@@ -287,24 +273,13 @@ class Productions:
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _windows_at(self, token: int) -> list[slice]:
-        """Return the slice of each group's block table that holds the consumer's window.
-
-        Empty for groups without a window.
-
-        ``token``  position of the first token that the consumer computes
-        """
+        """Return the part of each group's block table that a consumer at ``token`` reads."""
         return [
             slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)
             if group.kind in WINDOWED
             else slice(0)
             for group in self._groups
         ]
-
-    def snapshot(self) -> Mapping[str, ProductionSnapshot]:
-        return {
-            request_id: ProductionSnapshot(each.prompt_tokens, tuple(each.sent))
-            for request_id, each in self._productions.items()
-        }
 
 
 def first_token_multiple(groups: Sequence[Group]) -> int:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """Digests of prompts, and positions at which a prompt must not be divided.
-
-    ``whole_images``  whether tokens of an image attend to later tokens of it
+    """Digests of prompts; ``whole_images``: whether tokens of an image attend to later tokens of
+    it.
     """
 
     def __init__(self, whole_images: bool) -> None:
@@ -42,8 +41,5 @@ class Prompts:
         self._salt = uuid.uuid4().hex
 
     def divides_image(self, request: Request, token: int) -> bool:
-        """Return whether a producer that computes ``token`` tokens gets wrong KV of an image.
-
-        False if tokens of an image do not attend to later ones.
-        """
+        """Return whether a producer that computes ``token`` tokens gets wrong KV of an image."""
         return self._whole_images and divides_image(request, token)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Hold:
-    """References to one transfer's blocks, and the number of ranks that keep them in quarantine."""
-
     blocks: list[KVCacheBlock]
     ranks: int = 0
 
@@ -41,11 +39,9 @@ class Quarantine:
         self._holds: dict[Kept, _Hold] = {}
 
     def __len__(self) -> int:
-        """Return the number of transfers with blocks in quarantine."""
         return len(self._holds)
 
     def keeps(self, request_id: str) -> bool:
-        """Return whether a transfer of this request has blocks in quarantine."""
         return any(kept.request_id == request_id for kept in self._holds)
 
     @property

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from connectors.codec import decode_agent_metadata
 from connectors.errors import WireError
 from connectors.planning.layout import Group
-from connectors.protocol.agent_metadata import (
-    EngineMetadata,
-    decode_agent_metadata,
-    engine_identity,
-    engine_metadata,
-)
+from connectors.protocol.agent_metadata import EngineMetadata, engine_identity, engine_metadata
 from connectors.protocol.params import (
     ConsumeParams,
     DiscardParams,
@@ -32,11 +26,10 @@ from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.metadata_process import MetadataProcess
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.scheduler_side.blocks import Blocks
 from connectors.vllm_hma.scheduler_side.consumptions import Consumptions
 from connectors.vllm_hma.scheduler_side.outbox import Outbox
-from connectors.vllm_hma.scheduler_side.productions import Productions, ProductionSnapshot
+from connectors.vllm_hma.scheduler_side.productions import Productions
 from connectors.vllm_hma.scheduler_side.prompts import Prompts
 from connectors.vllm_hma.scheduler_side.quarantine import Quarantine
 
@@ -45,28 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSnapshot:
-    """Copy of the scheduler side's state.
-
-    ``productions``        prefill requests with a transfer, by request id
-    ``consumptions``       decode requests whose transfer has not started
-    ``queued``             consumptions that wait until prefill is about to start their prompt
-    ``receptions``         decode requests whose transfer is in progress
-    ``followers``          decode requests that share another request's transfer
-    ``has_orders``         whether orders for the next step are pending
-    ``side_channel_port``  TCP port of the side channel; None before ``publish``
-    """
-
-    productions: Mapping[str, ProductionSnapshot]
-    consumptions: frozenset[str]
-    queued: frozenset[str]
-    receptions: frozenset[str]
-    followers: frozenset[str]
-    has_orders: bool
-    side_channel_port: int | None
 
 
 class SchedulerConnector:
@@ -105,17 +76,14 @@ class SchedulerConnector:
         self.described: dict[str, Any] = {}
         """Further entries of the reply to ``describe``."""
         self._server: MetadataProcess | None = None
-        self._warn = RateLimitedLog(logger)
 
     # Start and end.
 
     def publish(self, rank_metadata: dict[tuple[int, int], EncodedAgentMetadata]) -> EngineMetadata:
         """Start the side channel, after all workers have registered; return the engine's metadata.
 
-        ``rank_metadata``  metadata of each worker, by (pipeline-parallel rank, TP rank)
-
-        Raises WireError if the workers' metadata do not fit together, and as ``MetadataProcess`` if
-        the side channel cannot start.
+        ``rank_metadata`` is by (pipeline-parallel rank, TP rank). Raises WireError if the workers'
+        metadata do not fit together, and as ``MetadataProcess`` if the side channel cannot start.
         """
         workers = {tp_rank: decode_agent_metadata(meta.agent_metadata) for (_, tp_rank), meta in rank_metadata.items()}
         engine = engine_metadata(workers)
@@ -183,17 +151,14 @@ class SchedulerConnector:
             self.productions.new(request, params)
 
     def _lose(self, request_id: str, params: LostParams) -> None:
-        """Handle a report that engines have ended.
-
-        Log and ignore it if it does not have this engine's supervisor token.
-        """
         if self._config.believes(params.supervisor):
             self._outbox.orders.lost.append(params.engines)
         else:
-            self._warn(
-                "supervisor",
-                f"ignored the report of request {request_id[:80]!r} that engines "
-                f"{params.engines[:80]!r} have ended: it does not have this engine's supervisor token",
+            logger.warning(
+                "Tandem: ignored the report of request %.80s that engines %.80s have ended: it does not have this "
+                "engine's supervisor token",
+                request_id,
+                params.engines,
             )
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -220,9 +185,8 @@ class SchedulerConnector:
         """Stop sharing KV: the engine's weights may have been changed in memory.
 
         This engine sends no more KV of prompts in progress, and the digests of later prompts match
-        no other engine's. Transfers of finished prefill requests continue, and so do those that
-        this engine is receiving. The model's identity, which peers compare, does not cover weights
-        changed in memory. So the engine shares no other KV until it restarts.
+        no other engine's. Other transfers continue. The model's identity, which peers compare, does
+        not cover weights changed in memory, so the engine shares no other KV until it restarts.
         """
         logger.warning(
             "Tandem: the caches of engine %s were reset, so it shares no KV until it restarts: its weights may not be "
@@ -233,20 +197,7 @@ class SchedulerConnector:
         self.productions.reset()
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call; None if nothing was counted."""
         return self._outbox.take_stats()
-
-    def snapshot(self) -> SchedulerSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        return SchedulerSnapshot(
-            productions=self.productions.snapshot(),
-            consumptions=self.consumptions.waiting,
-            queued=self.consumptions.queued,
-            receptions=self.consumptions.receptions,
-            followers=self.consumptions.followers,
-            has_orders=self._outbox.orders != Orders(),
-            side_channel_port=None if self._server is None else self._server.port,
-        )
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """Take the orders collected since the last step, and add this step's."""
@@ -257,9 +208,6 @@ class SchedulerConnector:
         return orders
 
     def _describe(self, request: Request) -> dict[str, Any] | None:
-        """Return this engine's address, ``first_token_multiple`` and ``described``; None without
-        ``describe``.
-        """
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode") and params.get("describe"):
             multiple = self.productions.first_token_multiple

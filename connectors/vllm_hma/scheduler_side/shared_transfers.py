@@ -8,8 +8,7 @@ prompt in the engine's prefix cache, or compute what the cache lacks (docs/decis
 from __future__ import annotations
 
 REMEMBERED_TRANSFERS = 4096
-"""Maximum number of transfer ids whose receiving request is remembered. Requests that share an id
-arrive shortly after each other."""
+"""Requests that share an id arrive shortly after each other."""
 
 
 class SharedTransfers:
@@ -35,9 +34,4 @@ class SharedTransfers:
         return self._followers.get(request_id)
 
     def left(self, request_id: str) -> None:
-        """Forget a follower that has ended. No effect on other requests."""
         self._followers.pop(request_id, None)
-
-    @property
-    def followers(self) -> frozenset[str]:
-        return frozenset(self._followers)

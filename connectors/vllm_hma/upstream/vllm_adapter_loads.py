@@ -24,11 +24,9 @@ _LOAD = WorkerLoRAManager._load_adapter  # noqa: SLF001
 def watch_adapter_loads(watch: Callable[[LoRARequest, Path], AbstractContextManager[None]]) -> None:
     """Make the workers in this process read each adapter within ``watch(request, folder)``.
 
-    A later call replaces ``watch``. ``folder`` is the local folder that vLLM reads, after the
-    download of an adapter from a hub; it may be missing or incomplete, and reading then raises.
-    When the context of ``watch`` exits without an exception, vLLM has read the files and has not
-    yet used the weights. An exception of vLLM's read passes through the context, and vLLM uses
-    nothing of what it read.
+    ``folder`` is the local folder that vLLM reads, after a download from a hub; it may be missing
+    or incomplete, and reading then raises. When the context exits without an exception, vLLM has
+    read the files and has not yet used the weights.
     """
 
     def load(manager: WorkerLoRAManager, request: LoRARequest) -> LoRAModel:

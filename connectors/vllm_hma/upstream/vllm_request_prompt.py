@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def drop_last_token(request: Request) -> None:
-    """Remove the prompt's last token, which the consumer computes.
-
-    No effect on a prompt of one token, or of embeddings alone.
-    """
+    """Remove the prompt's last token, which the consumer computes; not a prompt's only one."""
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
         return
     # Create a new list: the caller may share the old one.
@@ -44,17 +41,14 @@ def send_whole_prompt(new: NewRequestData) -> None:
     """Put the whole prompt of a request with hidden tokens into vLLM's data for the workers.
 
     Only the V2 model runner reads ``prefill_token_ids``, and vLLM fills it without the hidden
-    tokens. No effect if vLLM has not filled it, as for the V1 runner.
+    tokens.
     """
     if new.prefill_token_ids is not None and new.prompt_token_ids is not None:
         new.prefill_token_ids = list(new.prompt_token_ids)
 
 
 def show_last_tokens(request: Request) -> None:
-    """Restore the hidden tokens of the prompt, so that the next steps compute them.
-
-    No effect if no tokens are hidden.
-    """
+    """Restore the hidden tokens of the prompt, so that the next steps compute them."""
     assert request.prompt_token_ids is not None, (
         f"request {request.request_id} has prompt embeddings, so it has no hidden tokens"
     )
@@ -62,15 +56,11 @@ def show_last_tokens(request: Request) -> None:
 
 
 def sample_last_token(request: Request) -> None:
-    """Restrict sampling to the prompt's last token.
+    """Restrict sampling to the prompt's last token. Call it before ``drop_last_token``.
 
-    Call it before ``drop_last_token``. EAGLE and MTP compute the drafter's KV of a position from
-    the token after it. Once the prompt's last token is dropped, the token after the new last
-    position is the one that this engine samples. The consumer continues with the dropped token, so
-    this engine must sample the dropped token.
-
-    No effect on a prompt of one token or of embeddings alone, without sampling parameters, or with
-    structured output.
+    EAGLE and MTP compute the drafter's KV of a position from the token after it. Once the prompt's
+    last token is dropped, the token after the new last position is the one that this engine
+    samples. The consumer continues with the dropped token, so this engine must sample it.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.sampling_params is None:
         return

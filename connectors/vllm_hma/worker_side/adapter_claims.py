@@ -17,8 +17,6 @@ from connectors.vllm_hma.orders import Expect, Receive
 
 
 class AdapterClaims:
-    """Adapters of the prompts that one rank computes for consumers."""
-
     def __init__(self, loads: AdapterLoads) -> None:
         self._loads = loads
         # Adapter and its identity in the prompt digest, by request id.
@@ -32,7 +30,6 @@ class AdapterClaims:
         """Return the order of a prefill request with the adapter's identity in its prompt digest.
 
         Remember the adapter until ``finished``, or until ``take_outdated`` returns the request.
-        Return an order without adapter unchanged.
         """
         if expect.adapter is None:
             return expect
@@ -41,23 +38,16 @@ class AdapterClaims:
         return replace(expect, prompt_digest=_digest(expect.prompt_digest, identity))
 
     def receive(self, receive: Receive) -> Receive:
-        """Return the order of a decode request with the adapter's identity in its prompt digest.
-
-        Return an order without adapter unchanged.
-        """
+        """Return the order of a decode request with the adapter's identity in its prompt digest."""
         if receive.adapter is None:
             return receive
         return replace(receive, prompt_digest=_digest(receive.prompt_digest, self._loads.identity(receive.adapter)))
 
     def finished(self, request_id: str) -> None:
-        """Forget the adapter of a prefill request that has ended."""
         self._claims.pop(request_id, None)
 
     def take_outdated(self) -> set[str]:
-        """Return, and forget, the ids of prefill requests whose digests have an outdated identity.
-
-        The adapter of such a request no longer has the identity that it had at ``expect``.
-        """
+        """Return, and forget, the prefill requests whose adapter has changed since ``expect``."""
         if self._replaced == self._loads.replaced:
             return set()
         self._replaced = self._loads.replaced
@@ -70,8 +60,5 @@ class AdapterClaims:
 
 
 def _digest(prompt: str, identity: str) -> str:
-    """Return the digest of a prompt with an adapter.
-
-    An UNKNOWN identity gives a digest that differs from all others.
-    """
+    """Return a prompt's digest with an adapter; one of UNKNOWN content differs from all others."""
     return prompt_digest((), [prompt, identity if identity != UNKNOWN else uuid.uuid4().hex])

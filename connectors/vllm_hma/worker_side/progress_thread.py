@@ -12,11 +12,8 @@ _JOIN_S = 5.0
 class ProgressThread:
     """Thread that calls ``on_start`` once, then ``progress`` in a loop.
 
-    ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause.
-    ``progress`` must not raise: an exception would end the thread, which checks all deadlines and
-    answers peers.
-
-    ``first_rest_s``  pause before the first call of ``progress``, in seconds
+    ``progress`` returns the pause before its next call, in seconds; ``wake`` ends the pause. It
+    must not raise: an exception would end the thread, which checks all deadlines and answers peers.
     """
 
     def __init__(self, progress: Callable[[], float], first_rest_s: float, on_start: Callable[[], None]) -> None:
@@ -31,8 +28,8 @@ class ProgressThread:
     def start(self) -> None:
         """Start the thread and wait until it has run ``on_start``.
 
-        Call this once, when ``progress`` can run. Raises what ``on_start`` raises, and RuntimeError
-        if no thread can start: without this thread, an idle engine would check no deadline.
+        Raises what ``on_start`` raises, and RuntimeError if no thread can start: without this
+        thread, an idle engine would check no deadline.
         """
         self._thread.start()
         self._started.result()

@@ -18,14 +18,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from connectors.codec import decode
 from connectors.errors import PlanError, TransportError, WireError
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.layout import Group, GroupKind
@@ -46,26 +45,23 @@ from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import names_engine
-from connectors.protocol.producer import Producer, ProducerSnapshot
-from connectors.protocol.reception import ConsumerSnapshot, Order
-from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome, decode
+from connectors.protocol.producer import Producer
+from connectors.protocol.reception import Order
+from connectors.protocol.wire import AwaitStart, Cancel, Hello, Message, Offer, Peer, Refused, Welcome
 from connectors.transport.base import Transport
 from connectors.transport.device_digest import CacheMemory
 from connectors.vllm_hma.config import ConnectorConfig
-from connectors.vllm_hma.handshake.handshaker import Handshaker, HandshakerSnapshot
+from connectors.vllm_hma.handshake.handshaker import Handshaker
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
-from connectors.vllm_hma.handshake.peers import Peers, PeersSnapshot
+from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.handshake.probe import WorkerProbe
 from connectors.vllm_hma.metrics import RankTally, TandemStats
 from connectors.vllm_hma.orders import Finished, Orders, Receive
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
-from connectors.vllm_hma.streaming import Governor, Streaming
 from connectors.vllm_hma.worker_side.accelerator import set_thread_device
-from connectors.vllm_hma.worker_side.fence import StepFence
-from connectors.vllm_hma.worker_side.last_chunks import LastChunks
+from connectors.vllm_hma.worker_side.last_chunks import Governor, LastChunks, Streaming
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
-from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps, Zeroed
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps, Zeroed
 from connectors.vllm_hma.worker_side.trace import Trace
 from connectors.vllm_hma.worker_side.verifier import Verifier
 from connectors.vllm_hma.worker_side.writes import Writes
@@ -79,29 +75,11 @@ _SPIN_S, _SPIN_PAUSE_S = 0.002, 0.00002
 _BUSY_S = 0.0005
 _OPEN_S = 0.001
 _IDLE_S = 0.01
-# Minimum interval between two logs of the same failing part of a round, in seconds.
-_WARN_EVERY_S = 10.0
 
 _ENGINE_LOST = "a supervisor reports that the prefill engine has ended"
 _TRANSFER_FAILED = (
     "Tandem: the KV transfer of request %s failed: %s. Unless the request was aborted, this engine computes its prompt"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeSnapshot:
-    """Copy of a worker runtime's state.
-
-    ``probed``  workers whose liveness is being checked
-    ``alive``   whether the progress thread is running
-    """
-
-    producer: ProducerSnapshot
-    consumer: ConsumerSnapshot
-    peers: PeersSnapshot
-    handshaker: HandshakerSnapshot
-    probed: frozenset[Peer]
-    alive: bool
 
 
 class WorkerRuntime:
@@ -130,15 +108,15 @@ class WorkerRuntime:
         self._limits = config.limits
         self._me = Peer(agent_metadata.incarnation, agent_metadata.rank)
         self._key = config.keys.messages
-        self._warn = RateLimitedLog(logger)
         self._transport = transport
         self._message_sender = MessageSender(self._me, transport, config.keys.messages)
         self._steps = Steps(agent_metadata.layout.groups, fence)
         # AUTO has not been validated on accelerators: there it means CHUNK, and LAYER must be
         # configured.
         self._on_device = agent_metadata.layout.memory_kind.memory != "DRAM"
-        unmeasured = config.streaming is Streaming.AUTO and self._on_device
-        governor = Governor(Streaming.CHUNK if unmeasured else config.streaming)
+        streaming = Streaming(config.streaming)
+        unmeasured = streaming is Streaming.AUTO and self._on_device
+        governor = Governor(Streaming.CHUNK if unmeasured else streaming)
         self._trace = Trace(config.trace_path, agent_metadata.incarnation, agent_metadata.rank)
         self._tally = RankTally(agent_metadata.rank)
         self._lock = threading.RLock()
@@ -163,7 +141,6 @@ class WorkerRuntime:
         self._received: dict[str, str | None] = {}
         self._due: list[Due] = []
         self._quarantine = QuarantineReport()
-        self._warned_at: dict[str, float] = {}
         set_device = partial(set_thread_device, fence.device)
         self._handshaker = Handshaker(
             agent_metadata,
@@ -189,8 +166,7 @@ class WorkerRuntime:
 
         This rank sends no more KV of requests that ended without holding their blocks. Without late
         orders, this call waits for writes that read blocks of preempted requests, at most until
-        fence_s after each was begun. It then aborts the deliveries of these requests whose writes
-        may have read overwritten blocks.
+        fence_s after each was begun.
         """
         with self._lock:
             for expect in orders.expects:
@@ -229,8 +205,7 @@ class WorkerRuntime:
         """Wait for writes that read blocks of preempted requests; abort the unsafe deliveries.
 
         A delivery is unsafe if it has only some of a step's layers, or if its writes may have read
-        overwritten blocks. Waits only without late orders. The lock is released between polls; no
-        new write reads these blocks.
+        overwritten blocks. The lock is released between polls; no new write reads these blocks.
         """
         with self._lock:
             for request_id in request_ids:
@@ -259,10 +234,7 @@ class WorkerRuntime:
     def spoil(self, request_ids: Set[str], reason: str) -> None:
         """Abort the deliveries of prompts of which this step computes wrong KV.
 
-        Call this before ``layer_computed`` or ``after_forward`` hands over the wrong KV: a consumer
-        could otherwise receive it.
-
-        ``reason``  reason in the Aborted messages
+        Call this before ``layer_computed`` or ``after_forward`` hands over the wrong KV.
         """
         with self._lock:
             for request_id in request_ids:
@@ -270,10 +242,9 @@ class WorkerRuntime:
                 self._perform(self._producer.finished(request_id, False, reason, time.monotonic()))
 
     def layer_computed(self, layer: str) -> None:
-        """Record a computed layer, which the progress thread then writes to consumers.
+        """Record a computed layer of a step that is sent layer by layer, for the progress thread.
 
-        No effect in a step that is not sent layer by layer. vLLM calls this during the forward
-        pass, so it takes no lock.
+        vLLM calls this during the forward pass, so it takes no lock.
         """
         if self._last_chunks.by_layers:
             started_at = time.monotonic()
@@ -282,9 +253,7 @@ class WorkerRuntime:
             self._last_chunks.engine_s += time.monotonic() - started_at
 
     def after_forward(self, orders: Orders, copying: torch.Event | None = None) -> None:
-        """Queue the step's chunks for sending, and apply the orders that ``before_forward`` left.
-
-        Also do the transfer work that is due: messages, computed chunks, writes and deadlines.
+        """Queue the step's chunks for sending, apply the other orders, and run a round.
 
         ``copying``  event before which peers must not write to blocks: the store copies them
         """
@@ -324,7 +293,6 @@ class WorkerRuntime:
 
         ``sent``      prefill requests of which this rank sends no more KV
         ``received``  decode requests whose wait for KV has ended; includes ``failed``
-        ``failed``    decode requests whose transfer to this rank failed
         """
         with self._lock:
             self._try_round(time.monotonic())
@@ -344,32 +312,14 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call, and all gauges if one has changed.
-
-        None if nothing has changed.
-        """
+        """Return the counts since the last call, and all gauges if one has changed; else None."""
         with self._lock:
             return self._tally.take(self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of transfers by stage of both roles, quarantine included.
-
-        Also the numbers of writes, of hanging writes and of remembered transfer ids.
-        """
+        """Return the numbers of transfers by stage, of writes and of remembered transfer ids."""
         with self._lock:
             return self._producer.counts() | self._consumer.counts()
-
-    def snapshot(self) -> RuntimeSnapshot:
-        """Return a copy of the state, for tests and diagnosis."""
-        with self._lock:
-            return RuntimeSnapshot(
-                producer=self._producer.snapshot(),
-                consumer=self._consumer.snapshot(),
-                peers=self._peers.snapshot(),
-                handshaker=self._handshaker.snapshot(),
-                probed=self._probe.watched,
-                alive=self._progress_thread.alive,
-            )
 
     def close(self) -> None:
         if self._progress_thread.closed:
@@ -385,10 +335,7 @@ class WorkerRuntime:
     # Progress thread.
 
     def _progress(self) -> float:
-        """Run one round and post one slice, unless this worker is closing.
-
-        Return the seconds until the next call.
-        """
+        """Run one round and post one slice. Return the seconds until the next call."""
         with self._lock:
             if not self._progress_thread.closed:
                 self._try_round(time.monotonic())
@@ -398,7 +345,6 @@ class WorkerRuntime:
             return self._pause_s()
 
     def _pause_s(self) -> float:
-        """Return the pause of the progress thread in seconds. Engine steps also run rounds."""
         if self._writes.in_flight() or self._steps:
             spins = self._on_device and time.monotonic() - self._writes.posted_at < _SPIN_S
             return _SPIN_PAUSE_S if spins else _BUSY_S
@@ -409,7 +355,7 @@ class WorkerRuntime:
         """Run one round: handle messages, computed chunks, writes and deadlines.
 
         Never raises: an exception would end the engine in a hook of vLLM, or the progress thread. A
-        part of the round that fails does not prevent the others.
+        part that fails does not prevent the others.
         """
         for part in (
             self._read_messages,
@@ -423,14 +369,11 @@ class WorkerRuntime:
             try:
                 part(now)
             except Exception:
-                name = part.__name__.removeprefix("_")
-                if now - self._warned_at.get(name, float("-inf")) >= _WARN_EVERY_S:
-                    self._warned_at[name] = now
-                    logger.exception(
-                        "Tandem: %s failed in a round of transfer work; the round's other parts run, and the next "
-                        "round tries again",
-                        name,
-                    )
+                logger.exception(
+                    "Tandem: %s failed in a round of transfer work; the round's other parts run, and the next round "
+                    "tries again",
+                    part.__name__.removeprefix("_"),
+                )
 
     def _read_messages(self, now: float) -> None:
         for sender, frame in self._transport.notifications():
@@ -438,7 +381,7 @@ class WorkerRuntime:
             try:
                 self.frame_received(sender, frame, now)
             except Exception:
-                self._warn("broken", f"cannot handle a frame from {sender[:80]!r}:\n{traceback.format_exc()}")
+                logger.exception("Tandem: cannot handle a frame from %.80s", sender)
 
     def _take_computed(self, now: float) -> None:
         for entry in self._steps.passed():
@@ -479,39 +422,39 @@ class WorkerRuntime:
         """Handle a frame from the transport's agent ``sender``.
 
         Drop and log a frame that is malformed, has a wrong tag, or names another sender or
-        receiver. Also drop and log AwaitStart, Offer and Cancel of a consumer that the producer
-        does not know.
+        receiver, and requests of a consumer that the producer does not know.
         """
-        with self._lock:
-            self._dispatch(sender, frame, now)
-
-    def _dispatch(self, sender: str, frame: bytes, now: float) -> None:
         try:
             envelope = decode(frame, self._key)
         except WireError as error:
-            self._warn("frame", f"dropped a frame from {sender[:80]!r}: {error}")
+            logger.warning("Tandem: dropped a frame from %.80s: %s", sender, error)
             return
         if sender != agent_name(envelope.sender) or envelope.receiver != self._me:
-            self._warn("foreign", f"dropped a frame from {sender[:80]!r}: its sender or receiver does not match")
+            logger.warning("Tandem: dropped a frame from %.80s: its sender or receiver does not match", sender)
             return
-        match envelope.message:
-            case Hello() as hello:
-                self._handshaker.hello_received(envelope.sender, hello)
-            case Welcome() | Refused() as answer:
-                self._handshaker.answer_received(envelope.sender, answer)
-            case AwaitStart() | Offer() | Cancel() as message:
-                if not self._producer.knows(envelope.sender):
-                    self._warn(
-                        "stranger",
-                        f"dropped {message.kind} of {sender[:80]!r}: this consumer has not sent Hello, or was removed",
+        with self._lock:
+            self._handle(envelope.sender, envelope.message, now)
+
+    def _handle(self, sender: Peer, message: Message, now: float) -> None:
+        match message:
+            case Hello():
+                self._handshaker.hello_received(sender, message)
+            case Welcome() | Refused():
+                self._handshaker.answer_received(sender, message)
+            case AwaitStart() | Offer() | Cancel():
+                if not self._producer.knows(sender):
+                    logger.warning(
+                        "Tandem: dropped %s of %s: this consumer has not sent Hello, or was removed",
+                        message.kind,
+                        sender,
                     )
                     return
-                self._peers.spoke(envelope.sender)
-                self._trace.event(message.kind, transfer=message.transfer_id, consumer=envelope.sender.rank)
-                self._perform(self._producer.message(envelope.sender, message, now))
-            case message:
-                self._peers.spoke(envelope.sender)
-                self._perform(self._consumer.message(envelope.sender, message, now))
+                self._peers.spoke(sender)
+                self._trace.event(message.kind, transfer=message.transfer_id, consumer=sender.rank)
+                self._perform(self._producer.message(sender, message, now))
+            case _:
+                self._peers.spoke(sender)
+                self._perform(self._consumer.message(sender, message, now))
 
     # Actions.
 
@@ -523,13 +466,9 @@ class WorkerRuntime:
             try:
                 todo.extend(self._carry_out(action))
             except Exception:
-                self._warn(
-                    "action",
-                    f"the action {type(action).__name__} failed; carrying out the others:\n{traceback.format_exc()}",
-                )
+                logger.exception("Tandem: the action %s failed; carrying out the others", type(action).__name__)
 
     def _carry_out(self, action: ProducerAction | ConsumerAction) -> Sequence[ProducerAction | ConsumerAction]:
-        """Carry out one action and return the actions that follow from it."""
         match action:
             case Send(peer, message):
                 return self._send(peer, message)

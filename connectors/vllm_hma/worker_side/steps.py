@@ -17,11 +17,37 @@ from typing import TYPE_CHECKING
 import torch
 
 from connectors.planning.layout import Group
-from connectors.vllm_hma.worker_side.fence import StepFence
 
 if TYPE_CHECKING:
     # `make gpu-check` uses this module without vLLM.
     from connectors.vllm_hma.orders import Chunk, Receive
+
+
+class StepFence:
+    """Device events after which the KV of a layer or a step can be read.
+
+    On an accelerator, the forward pass returns before its kernels have run. On a CPU, it has
+    completed when it returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def mark(self) -> torch.Event | None:
+        """Return an event after the kernels queued so far by this thread; None on a CPU."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
+
+    @staticmethod
+    def passed(event: torch.Event | None) -> bool:
+        return event is None or event.query()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +59,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class LayersComputed:
-    """Progress of a step: the first ``stop`` layers of a group are computed for these requests.
-
-    ``group``  index of the group
-    """
+    """The step has computed the first ``stop`` layers of a group for these requests."""
 
     request_ids: tuple[str, ...]
     group: int
@@ -45,10 +68,7 @@ class LayersComputed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of a step that has computed these chunks.
-
-    ``begun``  request ids of the step's ``Begun``; empty without one
-    """
+    """End of a step that has computed these chunks; ``begun`` has the request ids of its Begun."""
 
     chunks: tuple[Chunk, ...]
     begun: frozenset[str]
@@ -82,21 +102,14 @@ class Steps:
         return bool(self._entries)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Append the start of a step that computes these chunks and reports its layers.
-
-        Append nothing without chunks: the step's layers are then not recorded.
-        """
+        """Append the start of a step that reports its layers; without chunks, it does not."""
         self._begun = tuple(chunk.request_id for chunk in chunks)
         self._run, self._stop = {}, {}
         if chunks:
             self._entries.append((None, Begun(tuple(chunks))))
 
     def layer(self, name: str) -> bool:
-        """Record a computed layer.
-
-        Return whether it extends a group's computed layers without a gap, starting at the first
-        layer. False in a step without ``begin``, and for a layer without KV.
-        """
+        """Record a computed layer; return whether it extends a group's layers without a gap."""
         position = self._positions.get(name)
         if not self._begun or position is None:
             return False
@@ -113,7 +126,6 @@ class Steps:
         return True
 
     def end(self, chunks: Sequence[Chunk]) -> None:
-        """Append the end of a step that computes these chunks, if there are any."""
         if chunks:
             self._entries.append((self._fence.mark(), Ended(tuple(chunks), frozenset(self._begun))))
         self._begun = ()

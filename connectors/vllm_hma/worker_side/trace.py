@@ -9,8 +9,7 @@ import contextlib
 import json
 import logging
 import time
-from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +17,7 @@ logger = logging.getLogger(__name__)
 class Trace:
     """Writer of one rank's events to the trace file; does nothing if ``path`` is empty.
 
-    Ranks and engines may share the file: every line names the engine and the rank. Raises OSError
-    if the file cannot be opened.
+    Ranks and engines may share the file. Raises OSError if it cannot be opened.
     """
 
     def __init__(self, path: str, incarnation: str, rank: int) -> None:
@@ -43,19 +41,3 @@ class Trace:
             # After a failed write, close() retries it and may fail again.
             with contextlib.suppress(OSError):
                 stream.close()
-
-
-def read_trace(path: Path, from_byte: int = 0) -> list[dict[str, Any]]:
-    """Return the events after the first ``from_byte`` bytes of a trace file, in file order.
-
-    Lines that are not complete JSON are skipped, for example one that is being written. Raises
-    OSError if the file cannot be read.
-    """
-    with path.open("rb") as stream:
-        stream.seek(from_byte)
-        lines = stream.read().split(b"\n")[:-1]
-    events = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            events.append(json.loads(line))
-    return events

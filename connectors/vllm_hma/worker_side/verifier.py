@@ -14,15 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Thread that carries out ``Verify`` actions in order.
-
-    A separate thread: comparing digests is slow and must delay neither steps nor answers.
+    """Thread that carries out ``Verify`` actions in order, delaying neither steps nor answers.
 
     ``set_device``  called in the thread before each comparison; if it raises, the comparison fails
     ``verified``    called in the thread with the action, the problem (None if the digests match)
-                    and the start of the comparison in ``time.monotonic()`` seconds, once each
-                    comparison has ended. The consumer keeps the blocks allocated until this call,
-                    at most until its deadline (``hang_s``)
+                    and the start of the comparison in ``time.monotonic()`` seconds. The consumer
+                    keeps the blocks allocated until this call, at most until its deadline
+                    (``hang_s``)
 
     Raises RuntimeError if the thread cannot start.
     """

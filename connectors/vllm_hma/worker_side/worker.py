@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+from connectors.codec import encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.wire import Peer
 from connectors.transport.nixl import NixlTransport
 from connectors.vllm_hma.config import ConnectorConfig
@@ -23,11 +23,10 @@ from connectors.vllm_hma.model.drafts import draft_identity, drafting
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.translate import engine_layout, group_shapes
 from connectors.vllm_hma.orders import Orders
-from connectors.vllm_hma.streaming import Streaming
 from connectors.vllm_hma.worker_side.accelerator import check_integrity, compute_capability
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
-from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from connectors.vllm_hma.worker_side.steps import StepFence
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,8 +38,7 @@ logger = logging.getLogger(__name__)
 class WorkerConnector:
     """Worker side of one rank: its runtime, and vLLM's hooks that check LoRA adapters.
 
-    The constructor raises UnsupportedCacheError if the connector does not support the cache specs.
-    ``register`` starts the runtime.
+    Raises UnsupportedCacheError for unsupported caches. ``register`` starts the runtime.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class WorkerConnector:
         if vllm_config.parallel_config.use_ubatching or drafting(vllm_config) is not None:
             # With ubatching, vLLM calls each layer once per part of the batch, so one call does not
             # complete the layer. A draft's layers run once per speculated token.
-            config = replace(config, streaming=Streaming.CHUNK)
+            config = config.model_copy(update={"streaming": "chunk"})
         self._config = config
         self._incarnation = incarnation
         self._vllm_config = vllm_config
@@ -106,10 +104,7 @@ class WorkerConnector:
         )
 
     def identity(self) -> ModelIdentity:
-        """Return the identity of the engine's model and draft model.
-
-        Raises as ``model_identity``, also if weights have changed since this process started.
-        """
+        """Return the identity of the engine's model and draft. Raises as ``model_identity``."""
         started_s = process_start_s()
         draft = draft_identity(self._vllm_config, started_s)
         return model_identity(self._vllm_config, draft, self._config.store is not None, started_s)

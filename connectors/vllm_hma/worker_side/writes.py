@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -20,7 +19,6 @@ from connectors.transport.base import Transport, WriteHandle
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
 from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.metrics import RankTally
-from connectors.vllm_hma.rate_limited_log import RateLimitedLog
 from connectors.vllm_hma.worker_side.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -48,12 +46,11 @@ _SLOW = (
 
 @dataclass(slots=True)
 class OpenWrite:
-    """A write that has not ended.
+    """A write that has not ended. Times are in ``time.monotonic()`` seconds.
 
-    ``since``       time of ``begin``, in seconds (``time.monotonic()``)
-    ``posted_at``   time of the first post, in seconds
-    ``arrived_at``  time at which all slices had ended, in seconds; the digest may still read the
-                    source
+    ``since``       time of ``begin``
+    ``posted_at``   time of the first post
+    ``arrived_at``  time at which all slices had ended; the digest may still read the source
     ``slices``      slices that have not been posted; None until its runs have been built
     ``handles``     the transport's handles of the slices in flight, in order
     ``posting``     False once no further slice is posted
@@ -78,15 +75,11 @@ class OpenWrite:
 
 
 class Writes:
-    """Writes of one rank: posts and polls them, and reports their ends to the producer state
-    machine.
+    """Writes of one rank: posts and polls them, and reports their ends to the producer.
 
     A write is open from ``begin`` until all its posted slices have ended. One thread calls
     ``post_slice``, without ``lock``; the caller of the other methods holds it. ``begin`` and
     ``poll`` return the actions with which the producer answers the reports.
-
-    ``begun``      number of writes begun so far
-    ``posted_at``  time of the last post, in seconds
     """
 
     def __init__(
@@ -108,7 +101,6 @@ class Writes:
         self._tally = tally
         self._trace = trace
         self._lock = lock
-        self._warn = RateLimitedLog(logger)
         self._open: dict[int, OpenWrite] = {}
         self._unposted: deque[OpenWrite] = deque()
         self._slow_logged = False
@@ -116,19 +108,14 @@ class Writes:
         self.posted_at = float("-inf")
 
     def in_flight(self) -> frozenset[int]:
-        """Return the ids of the open writes."""
         return frozenset(self._open)
 
     def is_newer(self, write_id: int, than: float) -> bool:
-        """Return whether this write is open and was begun after the time ``than``.
-
-        ``than``  in ``time.monotonic()`` seconds
-        """
+        """Return whether this write is open and was begun after the time ``than``."""
         opened = self._open.get(write_id)
         return opened is not None and opened.since > than
 
     def begin(self, write: Write) -> list[ProducerAction]:
-        """Open a write, for ``post_slice``."""
         try:
             target, plan = self._target(write)
         except Exception as error:
@@ -181,10 +168,10 @@ class Writes:
             del self._open[write_id]
             try:
                 actions += self._ended(opened, now)
-            except Exception as error:
+            except Exception:
                 # An error of the state machine. The consumer's deadline ends the transfer. The
                 # other writes' actions must not be lost.
-                self._warn("write done", "".join(traceback.format_exception(error)[-3:]))
+                logger.exception("Tandem: cannot handle the end of a write, so its transfer fails")
         return actions
 
     def _post(self, opened: OpenWrite) -> None:
@@ -216,7 +203,6 @@ class Writes:
             self._add_to_digest(write)
 
     def _ended(self, opened: OpenWrite, now: float) -> list[ProducerAction]:
-        """Report the end of a write to the producer; return its actions."""
         write_id = opened.write.write_id
         if opened.error is not None:
             report = self._producer.write_failed if opened.failed else self._producer.write_refused
@@ -258,7 +244,7 @@ class Writes:
         if isinstance(error, TandemError):
             logger.warning("Tandem: %s", error)
         else:
-            self._warn("write", "a write failed unexpectedly:\n" + "".join(traceback.format_exception(error)[-3:]))
+            logger.error("Tandem: a write failed unexpectedly", exc_info=error)
         return str(error) or repr(error)
 
     def _add_to_digest(self, write: Write) -> None:
@@ -274,10 +260,7 @@ class Writes:
             write.digest.ready()
         except Exception:
             # The write continues. The digests will differ, so the consumer computes the prompt.
-            self._warn(
-                "digest",
-                f"cannot hash the bytes of a write, so decode will compute the prompt:\n{traceback.format_exc()}",
-            )
+            logger.exception("Tandem: cannot hash the bytes of a write, so decode will compute the prompt")
 
     def _digested(self, opened: OpenWrite) -> bool:
         """Return whether the digest has read the source bytes: Fin waits for no device then."""

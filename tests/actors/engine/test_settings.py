@@ -193,7 +193,7 @@ def test_a_roles_engine_arguments_win():
     assert engine_arguments(settings, "decode") == {
         "dtype": "float32",
         "enforce_eager": True,
-        "worker_cls": "actors.upstream.vllm_cpu_worker.CpuWorker",
+        "worker_cls": "actors.upstream.cpu_build.vllm_cpu_worker.CpuWorker",
         "max_model_len": 100,
         "block_size": 128,
         "model": "m",

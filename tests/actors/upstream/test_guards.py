@@ -45,14 +45,14 @@ GUARDS: dict[str, dict[str, str]] = {
         "vllm/v1/engine/output_processor.py:RequestState": "21971d6b5094",
         "vllm/v1/metrics/stats.py:PrefillStats": "c2628809498d",
     },
-    "vllm_cpu_kernels": {
+    "cpu_build/vllm_cpu_kernels": {
         "vllm/v1/attention/backends/cpu_attn.py:_get_attn_isa": "8f1cbc670bcd",
         "vllm/platforms/cpu.py:CpuPlatform.get_attn_backend_cls": "dc6552b78277",
         "vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:cpu_gdn_attention_core": "552618baa8c9",
         "vllm/distributed/device_communicators/cpu_communicator.py:CpuCommunicator": "f10573320909",
         "vllm/model_executor/layers/fused_moe/experts/cpu_moe.py:CPUUnquantizedExperts.apply": "639eb5e36a3b",
     },
-    "vllm_cpu_worker": {
+    "cpu_build/vllm_cpu_worker": {
         "vllm/v1/worker/cpu_worker.py:CPUWorker.init_device": "7746f1ce7ec6",
         "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._bookkeeping_sync": "0d82455ca5db",
         "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._sample": "c2c78eadf33f",

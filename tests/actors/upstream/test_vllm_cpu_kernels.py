@@ -13,7 +13,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from actors.engine import vllm_engine
-from actors.upstream.vllm_cpu_kernels import (
+from actors.upstream.cpu_build import vllm_cpu_kernels
+from actors.upstream.cpu_build.vllm_cpu_kernels import (
     CpuFeatures,
     Layers,
     cache_problem,
@@ -104,7 +105,7 @@ def test_vllms_own_configuration_is_read(tmp_path: Path, arguments: dict, on_amx
 
 async def test_an_engine_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the setting, before any process starts."""
-    monkeypatch.setattr(vllm_engine, "cpu_features", lambda: AMX)
+    monkeypatch.setattr(vllm_cpu_kernels, "cpu_features", lambda: AMX)
     monkeypatch.setattr(
         "actors.upstream.vllm_replaying_llm.ReplayingLLM.start", lambda *_: pytest.fail("an engine core was started")
     )

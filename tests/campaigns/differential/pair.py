@@ -41,7 +41,7 @@ SINGLE: dict[str, Any] = {"max_num_batched_tokens": ENGINE["max_num_seqs"] * ENG
 """Settings of the single server only: each step has room for all waiting prompts.
 
 vLLM's CPU worker crashes on a seeded request whose prompt takes two steps; Tandem's does not
-(`actors/upstream/vllm_cpu_worker.py`).
+(`actors/upstream/cpu_build/vllm_cpu_worker.py`).
 """
 
 FRONTEND: dict[str, Any] = {

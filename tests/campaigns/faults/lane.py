@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.ports import free_port
 from testing.servers import MODEL, POOL_BLOCKS, Server
+from testing.trace import read_trace
 from tests.campaigns.faults import references
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
 from tests.campaigns.faults.pairs import FaultPair

@@ -30,17 +30,19 @@ from unittest import mock
 import numpy as np
 import psutil
 
+from connectors.codec import encode, encode_agent_metadata
 from connectors.planning.layout import MemoryKind, Region
-from connectors.protocol.agent_metadata import PROTOCOL_VERSION, encode_agent_metadata
+from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.protocol.params import EngineAddress
-from connectors.protocol.wire import Envelope, Hello, Peer, encode
-from connectors.transport.memory import Fabric
+from connectors.protocol.wire import Envelope, Hello, Peer
 from connectors.transport.nixl import NixlTransport
-from connectors.vllm_hma.handshake.keys import derive_keys
 from connectors.vllm_hma.handshake.message_sender import agent_name
-from connectors.vllm_hma.handshake.peer_table import PeerTable
+from connectors.vllm_hma.handshake.peers import PeerTable
+from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer, fetch_metadata
 from connectors.vllm_hma.orders import Chunk, Expect, Finished
+from testing.connector_state import open_connections, serves, snapshot
+from testing.memory_transport import Fabric
 from tests.campaigns.fuzz.frames import Hostile
 from tests.vllm_contract.workers import DIGEST, SHORT, Worker, receive, results, until
 
@@ -295,17 +297,17 @@ class Campaign:
 
 def nothing_is_left_in(worker: Worker) -> None:
     until(lambda: not any(worker.runtime.counts().values()), within_s=60.0)
-    left = worker.runtime.snapshot()
+    left = snapshot(worker.runtime)
     assert left.alive
-    assert worker.server.alive
+    assert serves(worker.server)
     assert len(left.peers.admitted) <= PEERS
     assert len(left.peers.planned) <= len(left.peers.admitted)
     assert len(worker.transport.peers) <= PEERS + 1
     assert not left.producer.early
     assert not left.producer.offered_blocks
-    until(lambda: not worker.runtime.snapshot().handshaker.pending_hellos)
-    assert not worker.runtime.snapshot().handshaker.answers
-    until(lambda: not worker.server.connections, within_s=60.0)
+    until(lambda: not snapshot(worker.runtime).handshaker.pending_hellos)
+    assert not snapshot(worker.runtime).handshaker.answers
+    until(lambda: not open_connections(worker.server), within_s=60.0)
 
 
 _runs = count()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-import struct
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from connectors.codec import encode, tag
 from connectors.errors import PlanError
 from connectors.planning.blocks import BlockSet
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
@@ -29,8 +30,6 @@ from connectors.protocol.wire import (
     Refused,
     Starting,
     Welcome,
-    _tag,
-    encode,
 )
 
 ODD: tuple[Any, ...] = (
@@ -163,37 +162,39 @@ class Hostile:
         return self._signed_or_not(frame[: self.rng.randrange(len(frame))])
 
     def _lying(self, to: Peer, ids: list[str]) -> bytes:
-        """A header whose stated length is wrong."""
+        """A length inside the content is wrong."""
         frame = bytearray(encode(Envelope(self.me, to, self.message(ids)), self.key))
-        struct.pack_into("<I", frame, 4, self.rng.choice((0, 1, 50, 2**16, 2**31, 2**32 - 1)))
+        at = self.rng.randrange(4, len(frame) - 32)
+        frame[at : at + 1] = self.rng.choice((b"\xdd\xff\xff\xff\xff", b"\xc6\x7f\xff\xff\xff", b"\xdf", b"\xc1"))
         return self._signed_or_not(bytes(frame))
 
     def _headers(self, to: Peer, ids: list[str]) -> bytes:
-        """JSON that is no header: nested deeply, with extreme numbers, of other types."""
+        """Content that is no message: nested deeply, with extreme numbers, of other types."""
         rng = self.rng
-        header: Any = {
-            "kind": rng.choice(("offer", "hello", "fin", "cancel", "await_start", "starting", "?")),
-            "from": self.me.incarnation,
-        }
-        header |= {"rank": self.me.rank, "to": to.incarnation, "to_rank": to.rank, "id": rng.choice(ids), "end": 5}
-        header |= {
-            "prompt": "",
-            "blocks": rng.choice(([], [1], [10**9] * 3, [-1], [2**62])),
+        fields: dict[str, Any] = {
+            "type": rng.choice(("offer", "hello", "fin", "cancel", "await_start", "starting", "?")),
+            "transfer_id": rng.choice(ids),
+            "end_token": 5,
+            "prompt_digest": "",
+            "groups": rng.choice(([], [(b"", b"")], [(b"x", b"")] * 3, [(bytes(8), bytes(16))], [(b"", b"")] * 2000)),
             "digest": False,
-            "bytes": 0,
+            "number": 0,
         }
+        content: Any = [[self.me.incarnation, self.me.rank], [to.incarnation, to.rank], fields]
         for _ in range(rng.randrange(3)):
-            self._change(header)
-        text = json.dumps(header).encode(errors="replace")
+            self._change(content)
+        try:
+            encoded = msgspec.msgpack.encode(content)
+        except (OverflowError, UnicodeEncodeError):
+            encoded = rng.randbytes(1000)
         if rng.random() < 0.2:
-            text = b"[" * rng.randrange(1, 60_000)
-        body = rng.randbytes(rng.choice((0, 16, 32, 1000)))
-        content = struct.pack("<3sBI", b"TDM", PROTOCOL_VERSION, len(text)) + text + body
-        return content + _tag(content, self.key)
+            encoded = b"\x91" * rng.randrange(1, 60_000)
+        content = b"TDM" + bytes([PROTOCOL_VERSION]) + encoded
+        return content + tag(content, self.key)
 
     def _noise(self, to: Peer, ids: list[str]) -> bytes:
         return self.rng.randbytes(self.rng.choice((0, 1, 7, 8, 40, 1000, 100_000)))
 
     def _signed_or_not(self, frame: bytes) -> bytes:
         """Return the frame with a valid tag, or unchanged."""
-        return frame if self.rng.random() < 0.5 else frame[:-32] + _tag(frame[:-32], self.key)
+        return frame if self.rng.random() < 0.5 else frame[:-32] + tag(frame[:-32], self.key)

@@ -96,7 +96,7 @@ class Agent:
 def _serve(connection: Connection, device: str, bulk_bytes: int) -> None:
     """Call an agent's methods for the other process, and let NIXL make progress meanwhile."""
     # Import what must work without vLLM, so that Agent.modules lists it.
-    from connectors.vllm_hma.worker_side import fence, steps  # noqa: F401
+    from connectors.vllm_hma.worker_side import steps  # noqa: F401
 
     agent = Agent("theirs/0", torch.device(device), bulk_bytes)
     connection.send(agent.address)

@@ -180,10 +180,10 @@ def start(arm: str, folder: Path, cpu: bool) -> list[Any]:
 
 async def measure(arm: str, engines: list[Any], folder: Path, cpu: bool) -> dict[str, Any]:
     """Measure TTFT in turns with the arms of other processes (a lock on ``folder``)."""
-    from connectors.vllm_hma.worker_side.trace import read_trace
     from testing.engines import describe
     from testing.legs import leg
     from testing.sequential_proxy import PRODUCE
+    from testing.trace import read_trace
 
     prefill, decode, trace = engines[0], engines[-1], folder / "trace"
     trace.touch()

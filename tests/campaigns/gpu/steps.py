@@ -14,8 +14,7 @@ from connectors.planning.plan import plan_pair
 from connectors.transport.device_digest import CacheMemory, DeviceMemory
 from connectors.transport.digest import End
 from connectors.transport.digest import digests as transfer_digests
-from connectors.vllm_hma.worker_side.fence import StepFence
-from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, Steps
+from connectors.vllm_hma.worker_side.steps import Begun, Ended, Entry, LayersComputed, StepFence, Steps
 from tests.campaigns.gpu.device import keep_busy, memory_kind_of, set_current, synchronize, until
 from tests.campaigns.gpu.pair import layout_of
 

@@ -28,12 +28,12 @@ from pathlib import Path
 import psutil
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import describe, generate, start_engine
 from testing.identity import MAX_TOKENS, random_prompt
 from testing.models import wide_llama
 from testing.processes import children
+from testing.trace import read_trace
 
 RANKS, STOPPED = 2, 1
 BLOCKS, BLOCK_TOKENS = 200, 32

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -31,9 +31,10 @@ import numpy as np
 import psutil
 import torch
 
+from connectors.codec import encode_agent_metadata
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
-from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity, encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.params import EngineAddress, prompt_digest
 from connectors.transport.nixl import NixlTransport
@@ -42,8 +43,8 @@ from connectors.vllm_hma.handshake import probe
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
 from connectors.vllm_hma.orders import Chunk, Expect, Orders, Receive
-from connectors.vllm_hma.worker_side.fence import StepFence
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
+from connectors.vllm_hma.worker_side.steps import StepFence
 from testing.reports import report_of
 
 HEAD_BYTES = 32 * 2**20
@@ -52,7 +53,7 @@ is in mid-write.
 """
 BLOCKS, BLOCK_TOKENS, RANKS = 2, 4, 2
 LIMITS = TransferLimits(handshake_s=20.0, progress_s=1.0, alive_s=0.2, cancel_s=0.3, lease_s=5.0)
-CONFIG = ConnectorConfig(integrity="off", limits=LIMITS)
+CONFIG = ConnectorConfig(integrity="off", **asdict(LIMITS))
 DIGEST = prompt_digest([1, 2, 3])
 WATCH_S = 3.0
 """Observation time of the decode rank while the stopped rank may still write: several rounds of

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from connectors.codec import encode
 from connectors.planning.blocks import Ints
 from connectors.protocol.actions import Connect, Due, Freed, Received, Send, Sent, Verify, Write
 from connectors.protocol.consumer import Consumer
@@ -22,7 +23,7 @@ from connectors.protocol.delivery import Delivery, Stage, Transfer
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.reception import GIVEN_UP
-from connectors.protocol.wire import Aborted, Alive, Envelope, Failed, Fin, Message, Peer, encode
+from connectors.protocol.wire import Aborted, Alive, Envelope, Failed, Fin, Message, Peer
 
 Tag = tuple[object, ...]
 Cell = tuple[int, int]

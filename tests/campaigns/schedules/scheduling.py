@@ -33,11 +33,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from app.demo.paths import MODEL_DIR
+from connectors.codec import encode_agent_metadata
 from connectors.protocol.actions import Due
-from connectors.protocol.agent_metadata import AgentMetadata, encode_agent_metadata
+from connectors.protocol.agent_metadata import AgentMetadata
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.orders import EncodedAgentMetadata, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
+from testing.connector_state import snapshot
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
 from tests.vllm_contract.workers import IDENTITY, layout_of
 
@@ -204,7 +206,7 @@ class Engine:
         """Abort a client's request in any state, including ended ones that wait to be sent."""
         if self.scheduler.requests:
             self.counts["aborted"] += 1
-            ours = self.connector.scheduler.snapshot()
+            ours = snapshot(self.connector.scheduler)
             request_id = self.rng.choice(
                 [
                     *self.scheduler.requests,
@@ -265,7 +267,7 @@ class Engine:
         assert isinstance(orders, Orders)
         for chunk in orders.chunks:
             assert output.num_scheduled_tokens[chunk.request_id] > 0
-            production = self.connector.scheduler.snapshot().productions[chunk.request_id]
+            production = snapshot(self.connector.scheduler).productions[chunk.request_id]
             table = self.scheduler.kv_cache_manager.get_block_ids(chunk.request_id)
             assert production.sent == tuple(len(ids) for ids in table)
             for ids, new in zip(table, chunk.new_ids, strict=True):
@@ -288,7 +290,7 @@ class Engine:
                     window = max(0, chunk.computed_tokens - WINDOW_TOKENS + 1) // BLOCK_TOKENS
                     stop = -(-chunk.computed_tokens // BLOCK_TOKENS)
                     self.sends[chunk.request_id] = [tables[0][:stop], *(table[window:stop] for table in tables[1:])]
-        productions = self.connector.scheduler.snapshot().productions
+        productions = snapshot(self.connector.scheduler).productions
         for request_id, tables in list(self.sends.items()):
             if request_id not in productions:
                 del self.sends[request_id]
@@ -312,7 +314,7 @@ class Engine:
 
     def check_queued(self) -> None:
         """A request whose prompt has not started on the other engine has no blocks."""
-        for request_id in self.connector.scheduler.snapshot().queued:
+        for request_id in snapshot(self.connector.scheduler).queued:
             if request_id in self.scheduler.requests:
                 assert not any(self.scheduler.kv_cache_manager.get_block_ids(request_id)), f"{request_id} has blocks"
 
@@ -468,7 +470,7 @@ class Engine:
                 number += 1
             if self.rng.random() < 0.04:
                 self.abort()
-            ours = self.connector.scheduler.snapshot()
+            ours = snapshot(self.connector.scheduler)
             producing = any(request.request_id in ours.productions for request in self.scheduler.running)
             if self.rng.random() < (0.1 if producing else 0.01):
                 self.preempt_all()
@@ -486,7 +488,7 @@ class Engine:
         assert not scheduler.requests, f"after {ENDS_WITHIN_STEPS} steps there still are {list(scheduler.requests)}"
         assert scheduler.get_request_counts() == (0, 0)
         assert self.pool.get_num_free_blocks() == self.baseline
-        left = ours.snapshot()
+        left = snapshot(ours)
         remembered = [*left.productions, *left.consumptions, *left.queued, *left.receptions, *left.followers]
         assert not remembered, "the connector remembers requests"
         assert not ours.quarantine, "the connector keeps blocks"

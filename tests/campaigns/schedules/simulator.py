@@ -25,6 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from connectors.codec import decode, encode
 from connectors.planning.blocks import wanted_blocks
 from connectors.planning.heads import head_shares
 from connectors.protocol.actions import (
@@ -46,7 +47,7 @@ from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.producer import Producer
 from connectors.protocol.reception import Order
-from connectors.protocol.wire import AwaitStart, Cancel, Envelope, Message, Offer, Peer, decode, encode
+from connectors.protocol.wire import AwaitStart, Cancel, Envelope, Message, Offer, Peer
 from tests.campaigns.schedules.simulated import (
     DAMAGED,
     GROUPS,

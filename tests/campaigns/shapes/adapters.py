@@ -5,9 +5,9 @@ its own adapter's.
 
 (``make adapters``). The same prompts go to every adapter, so KV of another adapter would be taken
 for one's own if keys did not tell them apart. There is one adapter slot more than adapters
-(``actors/upstream/vllm_cpu_kernels.py``). The reference is the decode engine alone. Every tenth
-request names an adapter that prefill has not: under that prefill computes with the base model, or
-with an adapter of other content.
+(``vllm_cpu_kernels.py``). The reference is the decode engine alone. Every tenth request names an
+adapter that prefill has not: under that prefill computes with the base model, or with an adapter of
+other content.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.adapters import RANK, lora_adapter
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, difference, prompts
 from testing.models import llama
+from testing.trace import read_trace
 
 CONCURRENCY = 8
 PROMPTS = 24

@@ -23,11 +23,11 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference, prompts
 from testing.models import deepseek_v2, falcon_h1, gemma3, llama
+from testing.trace import read_trace
 from tests.campaigns.shapes.families import FAMILIES
 
 LONGEST = 700

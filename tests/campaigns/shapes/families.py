@@ -23,11 +23,11 @@ from typing import Any, Literal
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, Outcome, compare, prompts
 from testing.models import deepseek_v2, falcon_h1, gemma3, gpt_oss, llama, llama4, qwen3_next
+from testing.trace import read_trace
 
 LONGEST = 700
 

@@ -33,11 +33,11 @@ import numpy as np
 from PIL import Image
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS, difference, random_prompt
 from testing.models import IMAGE_TOKEN, paddle_vl
+from testing.trace import read_trace
 
 CONCURRENCY = 4
 SIZES = ((48, 64), (64, 48), (32, 32), (160, 96), (90, 130))

@@ -24,11 +24,11 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing import fork_server
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import difference, prompts
 from testing.models import repeating_gemma3, speculative_llama
+from testing.trace import read_trace
 
 LONGEST = 700
 MAX_TOKENS = 32

@@ -37,13 +37,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.worker import cpu_worker  # noqa: F401 (imported once, for all engines)
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import Answer, generate, start_engine
 from testing.environment import ENVIRONMENT
 from testing.identity import MAX_TOKENS, difference, prompts
 from testing.models import lfm2, llama
 from testing.processes import children, free_cores
 from testing.sequential_proxy import PRODUCE
+from testing.trace import read_trace
 from testing.transfer_bytes import nixl_bytes, written_bytes
 from tests.campaigns.shapes.families import FAMILIES, LONGEST, Family
 

@@ -39,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.upstream.vllm_cpu_kernels import cpu_features
+from actors.upstream.cpu_build.vllm_cpu_kernels import cpu_features
 from connectors.errors import CorruptObjectError
 from connectors.store.tiers.objects import HEADER_BYTES, PayloadDigest, check_payload, parse_header
 from testing.engines import Answer

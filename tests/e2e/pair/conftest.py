@@ -15,10 +15,10 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import MAX_TOKENS
 from testing.models import gemma3
+from testing.trace import read_trace
 
 # Short, so that tests of expiry do not wait long; long enough for a busy machine.
 LIMITS = {"lease_s": 10.0, "progress_s": 10.0, "alive_s": 1.0, "cancel_s": 2.0, "handshake_s": 30.0}
