@@ -220,6 +220,8 @@ def test_options_are_ranked_as_one_by_one(policy, session, seed):
     alone = sorted((key(one, at), at) for at, one in enumerate(given.local))
     decision = choose(rules(policy), given, Asked(session=session))
     best, best_alone = (decision.other, decision.chosen) if decision.local else (decision.chosen, decision.other)
+    assert best is not None
+    assert best_alone is not None
     assert (best, best_alone) == (given.pair(*pairs[0][1:]), given.local[alone[0][1]])
     if policy == "cost" and decision.reason == "cheaper":
         assert decision.local == (alone[0][0] <= pairs[0][0])
