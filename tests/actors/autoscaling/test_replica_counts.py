@@ -113,8 +113,10 @@ def test_whole_engines(need, current, settled):
 )
 def test_the_ratio_is_kept(wanted, prefill_bounds, decode_bounds, decided):
     """The role below its ratio is raised; if its bounds prevent that, the other is limited."""
-    prefill, decode = Bounds(*prefill_bounds, wanted[0]), Bounds(*decode_bounds, wanted[1])
-    assert together(*wanted, prefill, decode, EVEN) == decided
+    p_wanted, d_wanted = wanted
+    (p_least, p_most), (d_least, d_most) = prefill_bounds, decode_bounds
+    prefill, decode = Bounds(p_least, p_most, p_wanted), Bounds(d_least, d_most, d_wanted)
+    assert together(p_wanted, d_wanted, prefill, decode, EVEN) == decided
 
 
 engines = st.integers(1, 40)
