@@ -31,10 +31,7 @@ LoadT = TypeVar("LoadT", PrefillLoad, DecodeLoad)
 
 
 class ScaleTogether:
-    """Scales the deployments `Prefill` and `Decode` of one application.
-
-    With the setting `models` the deployments have other names, so this policy ignores them.
-    """
+    """Scales the deployments `Prefill` and `Decode`; those of `models` have other names."""
 
     def __init__(self, **policy_kwargs: Any) -> None:
         """Parse the settings. Raises SettingsError with one line per invalid key."""
@@ -71,8 +68,7 @@ class ScaleTogether:
 class ScaleByOngoing:
     """Scales one deployment to `target_ongoing_requests` sequences per replica.
 
-    A request that waits in a router counts as one. Serve's default policy would use its own count
-    of requests, which is zero here: requests bypass Serve.
+    Serve's default policy counts requests itself: zero here, as requests bypass Serve.
     """
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:

@@ -10,8 +10,7 @@ from math import ceil, floor, isfinite
 
 from configs.settings.scaling import ScalingSettings
 
-_TINY = 1e-9
-"""Tolerance for rounding errors of divisions, so that they add no replica."""
+_TINY = 1e-9  # rounding errors of divisions add no replica
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,11 @@ _QUANTITIES = {PREFILL: 4, LOCAL: 5, HANDOVER: 3, STEP: 3}
 
 
 class Costs:
-    """Cost estimates for each engine and pair, in seconds.
-
-    ``levels``  factors of engines and pairs. Rows are decode engines and PREFILL, columns are
-                prefill engines, LOCAL and STEP; no engine has these names
-    """
+    """Cost estimates for each engine and pair, in seconds."""
 
     def __init__(self, settings: RoutingSettings) -> None:
+        # Factors: a row for each decode engine and PREFILL, a column for each prefill engine, LOCAL
+        # and STEP; no engine has these names.
         self.levels = Levels(settings.fades_s * ENGINE_FADES_SHARE)
         self._roles = {cost: Regression(count, settings.fades_s) for cost, count in _QUANTITIES.items()}
         token_s, step_s = 1 / settings.assumed_prefill_tokens_per_s, settings.assumed_step_s
@@ -85,7 +83,6 @@ class Costs:
         self.levels.observe(*level, role.predict(parts, now), measured_s, now)
 
     def keep_only(self, prefill: AbstractSet[str], decode: AbstractSet[str]) -> None:
-        """Remove the factors of all engines but these, and of pairs with other engines."""
         self.levels.keep_only({*decode, PREFILL}, {*prefill, LOCAL, STEP})
 
 

@@ -57,10 +57,7 @@ class Estimate(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Destination of a request: the engines of each role, best first.
-
-    If `decode` is empty, the dispatcher takes the least busy engines of the route's roles.
-    """
+    """Destination of a request: the engines of each role, best first; empty: the least busy."""
 
     route: str  # local or remote
     reason: str  # a constant of this module, or why decode serves the whole request

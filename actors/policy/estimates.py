@@ -32,8 +32,7 @@ MOST_WAITING = 50
 
 LEAST_S = 1e-6
 
-Components = tuple[float, ...]
-"""Seconds of each part of a cost; assumed ones, unless stated otherwise."""
+Components = tuple[float, ...]  # of each part of a cost: assumed seconds, rates or quantities
 
 
 class Level:
@@ -55,7 +54,6 @@ class Level:
         return self.state[1] * self.fade(now)
 
     def share(self, now: float) -> float:
-        """Return the weight of the measurements; the rest is that of the assumption."""
         count = self.count(now)
         return count / (count + ASSUMED_WEIGHT)
 
@@ -172,7 +170,6 @@ class Regression:
             self.fit(now)
 
     def fit(self, now: float) -> None:
-        """Fit all waiting measurements."""
         if not self._waiting:
             return
         kept, shares, ratios = (np.array(column) for column in zip(*self._waiting, strict=True))

@@ -21,8 +21,8 @@ class InflightRequest:
     loaded_tokens: int  # estimated, loaded from this engine's KV store
     decode_held_tokens: int  # estimated, cached on the decode engine
     streams: int  # this router's streams on the decode engine at `Planner.begin`
+    # Prefix pieces that each engine caches only if its leg succeeds.
     added: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    """Prefix pieces that each engine caches only if its leg succeeds."""
 
     prefilled_at: float | None = None
     opened_at: float | None = None  # time of the first token of a stream

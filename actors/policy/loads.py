@@ -26,8 +26,7 @@ A hung engine accepts calls, and each would wait for `silence_timeout_s`. With t
 """
 
 
-Measured = tuple[Components, float]
-"""Assumed seconds of each part of a cost, and the measured seconds of all."""
+Measured = tuple[Components, float]  # assumed seconds of each part, and measured ones of all
 
 
 class _Work(NamedTuple):
@@ -86,7 +85,6 @@ class PromptQueue:
         return total.parts, elapsed_s
 
     def drop(self, key: int, now: float) -> None:
-        """Remove work without a measurement; ignore an unknown key."""
         if key in self._waiting and self._remove(key)[0]:
             self._begin_next(now)
 

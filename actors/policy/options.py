@@ -29,7 +29,6 @@ class Candidate(NamedTuple):
 def candidate(
     engine: str, load: EngineLoad | None, ongoing: int, held_tokens: int, loaded_tokens: int, now: float
 ) -> Candidate:
-    """Return an engine with this router's work `load` and `ongoing` reported sequences."""
     load = load or IDLE
     calls = len(load.calls)
     others = ongoing - calls if ongoing > calls else 0

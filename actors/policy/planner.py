@@ -30,8 +30,7 @@ REMEMBERED_TOKENS = 100_000.0
 
 REMEMBERED_ANSWERS = 50.0
 
-Defer = Callable[[Callable[[], None]], None]
-"""Function that runs a callable, at once or later."""
+Defer = Callable[[Callable[[], None]], None]  # runs its argument, at once or later
 
 
 class Planner:
@@ -168,7 +167,6 @@ class Planner:
             self._prefill[inflight.prefill].calls.discard(inflight.key)
 
     def opened(self, inflight: InflightRequest, now: float) -> None:
-        """Record the first token of a stream."""
         if inflight.opened_at is not None or inflight.over:
             return
         load = self._decode[inflight.decode]
@@ -245,7 +243,6 @@ class Planner:
         return max(sum(self._tokens(one, len(one.data)) for one in prompt.passages), 1)
 
     def answer_tokens(self, prompt: Prompt) -> int:
-        """Return the expected number of tokens of all answers, from the mean and the limit."""
         most = prompt.most_answer_tokens
         each = self._answer_tokens if most is None else min(self._answer_tokens, most)
         return max(round(each * prompt.answers), 1)

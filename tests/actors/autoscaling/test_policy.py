@@ -1,6 +1,4 @@
-"""The policy as Serve finds, calls and bounds it: Serve's own autoscaling state, reports,
-contexts.
-"""
+"""The policy as Serve finds, calls and bounds it, in Serve's own autoscaling state."""
 
 import time
 from dataclasses import asdict
@@ -55,66 +53,58 @@ class Application:
         return {one.name: n for one, n in decided.items()}
 
 
-def test_both_roles_from_what_each_lacks():
-    """Prefill has 2.0 engines of work and decode 3.0: through pickle, Serve's means, delays and
-    bounds.
-    """
-    application = Application()
-    application.report(PREFILL, PrefillLoad(10_000, 1000, 2000, 500))
-    application.report(DECODE, DecodeLoad(kv_use=1.0, running=10), DecodeLoad(kv_use=0.5, running=5))
-    assert application.decide() == {"Prefill": 2, "Decode": 3}
+BUSY = PrefillLoad(0, 1000, 2000, 500)
+FLOODED = PrefillLoad(70_000, 1000, 2000, 500)
+FULL = DecodeLoad(kv_use=1.0, running=10)
+HALF = DecodeLoad(kv_use=0.5, running=5)
+CALM = DecodeLoad(kv_use=0.1, running=1)
 
 
-def test_bounds_are_serves():
-    """The load needs eight engines, and the limit is three."""
-    application = Application(max_replicas=3)
-    application.report(PREFILL, PrefillLoad(70_000, 1000, 2000, 500))
-    application.report(DECODE, DecodeLoad(kv_use=0.1, running=1))
-    assert application.decide() == {"Prefill": 3, "Decode": 1}
+def queued(load, requests: float) -> dict[str, float]:
+    """Return a report with the number of requests that wait in routers."""
+    return asdict(load) | {"queued": requests}
 
 
-def test_decode_grows_with_prefill():
-    """Eight prefill engines feed two decode engines before decode reports any load."""
-    application = Application()
-    application.report(PREFILL, PrefillLoad(70_000, 1000, 2000, 500))
-    application.report(DECODE, DecodeLoad(kv_use=0.1, running=1))
-    assert application.decide() == {"Prefill": 8, "Decode": 2}
-
-
-def test_delays_are_serves():
-    """A short load changes nothing within `upscale_delay_s`."""
-    application = Application(upscale_delay_s=600)
-    application.report(PREFILL, PrefillLoad(70_000, 1000, 2000, 500))
-    application.report(DECODE, DecodeLoad())
-    assert application.decide() == {"Prefill": 1, "Decode": 1}
-
-
-def test_replicas_that_say_nothing_change_nothing():
-    """Before the first report, and while one role is unknown, nothing changes."""
-    application = Application()
-    assert application.decide() == {"Prefill": 1, "Decode": 1}
-    application.report(PREFILL, None, None)
-    application.report(DECODE, None, None, None)
-    assert application.decide() == {"Prefill": 2, "Decode": 3}
-
-
-def test_replicas_that_are_idle_are_given_back():
-    """Idle replicas are removed: their reports show no load, and their capacity."""
-    application = Application()
-    application.report(PREFILL, *[PrefillLoad(0, 0, 2000, 500)] * 3)
-    application.report(DECODE, *[DecodeLoad()] * 3)
-    assert application.decide() == {"Prefill": 1, "Decode": 1}
+@pytest.mark.parametrize(
+    ("config", "prefill", "decode", "decided"),
+    [
+        # Prefill has 2.0 engines of work and decode 3.0.
+        ({}, [PrefillLoad(10_000, 1000, 2000, 500)], [FULL, HALF], (2, 3)),
+        # The load needs eight engines; bounds and delays are Serve's.
+        ({"max_replicas": 3}, [FLOODED], [CALM], (3, 1)),
+        ({"upscale_delay_s": 600}, [FLOODED], [DecodeLoad()], (1, 1)),
+        # Eight prefill engines feed two decode engines before decode reports any load.
+        ({}, [FLOODED], [CALM], (8, 2)),
+        # Before the first report, and while one role is unknown, nothing changes.
+        ({}, [], [], (1, 1)),
+        ({}, [None, None], [None, None, None], (2, 3)),
+        # Idle replicas are removed: their reports show no load, and their capacity.
+        ({}, [PrefillLoad(0, 0, 2000, 500)] * 3, [DecodeLoad()] * 3, (1, 1)),
+        # All routers tell each engine their queue, so the largest report counts, not the sum: 100
+        # prompts of 500 tokens in 10 s are 5,000 tokens a second more.
+        ({}, [queued(BUSY, 0.0)] * 2, [CALM], (2, 1)),
+        ({}, [queued(BUSY, 100.0), queued(BUSY, 40.0)], [CALM], (7, 2)),
+        # Each role is scaled by its own queue.
+        ({}, [queued(BUSY, 0.0)], [queued(FULL, 0.0)], (1, 2)),
+        ({}, [queued(BUSY, 0.0)], [queued(FULL, 10.0)], (1, 4)),
+    ],
+)
+def test_both_roles(config, prefill, decode, decided):
+    """Through pickle, Serve's means, delays and bounds."""
+    application = Application(**config)
+    application.report(PREFILL, *prefill)
+    application.report(DECODE, *decode)
+    assert application.decide() == dict(zip(("Prefill", "Decode"), decided, strict=True))
 
 
 def test_an_application_without_both_roles_is_left_alone():
     """No decision and no exception: one would stop the controller's work for every application."""
     application = Application(scaled=(DECODE,))
-    application.report(DECODE, DecodeLoad(kv_use=1.0, running=1))
+    application.report(DECODE, FULL)
     assert application.state.get_decision_num_replicas({DECODE: 1}) == {}
 
 
-def test_a_wrong_key_is_refused_where_serve_makes_the_policy():
-    """A wrong key is refused by name when Serve creates the policy."""
+def test_a_wrong_key_is_refused_by_name():
     with pytest.raises(SettingsError, match="tpot: no such setting"):
         Application(policy_kwargs={"tpot": 1})
 
@@ -125,30 +115,6 @@ def test_the_name_in_a_config_file():
         import_path="app.main:build", autoscaling_policy={"policy_function": POLICY, "policy_kwargs": TARGETS}
     )
     assert AutoscalingPolicy(**schema.autoscaling_policy).get_policy()(**TARGETS)
-
-
-def test_prompts_that_wait_in_routers_count():
-    """All routers tell each engine their queue, so the policy takes the largest report, not the
-    sum.
-    """
-    application = Application()
-    busy = asdict(PrefillLoad(0, 1000, 2000, 500))
-    application.report(DECODE, DecodeLoad(kv_use=0.1))
-    application.report(PREFILL, busy | {"queued": 0.0}, busy | {"queued": 0.0})
-    assert application.decide()["Prefill"] == 2
-    application.report(PREFILL, busy | {"queued": 100.0}, busy | {"queued": 40.0})
-    assert application.decide()["Prefill"] == 7, "100 prompts of 500 tokens in 10 s are 5,000 tokens a second more"
-
-
-def test_requests_that_wait_for_decode_count():
-    """Each role is scaled by its own queue: 10 requests wait for decode, none for prefill."""
-    application = Application()
-    full, busy = asdict(DecodeLoad(kv_use=1.0, running=10)), asdict(PrefillLoad(0, 1000, 2000, 500))
-    application.report(PREFILL, busy | {"queued": 0.0})
-    application.report(DECODE, full | {"queued": 0.0})
-    assert application.decide() == {"Prefill": 1, "Decode": 2}
-    application.report(DECODE, full | {"queued": 10.0})
-    assert application.decide() == {"Prefill": 1, "Decode": 4}
 
 
 @pytest.mark.parametrize(

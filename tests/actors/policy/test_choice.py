@@ -220,6 +220,8 @@ def test_options_are_ranked_as_one_by_one(policy, session, seed):
     alone = sorted((key(one, at), at) for at, one in enumerate(given.local))
     decision = choose(rules(policy), given, Asked(session=session))
     best, best_alone = (decision.other, decision.chosen) if decision.local else (decision.chosen, decision.other)
+    assert best is not None
+    assert best_alone is not None
     assert (best, best_alone) == (given.pair(*pairs[0][1:]), given.local[alone[0][1]])
     if policy == "cost" and decision.reason == "cheaper":
         assert decision.local == (alone[0][0] <= pairs[0][0])
@@ -230,10 +232,10 @@ def test_options_are_ranked_as_one_by_one(policy, session, seed):
         assert decision.prefill == tuple(prefill[p] for _, d, p in pairs if d == pairs[0][1])
 
     new, loaded, streams = best_alone.uncached_tokens, best_alone.loaded_tokens, given.decode[alone[0][1]].streams
-    parts = costs.parts(LOCAL, (*prompt_quantities(new, 1024 - new - loaded, loaded), new * streams), 0.0)
-    assert best_alone.compute_s == pytest.approx(costs.expect_s(LOCAL, best_alone.decode, None, parts, 0.0))
+    seconds = costs.parts(LOCAL, (*prompt_quantities(new, 1024 - new - loaded, loaded), new * streams), 0.0)
+    assert best_alone.compute_s == pytest.approx(costs.expect_s(LOCAL, best_alone.decode, None, seconds, 0.0))
     new, loaded, streams = best.uncached_tokens, best.loaded_tokens, given.decode[pairs[0][1]].streams
-    parts = costs.parts(PREFILL, prompt_quantities(new, 1024 - new - loaded, loaded), 0.0)
-    assert best.compute_s == pytest.approx(costs.expect_s(PREFILL, None, best.prefill, parts, 0.0))
-    parts = costs.parts(HANDOVER, (1.0, best.moved_tokens, streams), 0.0)
-    assert best.handover_s == pytest.approx(costs.expect_s(HANDOVER, best.decode, best.prefill, parts, 0.0))
+    seconds = costs.parts(PREFILL, prompt_quantities(new, 1024 - new - loaded, loaded), 0.0)
+    assert best.compute_s == pytest.approx(costs.expect_s(PREFILL, None, best.prefill, seconds, 0.0))
+    seconds = costs.parts(HANDOVER, (1.0, best.moved_tokens, streams), 0.0)
+    assert best.handover_s == pytest.approx(costs.expect_s(HANDOVER, best.decode, best.prefill, seconds, 0.0))

@@ -80,6 +80,8 @@ def test_the_oldest_goes_first_from_its_end():
     prefixes.add("d", text("ab"))
     prefixes.add("d", text("z"))
     assert (held(prefixes, "ab"), held(prefixes, "xy")) == (2, 1)
+    prefixes.add("d", text("kl"))
+    assert (held(prefixes, "ab"), held(prefixes, "xy")) == (1, 0)
     prefixes.add("d", text("klm"), most_pieces=0)
     assert prefixes.size() == 0
 
@@ -115,5 +117,7 @@ def test_bounded_and_never_more_than_was_sent(sent, asked, most):
     for cache in "de":
         begun = {letters[:count] for letters, where, _ in sent if where == cache for count in range(7)}
         assert held(prefixes, asked, cache) <= max(count for count in range(7) if count == 0 or asked[:count] in begun)
-        known = [piece in prefixes.snapshot().get(cache, ()) for piece in text(asked).pieces]
-        assert known == sorted(known, reverse=True), "a piece is held without the pieces before it"
+        pieces = prefixes.snapshot().get(cache, frozenset())
+        for letters in {asked, *(letters for letters, _, _ in sent)}:
+            known = [piece in pieces for piece in text(letters).pieces]
+            assert known == sorted(known, reverse=True), "a piece is held without the pieces before it"

@@ -37,7 +37,9 @@ HI = {"role": "user", "content": "hi"}
         ({"prompt": "\ud800"}, [b"\xed\xa0\x80"], [False]),
         # Invalid input is no prompt, and no error.
         *(({"prompt": prompt}, [], []) for prompt in (None, 7, [1, "a"], [-1, 2], [2**32], [True, False])),
-        *((body, [], []) for body in ({}, {"messages": []}, {"input": []})),
+        ({}, [], []),
+        ({"messages": []}, [], []),
+        ({"input": []}, [], []),
     ],
 )
 def test_what_is_read(body, data, ids):
