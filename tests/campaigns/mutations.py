@@ -1,0 +1,182 @@
+"""Mutate the pure core and list the mutants that no test kills.
+
+    python -m tests.campaigns.mutations [--count 200] [--seed 1] [--only PART]
+
+Each mutant differs from the checkout in one comparison, operator, condition, constant, statement or
+order of arguments, of each kind equally many. A child process imports it in place of its module and
+runs the tests of its folder (``CORE``), one file after the other, until one fails. Unchanged remain
+texts of messages, assertions, annotations, decorators and ``zip``'s ``strict``: no result depends
+on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch  # noqa: F401 - tests import it, and only this process takes the time
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).parents[2]
+CORE = {
+    "connectors/planning": ("tests/planning", "tests/protocol"),
+    "connectors/protocol": ("tests/protocol",),
+    "connectors/store/planning": ("tests/store",),
+}
+COMPARISONS = {"Lt": "LtE", "LtE": "Lt", "Gt": "GtE", "GtE": "Gt", "Eq": "NotEq", "NotEq": "Eq"}
+COMPARISONS |= {"In": "NotIn", "NotIn": "In", "Is": "IsNot", "IsNot": "Is"}
+OPERATORS = {"Add": "Sub", "Sub": "Add", "Mult": "FloorDiv", "FloorDiv": "Mult", "Mod": "FloorDiv"}
+OPERATORS |= {"BitAnd": "BitOr", "BitOr": "BitAnd", "And": "Or", "Or": "And"}
+REMOVABLE = (ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)
+UNCHANGED = ("annotation", "returns", "decorator_list", "bases", "simple")
+LAST = (
+    "tests/planning/test_oracle.py",
+    "tests/protocol/test_simulation.py",
+    "tests/protocol/test_exploration.py",
+    "tests/store/test_device_copies.py",
+    "tests/store/test_folder.py",
+    "tests/store/test_service.py",
+)
+"""The longest tests, which run after the others."""
+LIMIT_S = 900
+
+Mutant = tuple[str, str, int, str, str, str]
+"""File, function, line, change, source line, and the module's changed source."""
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, str, ast.AST]]:
+    """Yield (kind, description, replacement) of each change of one node."""
+    new: Any = copy.copy(node)
+    match node:
+        case ast.Compare(ops=[op]):
+            new.ops = [getattr(ast, COMPARISONS[type(op).__name__])()]
+            yield "comparison", f"{type(op).__name__} -> {COMPARISONS[type(op).__name__]}", new
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op).__name__ in OPERATORS:
+            new.op = getattr(ast, OPERATORS[type(op).__name__])()
+            yield "operator", f"{type(op).__name__} -> {OPERATORS[type(op).__name__]}", new
+        case ast.UnaryOp(operand=operand):
+            yield "operator", "operator removed", operand
+        case ast.Constant(value=bool() | int() as value):
+            yield "constant", f"{value} changed", ast.Constant(not value if isinstance(value, bool) else value + 1)
+        case ast.If(test=test) | ast.IfExp(test=test):
+            new.test = ast.UnaryOp(ast.Not(), test)
+            yield "condition", "condition negated", new
+        case ast.Call(func=ast.Name(id="min" | "max" as name)):
+            new.func = ast.Name("max" if name == "min" else "min", ast.Load())
+            yield "operator", f"not {name}", new
+        case ast.Call(func=ast.Name(id=name), args=[first, second, *rest]) if name not in ("isinstance", "zip"):
+            new.args = [second, first, *rest]
+            yield "arguments", "arguments swapped", new
+        case ast.Expr(value=ast.Call()) | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield "statement", "statement removed", ast.Pass()
+    if isinstance(node, REMOVABLE):
+        yield "statement", "statement removed", ast.Pass()
+
+
+def sites(node: ast.AST, within: str = "") -> Iterator[tuple[ast.AST, str, int | None, ast.AST, str]]:
+    """Yield (parent, field, index in it, node, enclosing function) of each node that may change."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        within = f"{within}.{node.name}".lstrip(".")
+    for name, value in ast.iter_fields(node):
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if name in UNCHANGED or not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr | ast.Assert):
+                continue
+            if not (isinstance(child, ast.keyword) and child.arg == "strict"):
+                yield node, name, index, child, within
+                yield from () if isinstance(child, ast.Raise) else sites(child, within)
+
+
+def choose(count: int, seed: int) -> list[Mutant]:
+    """Return ``count`` mutants of the core: of each kind of change equally many."""
+    kinds: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for path in sorted(path for folder in CORE for path in (ROOT / folder).glob("*.py")):
+        tree = ast.parse(path.read_text())
+        for parent, name, index, node, within in list(sites(tree)):
+            for kind, what, new in changes(node):
+                kinds[kind].append((path, tree, (parent, name, index), node, within, what, new))
+    rng, chosen = random.Random(seed), []
+    for number, kind in enumerate(sorted(kinds)):
+        chosen += rng.sample(kinds[kind], min(len(kinds[kind]), (count + number) // len(kinds)))
+    rng.shuffle(chosen)
+    return [build(*each) for each in chosen]
+
+
+def build(path: Path, tree: Any, place: tuple[Any, str, Any], node: Any, within: str, what: str, new: Any) -> Mutant:
+    parent, name, index = place
+    sources = []
+    for each in (ast.copy_location(new, node), node):
+        setattr(parent, name, each) if index is None else getattr(parent, name).__setitem__(index, each)
+        sources.append(ast.unparse(ast.fix_missing_locations(tree)))
+    line = path.read_text().splitlines()[node.lineno - 1].strip()
+    return str(path.relative_to(ROOT)), within, node.lineno, what, line, sources[0]
+
+
+class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from other source."""
+
+    def __init__(self, path: str, source: str) -> None:
+        self._name, self._code = path.removesuffix(".py").replace("/", "."), compile(source, path, "exec")
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        return importlib.util.spec_from_loader(name, self) if name == self._name else None
+
+    def exec_module(self, module: Any) -> None:
+        exec(self._code, module.__dict__)  # noqa: S102
+
+
+def kill(mutant: Mutant) -> tuple[str, float]:
+    """Return the file of tests that kills a mutant, empty if none does, and the seconds it took."""
+    sys.meta_path.insert(0, Replaced(mutant[0], mutant[5]))
+    started_at = time.monotonic()
+    folders = CORE[mutant[0].rpartition("/")[0]]
+    files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
+    for file in sorted(files, key=lambda file: LAST.index(file) if file in LAST else -1):
+        if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", f"--timeout={LIMIT_S}", file]):
+            return file, time.monotonic() - started_at
+    return "", time.monotonic() - started_at
+
+
+def quiet() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="mutants whose file, function or change has this in it")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/mutants.json")
+    arguments = parser.parse_args()
+    chosen = [each for each in choose(arguments.count, arguments.seed) if arguments.only in str(each[:5])]
+    settings.register_profile("mutants", deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    settings.load_profile("mutants")
+    pytest.main(["--version"])  # loads the plugins before the processes fork
+    os.nice(max(0, 15 - os.nice(0)))
+    with multiprocessing.get_context("fork").Pool(2, quiet, maxtasksperchild=1) as pool:
+        rows = []
+        for mutant, (by, seconds) in zip(chosen, pool.imap(kill, chosen), strict=True):
+            rows.append([*mutant[:5], by, round(seconds, 1)])
+            print(f"{seconds:6.1f} s {by or 'SURVIVES'}:", *mutant[:5], flush=True)
+    arguments.out.parent.mkdir(exist_ok=True)
+    arguments.out.write_text(json.dumps(rows, indent=1))
+    survivors = sum(not row[5] for row in rows)
+    print(f"{len(rows) - survivors} of {len(rows)} mutants killed, {survivors} survive")
+    return survivors * 20 > len(rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
