@@ -158,13 +158,12 @@ class ConsumerPlayer(Player):
         return self.machine.release(transfer, address(engine), self.now)
 
     def connected(self, engine: str = "a") -> Any:
-        ranks = (Peer(engine, 0), (10, 1)), (Peer(engine, 1), (20, 0))
-        partners = [Partner(*rank, self.new_digest, address(engine), PROCESS, True) for rank in self._shaped(ranks)]
+        met_at = EngineAddress(engine, "met", 1)
+        partners = [
+            Partner(Peer(engine, rank), SHAPES, sizes, self.new_digest, met_at, PROCESS, True)
+            for rank, sizes in enumerate(((10, 1), (20, 0)))
+        ]
         return self.machine.connected(engine, partners, self.now)
-
-    @staticmethod
-    def _shaped(ranks: Any) -> list[tuple[Peer, tuple[UnitShape, ...], tuple[int, ...]]]:
-        return [(peer, SHAPES, sizes) for peer, sizes in ranks]
 
     def forget(self) -> Any:
         return self.machine.forget("a")
@@ -206,7 +205,7 @@ class ConsumerPlayer(Player):
     def show(self, action: Any) -> str:
         match action:
             case Connect(engine):
-                return f"connect {engine.incarnation}"
+                return f"connect {engine.incarnation}{' where met' if engine.host == 'met' else ''}"
             case Due(request, _, failure, cancelled):
                 return f"due {request}{' failed' if failure else ''}{' cancelled' if cancelled else ''}"
             case Verify(_, peer, units, _, expected):

@@ -106,15 +106,15 @@ SCRIPTS = scripts("""
 0 abort r | cancel 0 #1, cancel 1 #1
 0.5 cancelled 0
 1.9 tick
-2 tick | cancel 1 #1, connect a, quarantined r
+2 tick | cancel 1 #1, connect a where met, quarantined r
 2 counts | 1 quarantined
 2 suspects | 1
 2 awaits 0 | False
 2 awaits 1 | True
 2 busy | True
 3.9 tick
-4 tick | cancel 1 #1, connect a
-1000 tick | cancel 1 #1, connect a
+4 tick | cancel 1 #1, connect a where met
+1000 tick | cancel 1 #1, connect a where met
 1000 alive 1
 1000.1 start r2 t | failed r2
 1000.2 abort r
@@ -122,7 +122,7 @@ SCRIPTS = scripts("""
 1000.3 counts
 == offered: an answer frees the blocks; another request may have the id of the request
 0 abort r | cancel 0 #1, cancel 1 #1
-2 tick | cancel 0 #1, cancel 1 #1, connect a, quarantined r
+2 tick | cancel 0 #1, cancel 1 #1, connect a where met, quarantined r
 3 start r t2 | connect a
 3 connected | offer 0 t2 #2, offer 1 t2 #2, cancel 0 #1, cancel 1 #1
 3 counts | 1 offered, 1 quarantined
@@ -135,11 +135,11 @@ SCRIPTS = scripts("""
 1.8 connected | cancel 0 #1, cancel 1 #1
 2.6 connected | cancel 0 #1, cancel 1 #1
 2.9 tick
-3 tick | cancel 0 #1, cancel 1 #1, connect a, quarantined r
+3 tick | cancel 0 #1, cancel 1 #1, connect a where met, quarantined r
 3.5 connected | cancel 0 #1, cancel 1 #1
 == offered: an engine with blocks in quarantine gets no offer before a handshake
 0 abort r | cancel 0 #1, cancel 1 #1
-2 tick | cancel 0 #1, cancel 1 #1, connect a, quarantined r
+2 tick | cancel 0 #1, cancel 1 #1, connect a where met, quarantined r
 3 start r2 | connect a
 4 connect_failed a refused | failed r2
 5 start r3 | connect a
@@ -153,7 +153,7 @@ SCRIPTS = scripts("""
 2 failed 0
 2 cancelled 1
 2 suspects | 0
-3 tick | cancel 0 #1, connect a
+3 tick | cancel 0 #1, connect a where met
 4 engine_lost a lost | freed r, forget 0, forget 1
 == offered: a failed write of an abandoned transfer
 1 abort r | cancel 0 #1, cancel 1 #1
@@ -172,7 +172,7 @@ SCRIPTS = scripts("""
 3 start r2 | connect a
 == offered: workers die one after the other, with blocks in quarantine
 10 tick | cancel 0 #1, cancel 1 #1
-12 tick | cancel 0 #1, cancel 1 #1, connect a, quarantined r
+12 tick | cancel 0 #1, cancel 1 #1, connect a where met, quarantined r
 20 worker_lost 1
 20 suspects | 0
 30 worker_lost 0 | freed r
@@ -240,7 +240,7 @@ SCRIPTS = scripts("""
 1802 start r2 | connect a
 == offered: an engine with a transfer is not removed
 0 abort r | cancel 0 #1, cancel 1 #1
-1800 tick | cancel 0 #1, cancel 1 #1, connect a, quarantined r
+1800 tick | cancel 0 #1, cancel 1 #1, connect a where met, quarantined r
 1800 knows 0 | True
 == offered: the owner drops an engine
 1 fin 0
@@ -359,7 +359,7 @@ WITH_DIGESTS = scripts("""
 == offered: a verification that hangs, with blocks in quarantine
 1 fin 0 | verify 0 4 5 6 7 all
 2 abort r | cancel 1 #1
-4 tick | cancel 1 #1, connect a, quarantined r
+4 tick | cancel 1 #1, connect a where met, quarantined r
 10 cancelled 1
 21 tick | freed r
 == offered: units are hashed as they arrive, in any order of the messages
