@@ -16,7 +16,6 @@ import ast
 import copy
 import importlib.abc
 import importlib.util
-import json
 import multiprocessing
 import os
 import random
@@ -43,16 +42,9 @@ OPERATORS = {"Add": "Sub", "Sub": "Add", "Mult": "FloorDiv", "FloorDiv": "Mult",
 OPERATORS |= {"BitAnd": "BitOr", "BitOr": "BitAnd", "And": "Or", "Or": "And"}
 REMOVABLE = (ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)
 UNCHANGED = ("annotation", "returns", "decorator_list", "bases", "simple")
-LAST = (
-    "tests/planning/test_oracle.py",
-    "tests/protocol/test_simulation.py",
-    "tests/protocol/test_exploration.py",
-    "tests/store/test_device_copies.py",
-    "tests/store/test_folder.py",
-    "tests/store/test_service.py",
-)
+LAST = [f"tests/{name}.py" for name in ("planning/test_oracle", "protocol/test_exploration")]
+LAST += [f"tests/store/test_{name}.py" for name in ("device_copies", "folder", "service")]
 """The longest tests, which run after the others."""
-LIMIT_S = 900
 
 Mutant = tuple[str, str, int, str, str, str]
 """File, function, line, change, source line, and the module's changed source."""
@@ -104,7 +96,7 @@ def choose(count: int, seed: int) -> list[Mutant]:
     """Return ``count`` mutants of the core: of each kind of change equally many."""
     kinds: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for path in sorted(path for folder in CORE for path in (ROOT / folder).glob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         for parent, name, index, node, within in list(sites(tree)):
             for kind, what, new in changes(node):
                 kinds[kind].append((path, tree, (parent, name, index), node, within, what, new))
@@ -121,7 +113,7 @@ def build(path: Path, tree: Any, place: tuple[Any, str, Any], node: Any, within:
     for each in (ast.copy_location(new, node), node):
         setattr(parent, name, each) if index is None else getattr(parent, name).__setitem__(index, each)
         sources.append(ast.unparse(ast.fix_missing_locations(tree)))
-    line = path.read_text().splitlines()[node.lineno - 1].strip()
+    line = path.read_text(encoding="utf-8").splitlines()[node.lineno - 1].strip()
     return str(path.relative_to(ROOT)), within, node.lineno, what, line, sources[0]
 
 
@@ -135,7 +127,7 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(name, self) if name == self._name else None
 
     def exec_module(self, module: Any) -> None:
-        exec(self._code, module.__dict__)  # noqa: S102
+        exec(self._code, module.__dict__)
 
 
 def kill(mutant: Mutant) -> tuple[str, float]:
@@ -145,7 +137,7 @@ def kill(mutant: Mutant) -> tuple[str, float]:
     folders = CORE[mutant[0].rpartition("/")[0]]
     files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
     for file in sorted(files, key=lambda file: LAST.index(file) if file in LAST else -1):
-        if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", f"--timeout={LIMIT_S}", file]):
+        if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--timeout=900", file]):
             return file, time.monotonic() - started_at
     return "", time.monotonic() - started_at
 
@@ -156,10 +148,9 @@ def quiet() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
+    for option, default in (("--count", 200), ("--seed", 1)):
+        parser.add_argument(option, type=int, default=default)
     parser.add_argument("--only", default="", help="mutants whose file, function or change has this in it")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/mutants.json")
     arguments = parser.parse_args()
     chosen = [each for each in choose(arguments.count, arguments.seed) if arguments.only in str(each[:5])]
     settings.register_profile("mutants", deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -167,15 +158,12 @@ def main() -> int:
     pytest.main(["--version"])  # loads the plugins before the processes fork
     os.nice(max(0, 15 - os.nice(0)))
     with multiprocessing.get_context("fork").Pool(2, quiet, maxtasksperchild=1) as pool:
-        rows = []
+        survivors = 0
         for mutant, (by, seconds) in zip(chosen, pool.imap(kill, chosen), strict=True):
-            rows.append([*mutant[:5], by, round(seconds, 1)])
+            survivors += not by
             print(f"{seconds:6.1f} s {by or 'SURVIVES'}:", *mutant[:5], flush=True)
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(rows, indent=1))
-    survivors = sum(not row[5] for row in rows)
-    print(f"{len(rows) - survivors} of {len(rows)} mutants killed, {survivors} survive")
-    return survivors * 20 > len(rows)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed, {survivors} survive")
+    return survivors * 20 > len(chosen)
 
 
 if __name__ == "__main__":

@@ -241,9 +241,9 @@ def test_a_row_of_tokens_is_not_cut() -> None:
     """The common unit of blocks of 16 and 24 tokens has 8 tokens, fewer than the 16 of a packed
     row.
     """
-    with pytest.raises(PlanError, match="units of 8 tokens, .* packs 16"):
+    with pytest.raises(PlanError, match=r"units of 8 tokens, .* packs 16"):
         unit_shape(full(16, 16), full(24, 24))
-    with pytest.raises(PlanError, match="units of 8 tokens, .* packs 24"):
+    with pytest.raises(PlanError, match=r"units of 8 tokens, .* packs 24"):
         unit_shape(full(24, 24), full(16, 16))
 
 

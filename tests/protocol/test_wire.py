@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connectors.codec import MAX_FRAME_BYTES, decode, encode
 from connectors.errors import WireError
 from connectors.planning.blocks import BlockSet, empty_blocks
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from connectors.protocol.wire import (
-    MAX_FRAME_BYTES,
     Aborted,
     Alive,
     AwaitStart,
@@ -31,8 +31,6 @@ from connectors.protocol.wire import (
     Refused,
     Starting,
     Welcome,
-    decode,
-    encode,
 )
 from tests.protocol.scripts import blocks
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from connectors.codec import decode, decode_agent_metadata, encode, encode_agent_metadata
 from connectors.planning.descriptors import build_runs
 from connectors.planning.layout import Region
 from connectors.planning.plan import PairPlan, consumer_ranks, plan_pair
@@ -22,15 +23,13 @@ from connectors.protocol.agent_metadata import (
     AgentMetadata,
     ModelIdentity,
     check_peers,
-    decode_agent_metadata,
-    encode_agent_metadata,
 )
 from connectors.protocol.consumer import Consumer
 from connectors.protocol.delivery import ConsumerPeer
 from connectors.protocol.engines import Partner
 from connectors.protocol.limits import TransferLimits
 from connectors.protocol.producer import Producer
-from connectors.protocol.wire import Envelope, Peer, decode, encode
+from connectors.protocol.wire import Envelope, Peer
 from connectors.transport.digest import End, HostMemory, digests
 from connectors.transport.nixl import NixlTransport
 from tests.planning.builders import HOST, Rank, Shape, make_rank
