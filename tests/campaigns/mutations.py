@@ -2,11 +2,10 @@
 
     python -m tests.campaigns.mutations [--count 200] [--seed 1] [--only PART]
 
-Each mutant differs from the checkout in one comparison, operator, condition, constant, statement or
-order of arguments, of each kind equally many. A child process imports it in place of its module and
-runs the tests of its folder (``CORE``), one file after the other, until one fails. Unchanged remain
-texts of messages, assertions, annotations, decorators and ``zip``'s ``strict``: no result depends
-on them.
+A mutant differs from the checkout in one comparison, operator, condition, constant, statement or
+order of arguments, of each kind equally many. A child process imports it and runs the tests of its
+folder (``CORE``), file by file, until one fails. Texts of messages, assertions, annotations,
+decorators and ``zip``'s ``strict`` remain: no result depends on them.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import importlib.abc
-import importlib.util
 import multiprocessing
 import os
 import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +37,7 @@ COMPARISONS = {"Lt": "LtE", "LtE": "Lt", "Gt": "GtE", "GtE": "Gt", "Eq": "NotEq"
 COMPARISONS |= {"In": "NotIn", "NotIn": "In", "Is": "IsNot", "IsNot": "Is"}
 OPERATORS = {"Add": "Sub", "Sub": "Add", "Mult": "FloorDiv", "FloorDiv": "Mult", "Mod": "FloorDiv"}
 OPERATORS |= {"BitAnd": "BitOr", "BitOr": "BitAnd", "And": "Or", "Or": "And"}
-REMOVABLE = (ast.AugAssign, ast.Delete, ast.Raise, ast.Continue, ast.Break)
+REMOVABLE = ast.AugAssign | ast.Delete | ast.Raise | ast.Continue | ast.Break
 UNCHANGED = ("annotation", "returns", "decorator_list", "bases", "simple")
 LAST = [f"tests/{name}.py" for name in ("planning/test_oracle", "protocol/test_exploration")]
 LAST += [f"tests/store/test_{name}.py" for name in ("device_copies", "folder", "service")]
@@ -108,8 +105,7 @@ def choose(count: int, seed: int) -> list[Mutant]:
 
 
 def build(path: Path, tree: Any, place: tuple[Any, str, Any], node: Any, within: str, what: str, new: Any) -> Mutant:
-    parent, name, index = place
-    sources = []
+    sources, (parent, name, index) = [], place
     for each in (ast.copy_location(new, node), node):
         setattr(parent, name, each) if index is None else getattr(parent, name).__setitem__(index, each)
         sources.append(ast.unparse(ast.fix_missing_locations(tree)))
@@ -117,33 +113,17 @@ def build(path: Path, tree: Any, place: tuple[Any, str, Any], node: Any, within:
     return str(path.relative_to(ROOT)), within, node.lineno, what, line, sources[0]
 
 
-class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from other source."""
-
-    def __init__(self, path: str, source: str) -> None:
-        self._name, self._code = path.removesuffix(".py").replace("/", "."), compile(source, path, "exec")
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        return importlib.util.spec_from_loader(name, self) if name == self._name else None
-
-    def exec_module(self, module: Any) -> None:
-        exec(self._code, module.__dict__)
-
-
 def kill(mutant: Mutant) -> tuple[str, float]:
     """Return the file of tests that kills a mutant, empty if none does, and the seconds it took."""
-    sys.meta_path.insert(0, Replaced(mutant[0], mutant[5]))
-    started_at = time.monotonic()
+    started_at, get_code = time.monotonic(), SourceFileLoader.get_code
+    module, changed = mutant[0].removesuffix(".py").replace("/", "."), compile(mutant[5], mutant[0], "exec")
+    SourceFileLoader.get_code = lambda loader, name: changed if name == module else get_code(loader, name)  # type: ignore[method-assign]
     folders = CORE[mutant[0].rpartition("/")[0]]
     files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
     for file in sorted(files, key=lambda file: LAST.index(file) if file in LAST else -1):
         if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--timeout=900", file]):
             return file, time.monotonic() - started_at
     return "", time.monotonic() - started_at
-
-
-def quiet() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def main() -> int:
@@ -157,7 +137,7 @@ def main() -> int:
     settings.load_profile("mutants")
     pytest.main(["--version"])  # loads the plugins before the processes fork
     os.nice(max(0, 15 - os.nice(0)))
-    with multiprocessing.get_context("fork").Pool(2, quiet, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(2, os.dup2, (os.open(os.devnull, os.O_WRONLY), 1), 1) as pool:
         survivors = 0
         for mutant, (by, seconds) in zip(chosen, pool.imap(kill, chosen), strict=True):
             survivors += not by
