@@ -15,8 +15,7 @@ from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Order, expected_bytes
 from connectors.protocol.wire import Offer, Peer
-from tests.campaigns.schedules.tally import Tally
-from tests.protocol.scripts import LIMITS, SHAPES, ProducerPlayer, blocks, tally
+from tests.protocol.scripts import LIMITS, SHAPES, ProducerPlayer, Tally, blocks, tally
 
 NONE = blocks([], [])
 OFFER = Offer("t", 11, "digest", (blocks([0, 1, 2], [50, 51, 52]), blocks([2], [60]), blocks([0], [61])))

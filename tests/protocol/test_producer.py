@@ -394,6 +394,11 @@ SCRIPTS = scripts("""
 4 welcome 0
 5 offer 0 | write 0 1>50 2>51 3>52 6>60
 6 done 1 | fin 0 31, sent r
+== new: a worker that returns before it is removed stays
+0 peer_lost 0
+1 welcome 0
+1 tick
+1 knows 0 | True
 == new: a cancelled offer that arrives late is never new
 0 cancel 0 t 3 | cancelled 0
 20 tick
