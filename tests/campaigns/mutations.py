@@ -117,7 +117,7 @@ def kill(mutant: Mutant) -> tuple[str, float]:
     """Return the file of tests that kills a mutant, empty if none does, and the seconds it took."""
     started_at, get_code = time.monotonic(), SourceFileLoader.get_code
     module, changed = mutant[0].removesuffix(".py").replace("/", "."), compile(mutant[5], mutant[0], "exec")
-    SourceFileLoader.get_code = lambda loader, name: changed if name == module else get_code(loader, name)  # type: ignore[method-assign]
+    SourceFileLoader.get_code = lambda loader, name: changed if name == module else get_code(loader, name)  # type: ignore[method-assign, assignment]
     folders = CORE[mutant[0].rpartition("/")[0]]
     files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
     for file in sorted(files, key=lambda file: LAST.index(file) if file in LAST else -1):

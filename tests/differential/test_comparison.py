@@ -42,18 +42,19 @@ def lines(one: Reply, other: Reply) -> list[str]:
     return differences(read(one), read(other))
 
 
+CHANGES: list[dict[str, Any]] = [
+    {"id": "chatcmpl-fedcba9876543210fedc"},
+    {"id": None},
+    {"created": "now"},
+    {"system_fingerprint": "there"},
+    {"usage": {"prompt_tokens": 6}},
+    {"usage": {"prompt_tokens": 5, "prompt_tokens_details": None}},
+    {"choices": []},
+    {"choices": [{"index": 0, "text": "094"}]},
+    {"extra": None},
+]
 SEEN: list[tuple[Reply, Reply]] = [
-    *((whole(), whole(**change)) for change in (
-        {"id": "chatcmpl-fedcba9876543210fedc"},
-        {"id": None},
-        {"created": "now"},
-        {"system_fingerprint": "there"},
-        {"usage": {"prompt_tokens": 6}},
-        {"usage": {"prompt_tokens": 5, "prompt_tokens_details": None}},
-        {"choices": []},
-        {"choices": [{"index": 0, "text": "094"}]},
-        {"extra": None},
-    )),
+    *((whole(), whole(**change)) for change in CHANGES),
     (whole(n=1), whole(n=True)),
     (whole(n=1), whole(n=1.0)),
     (whole(logprobs=[-2.5]), whole(logprobs=[-2.49989])),  # further than another order of addition

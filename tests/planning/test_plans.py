@@ -322,8 +322,9 @@ def test_states_have_equal_rows() -> None:
     state = Group(0, GroupKind.STATE, 4, None, BASE.groups[0].layers)
     base = replace(BASE, groups=(state,))
     check_compatible(base, with_field(base, 0, block_tokens=8))
-    for changes in ({"rows": 2}, {"row_bytes": 8}):
+    for field in ("rows", "row_bytes"):
+        changes: dict[str, Any] = {field: 2}
         pages = tuple(replace(each, **changes) for each in state.layers)
         with pytest.raises(IncompatiblePeerError) as refusal:
             check_compatible(with_field(base, 0, layers=pages), base)
-        assert refusal.value.field.startswith(next(iter(changes)))
+        assert refusal.value.field.startswith(field)

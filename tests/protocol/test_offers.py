@@ -10,11 +10,12 @@ from connectors.planning.blocks import UnitShape
 from connectors.planning.layout import Group, GroupKind
 from connectors.protocol import producer as owner
 from connectors.protocol import production
+from connectors.protocol.actions import Send
 from connectors.protocol.delivery import MAX_EARLY, ConsumerPeer, Stage, Transfer, offer_problem
 from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.reception import Order, expected_bytes
-from connectors.protocol.wire import Offer, Peer
+from connectors.protocol.wire import Aborted, Fin, Offer, Peer
 from tests.protocol.scripts import LIMITS, SHAPES, ProducerPlayer, Tally, blocks, tally
 
 NONE = blocks([], [])
@@ -54,8 +55,9 @@ def test_a_freed_block_is_not_read() -> None:
     """The null block in the producer's table ends the delivery."""
     player = ProducerPlayer()
     player.play("0 expect\n0 offer 0")
-    (action,) = player.machine.progress("r", [[1, 0, 3], [4, 5, 6]], 12, 1.0)
-    assert action.message.kind == "aborted"
+    assert player.machine.progress("r", [[1, 0, 3], [4, 5, 6]], 12, 1.0) == [
+        Send(Peer("c", 0), Aborted("t", "the prefill engine has freed a requested block"))
+    ]
 
 
 def test_expected_bytes_by_hand() -> None:
@@ -122,12 +124,9 @@ OPEN = "0 expect\n0 offer 0 digest=yes"
 
 def test_fin_has_the_digest_of_all_writes() -> None:
     player = ProducerPlayer()
-    player.play(OPEN)
-    for write, tokens in enumerate((8, 12), 1):
-        list(player.answer(f"1 progress {tokens}"))
-        player.machine.write_posted(write, 0)
-        actions = player.machine.write_done(write, 1.0)
-    assert actions[-1].message.digest == tally("123", "6")
+    player.play(f"{OPEN}\n1 progress 8 | write 0 1>50 2>51\n1 done 1 | alive 0 1 1\n2 progress 12 | write 0 3>52 6>60")
+    player.machine.write_posted(2, 11)
+    assert player.machine.write_done(2, 2.0) == [Send(Peer("c", 0), Fin("t", 31, tally("123", "6")))]
 
 
 @pytest.mark.parametrize("end", ["", "cancel 0", "preempted", "discard t", "left", "peer_lost 0", "broken 1"])

@@ -91,9 +91,12 @@ def test_many_writes_at_once(fresh: tuple[Agent, Agent]) -> None:
     ]
     left = set(handles)
     assert len(left) == 50
-    until(
-        lambda: not left.difference_update({each for each in left if ours.transport.poll(each)}) and not left, [theirs]
-    )
+
+    def all_done() -> bool:
+        left.difference_update({each for each in left if ours.transport.poll(each)})
+        return not left
+
+    until(all_done, [theirs])
     for k in range(50):
         assert np.array_equal(theirs.buffer[128 * k : 128 * k + 64], ours.buffer[64 * k : 64 * k + 64])
     with pytest.raises(KeyError):
