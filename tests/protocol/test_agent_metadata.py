@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from connectors.codec import decode_agent_metadata, encode_agent_metadata
 from connectors.errors import IncompatiblePeerError, WireError
+from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, Region
 from connectors.protocol.agent_metadata import (
     PROTOCOL_VERSION,
     AgentMetadata,
@@ -22,7 +23,7 @@ from connectors.protocol.agent_metadata import (
     engine_identity,
     engine_metadata,
 )
-from tests.planning.builders import Shape, make_rank, with_field
+from tests.planning.builders import HOST, Shape, make_rank, with_field
 
 IDENTITY = ModelIdentity("m0de1", "bfloat16", "auto", "0.32.0")
 
@@ -166,6 +167,21 @@ def test_hostile_metadata_is_refused(payload: bytes) -> None:
     """A missing, mistyped or impossible field, or one that would cost much time."""
     with pytest.raises(WireError):
         decode_agent_metadata(payload)
+
+
+@pytest.mark.parametrize(("rows", "accepted"), [(2**20, True), (2**21, False)])
+def test_a_plan_of_many_rows_is_refused(rows: int, accepted: bool) -> None:
+    """A consistent layout may still cost a peer much memory."""
+    pages = LayerPages("a", 1000, rows, 1, 1, rows, rows, 1, 1, "rows")
+    group = Group(0, GroupKind.FULL, rows, None, (pages,))
+    payload = encode_agent_metadata(
+        agent_metadata(layout=EngineLayout(0, 1, 4, (Region(1000, 2**30, HOST),), (group,)))
+    )
+    if accepted:
+        assert decode_agent_metadata(payload).layout.groups == (group,)
+    else:
+        with pytest.raises(WireError):
+            decode_agent_metadata(payload)
 
 
 def all_paths(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
