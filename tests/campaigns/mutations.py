@@ -67,7 +67,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, str, ast.AST]]:
         case ast.Call(func=ast.Name(id="min" | "max" as name)):
             new.func = ast.Name("max" if name == "min" else "min", ast.Load())
             yield "operator", f"not {name}", new
-        case ast.Call(func=ast.Name(id=name), args=[first, second, *rest]) if name not in ("isinstance", "zip"):
+        case ast.Call(func=ast.Name(), args=[first, second, *rest]) if ast.dump(first) != ast.dump(second):
             new.args = [second, first, *rest]
             yield "arguments", "arguments swapped", new
         case ast.Expr(value=ast.Call()) | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
