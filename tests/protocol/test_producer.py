@@ -218,6 +218,7 @@ SCRIPTS = scripts("""
 4 counts | 1 held, 1 writes
 5 broken 1 | sent r
 5 tick | forget 0
+6 tick
 == open: a transfer belongs to the first engine that names it
 1 offer d0 | aborted d0
 1 cancel d0 | cancelled d0
