@@ -54,32 +54,32 @@ def test_the_deployments_of_a_service(args: dict[str, Any] | None, deployments: 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"models": MODELS, "engine": {}}, "engine: set these for each of `models`"),
-        ({"models": MODELS, "model": "demo"}, "model: set these for each of `models`"),
+        ({"models": MODELS, "engine": {}}, "^engine: .*`models`"),
+        ({"models": MODELS, "model": "demo"}, "^model: .*`models`"),
         ({"models": [{"served_model_name": ["x", "x"]}]}, "each only once"),
         ({"models": [{"served_model_name": []}]}, "at least one name"),
-        ({"models": [{}, {}]}, "several models or adapters have the name tandem-demo"),
+        ({"models": [{}, {}]}, "tandem-demo"),
         (
             {"models": [{"model": name, "frontend": {"lora_modules": [{"name": "x", "path": "/x"}]}} for name in "ab"]},
-            "several models or adapters have the name x",
+            "name x",
         ),
-        ({"models": [{"frontend": {"lora_modules": ["sql"]}}]}, "'path': ''} must be `name=path`"),
-        ({"frontend": {"lora_modules": [{"lora_name": "x", "lora_path": "/x"}]}}, "must be `name=path`"),
-        ({"frontend": {"lora_modules": "x=/x"}}, "must be a list of `name=path`"),
+        ({"models": [{"frontend": {"lora_modules": ["sql"]}}]}, "`name=path`"),
+        ({"frontend": {"lora_modules": [{"lora_name": "x", "lora_path": "/x"}]}}, "`name=path`"),
+        ({"frontend": {"lora_modules": "x=/x"}}, "list of `name=path`"),
         (
             {"models": [{"served_model_name": "x/y"}, {"served_model_name": "x y"}]},
-            "'x/y' and 'x y' give two deployments the name Prefill-x-y",
+            "Prefill-x-y",
         ),
-        ({"models": [{"modle": "x"}]}, "models.0.modle: no such setting; did you mean model?"),
-        ({"models": [{"prefill": {"replica": 1}}]}, "models.0.prefill.replica: no such setting; did you mean replicas"),
+        ({"models": [{"modle": "x"}]}, "models.0.modle: .* model"),
+        ({"models": [{"prefill": {"replica": 1}}]}, "models.0.prefill.replica: .* replicas"),
         (
             {"models": [{}, {"served_model_name": "b", "decode": {"replicas": 2, "rpc_port": 7}}]},
-            "models.1.decode.placement must be `apart`",
+            "models.1.decode.placement .*`apart`",
         ),
     ],
 )
 def test_refused_settings(args: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError, match=said.replace("?", r"\?").replace(".", r"\.")):
+    with pytest.raises(SettingsError, match=said):
         parse_settings(args)
 
 

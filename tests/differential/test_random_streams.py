@@ -53,7 +53,6 @@ def test_other_fields_stay() -> None:
         ("42", "stopped across the seam"),
         ("27", "stopped after the seam"),
         (None, ""),
-        (270, ""),
     ],
 )
 def test_where_a_stop_string_ends_a_stream(stop: Any, where: str) -> None:

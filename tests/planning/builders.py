@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from connectors.planning.descriptors import Moves, Runs, build_runs
+from connectors.planning.descriptors import Moves, Runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region, unique_regions
-from connectors.planning.plan import PairPlan, plan_pair
 
 HOST = MemoryKind("DRAM", 0)
 CANARY = 0xA5
@@ -60,9 +59,6 @@ class Rank:
     heads: list[int]
     views: list[list[np.ndarray]]
     buffers: list[np.ndarray] = field(repr=False)
-
-    def region_bytes(self) -> list[bytes]:
-        return [buffer.tobytes() for buffer in self.buffers]
 
 
 def heads_of(rank: int, tp_size: int, kv_heads: int) -> list[int]:
@@ -179,11 +175,6 @@ def execute(runs: Runs) -> None:
         ctypes.memmove(dst, src, length)
 
 
-def all_plans(producers: Sequence[Rank], consumers: Sequence[Rank]) -> list[list[PairPlan]]:
-    """Return ``[c][p]``: the plan of every pair, those without a share included."""
-    return [[plan_pair(p.layout, c.layout) for p in producers] for c in consumers]
-
-
 def whole_blocks(group: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> Moves:
     """Return units for blocks that are one unit on both sides."""
     return Moves(group, src_ids, np.zeros_like(src_ids), dst_ids, np.zeros_like(dst_ids))
@@ -202,14 +193,6 @@ def draw_moves(rng: np.random.Generator, producer: Shape, consumer: Shape) -> li
         moves.append(whole_blocks(group, src[at : at + count].copy(), dst[at : at + count].copy()))
         at += count
     return moves
-
-
-def wanted_ids(moves: Sequence[Moves]) -> list[np.ndarray]:
-    return [move.dst_ids for move in moves]
-
-
-def runs_of(plans: Sequence[PairPlan], moves: Sequence[Moves]) -> list[Runs]:
-    return [build_runs(plan, moves) for plan in plans]
 
 
 def with_field(layout: EngineLayout, group: int, **changes: Any) -> EngineLayout:

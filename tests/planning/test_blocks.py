@@ -36,104 +36,116 @@ TABLE = list(range(101, 111))
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "positions"),
+    ("group", "start", "end", "positions"),
     [
-        (0, 0, []),
-        (0, 1, [0]),
-        (0, 3, [0]),
-        (0, 4, [0]),
-        (0, 5, [0, 1]),
-        (0, 16, [0, 1, 2, 3]),
-        (4, 16, [1, 2, 3]),
-        (8, 9, [2]),
-        (16, 16, []),
-    ],
-)
-def test_full_attention_wants_all_blocks(start: int, end: int, positions: list[int]) -> None:
-    """Every block with a token in [start, end), the last one even if it is not full."""
-    blocks = wanted_blocks(FULL, TABLE, start, end)
-    assert blocks.positions.tolist() == positions
-    assert blocks.ids.tolist() == [TABLE[p] for p in positions]
-
-
-@pytest.mark.parametrize(
-    ("window", "start", "end", "positions"),
-    [
+        (FULL, 0, 0, []),
+        (FULL, 0, 1, [0]),
+        (FULL, 0, 4, [0]),
+        (FULL, 0, 5, [0, 1]),
+        (FULL, 4, 16, [1, 2, 3]),
+        (FULL, 8, 9, [2]),
+        (FULL, 16, 16, []),
         # resuming at token e attends to tokens e-W+1 .. e; tokens below e come from the producer
-        (4, 0, 3, [0]),
-        (4, 0, 4, [0]),  # tokens 1..4: 1, 2, 3 are needed, block 1 is the consumer's own
-        (4, 0, 5, [0, 1]),  # tokens 2..5
-        (4, 0, 7, [1]),  # tokens 4..7
-        (4, 0, 8, [1]),  # tokens 5..8
-        (4, 0, 11, [2]),
-        (5, 0, 7, [0, 1]),  # tokens 3..7
-        (5, 0, 8, [1]),  # tokens 4..8
-        (8, 0, 40, [8, 9]),  # tokens 33..40
-        (8, 0, 39, [8, 9]),  # tokens 32..39
-        (8, 0, 38, [7, 8, 9]),  # tokens 31..38
-        (100, 0, 10, [0, 1, 2]),  # the window is longer than the prompt
-        (8, 36, 39, [9]),  # a prefix hit inside the window
-        (8, 8, 39, [8, 9]),  # a prefix hit before the window
-        (1, 0, 8, []),  # a window of one token: the next token attends to itself only
-        (1, 0, 9, []),  # even if that token does not begin a block
+        (sliding(4), 0, 3, [0]),
+        (sliding(4), 0, 4, [0]),  # tokens 1..4: 1, 2, 3 are needed, block 1 is the consumer's own
+        (sliding(4), 0, 5, [0, 1]),  # tokens 2..5
+        (sliding(4), 0, 7, [1]),  # tokens 4..7
+        (sliding(4), 0, 8, [1]),  # tokens 5..8
+        (sliding(4), 0, 11, [2]),
+        (sliding(5), 0, 7, [0, 1]),  # tokens 3..7
+        (sliding(5), 0, 8, [1]),  # tokens 4..8
+        (sliding(8), 0, 40, [8, 9]),  # tokens 33..40
+        (sliding(8), 0, 38, [7, 8, 9]),  # tokens 31..38
+        (sliding(100), 0, 10, [0, 1, 2]),  # the window is longer than the prompt
+        (sliding(8), 36, 39, [9]),  # a prefix hit inside the window
+        (sliding(8), 8, 39, [8, 9]),  # a prefix hit before the window
+        (sliding(1), 0, 8, []),  # the next token attends to itself only
+        (sliding(1), 0, 9, []),  # even if that token does not begin a block
+        (chunked(8), 0, 7, [0, 1]),
+        (chunked(8), 0, 8, []),  # token 8 begins a chunk: it attends to nothing before it
+        (chunked(8), 0, 9, [2]),  # token 8
+        (chunked(8), 0, 15, [2, 3]),
+        (chunked(6), 0, 11, [1, 2]),  # tokens 6..10: the chunk begins inside block 1
+        (chunked(6), 0, 13, [3]),  # token 12
+        (chunked(100), 8, 10, [2]),  # a prefix hit inside the chunk
+        (chunked(8), 4, 15, [2, 3]),  # and one before it
+        (chunked(8), 12, 15, [3]),
+        (STATE, 8, 8, []),
     ],
 )
-def test_sliding_window_wants_its_window(window: int, start: int, end: int, positions: list[int]) -> None:
-    """Blocks that a resume at ``end`` attends to, and none before them."""
-    blocks = wanted_blocks(sliding(window), TABLE, start, end)
+def test_wanted_blocks(group: Group, start: int, end: int, positions: list[int]) -> None:
+    """Blocks with a token in ``[start, end)`` to which a resume at ``end`` attends."""
+    blocks = wanted_blocks(group, TABLE, start, end)
     assert blocks.positions.tolist() == positions
     assert blocks.ids.tolist() == [TABLE[p] for p in positions]
 
 
-@pytest.mark.parametrize(("window", "resume", "first"), [(4, 0, 0), (4, 3, 0), (4, 4, 1), (4, 10, 7), (1, 10, 10)])
-def test_first_needed_token(window: int, resume: int, first: int) -> None:
-    """A window of W tokens ends with the computed token."""
-    assert first_needed_token(sliding(window), resume) == first
-    assert first_needed_token(FULL, resume) == 0
-
-
-def test_null_blocks_before_the_window_are_ignored() -> None:
-    """Positions of a passed window have the allocator's null block."""
-    assert wanted_blocks(sliding(4), [0, 0, 7], 0, 12).ids.tolist() == [7]
-
-
-def test_a_null_block_that_is_needed_is_refused() -> None:
-    """The consumer computes needed tokens without blocks itself; the error names the position."""
-    with pytest.raises(PlanError, match="group 1: the needed block at position 2 is not allocated"):
-        wanted_blocks(sliding(8), [0, 6, 0, 7], 0, 15)
-
-
-def test_a_short_table_is_refused() -> None:
-    """A table shorter than the tokens is refused."""
-    with pytest.raises(PlanError, match="group 0: the block table has 2 blocks, but 9 tokens need 3"):
-        wanted_blocks(FULL, [1, 2], 0, 9)
-
-
-@pytest.mark.parametrize(("start", "end"), [(-1, 3), (5, 4)])
-def test_a_backward_range_is_refused(start: int, end: int) -> None:
-    """A range must have 0 <= start <= end."""
-    with pytest.raises(PlanError, match="must be between 0 and end_token"):
-        wanted_blocks(FULL, TABLE, start, end)
+@pytest.mark.parametrize(
+    ("group", "resume", "first"),
+    [
+        *(
+            (FULL, 10, 0),
+            (STATE, 10, 0),
+            (sliding(4), 0, 0),
+            (sliding(4), 3, 0),
+            (sliding(4), 4, 1),
+            (sliding(1), 10, 10),
+        ),
+        *((chunked(8), 7, 0), (chunked(8), 8, 8), (chunked(8), 15, 8), (chunked(6), 11, 6), (chunked(100), 40, 0)),
+    ],
+)
+def test_first_needed_token(group: Group, resume: int, first: int) -> None:
+    assert first_needed_token(group, resume) == first
 
 
 @pytest.mark.parametrize(
-    ("computed", "end", "complete"),
+    ("group", "table", "start", "end", "says"),
     [
-        (0, 10, [False, False, False]),
-        (3, 10, [False, False, False]),
-        (4, 10, [True, False, False]),
-        (7, 10, [True, False, False]),
-        (8, 10, [True, True, False]),
-        (9, 10, [True, True, False]),
-        (10, 10, [True, True, True]),  # the last block is complete with the prompt
-        (11, 10, [True, True, True]),
-        (12, 12, [True, True, True]),
-        (11, 12, [True, True, False]),
+        (FULL, [0, 6, 7], 0, 11, "group 0: .* position 0"),
+        (sliding(6), [5, 0, 7], 0, 11, "group 1: .* position 1"),
+        (sliding(8), [0, 6, 0, 7], 0, 15, "group 1: .* position 2"),
+        (chunked(8), [5, 6, 0], 0, 11, "group 3: .* position 2"),
+        (FULL, [1, 2], 0, 9, "group 0: .* 2 blocks, .* need 3"),
+        (STATE, [], 0, 5, "group 2: .* 5 tokens"),
+        (STATE, [0], 0, 5, "group 2"),
+        (STATE, [4, 0], 0, 5, "group 2"),
+        (FULL, TABLE, -1, 3, "start_token -1"),
+        (FULL, TABLE, 5, 4, "start_token 5"),
     ],
 )
-def test_complete_units(computed: int, end: int, complete: list[bool]) -> None:
-    """A block is complete when all its tokens below the end are computed."""
-    assert complete_units(FULL, np.arange(3), UnitShape(4, 1, 1), computed, end).tolist() == complete
+def test_needed_blocks_are_allocated(group: Group, table: list[int], start: int, end: int, says: str) -> None:
+    """The consumer computes a prompt itself if it lacks a block for a needed token."""
+    with pytest.raises(PlanError, match=says):
+        wanted_blocks(group, table, start, end)
+
+
+def test_null_blocks_before_the_window_and_old_states_are_ignored() -> None:
+    assert wanted_blocks(sliding(4), [0, 0, 7], 0, 12).ids.tolist() == [7]
+    for table, end in (([7], 3), ([0, 0, 9], 11), ([5, 6, 9], 11)):
+        blocks = wanted_blocks(STATE, table, 0, end)
+        assert (blocks.positions.tolist(), blocks.ids.tolist()) == ([0], [table[-1]])
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "computed", "end", "complete"),
+    [
+        (FULL, 4, 3, 10, [False, False, False]),
+        (FULL, 4, 4, 10, [True, False, False]),
+        (FULL, 4, 9, 10, [True, True, False]),
+        (FULL, 4, 10, 10, [True, True, True]),  # the last block is complete with the prompt
+        (FULL, 4, 11, 12, [True, True, False]),
+        (FULL, 2, 2, 9, [True, False, False, False, False]),  # half a block moves once it is computed
+        (FULL, 2, 8, 9, [True, True, True, True, False]),
+        (FULL, 2, 9, 9, [True, True, True, True, True]),  # unit 4 has one token of the prompt
+        (STATE, 1, 9, 10, [False]),  # a state changes with every token
+        (STATE, 1, 10, 10, [True]),
+        (STATE, 1, 11, 10, [False]),
+    ],
+)
+def test_complete_units(group: Group, tokens: int, computed: int, end: int, complete: list[bool]) -> None:
+    """All tokens of the unit below ``end`` are computed."""
+    units, shape = np.arange(len(complete)), UnitShape(tokens, 1, 1)
+    assert complete_units(group, units, shape, computed, end).tolist() == complete
 
 
 def test_block_sets_are_two_vectors_of_one_length() -> None:
@@ -143,87 +155,6 @@ def test_block_sets_are_two_vectors_of_one_length() -> None:
         BlockSet(np.arange(2), np.arange(3))
     with pytest.raises(PlanError, match="vectors of equal length"):
         BlockSet(np.zeros((1, 2), np.int64), np.zeros((1, 2), np.int64))
-
-
-# ---- chunked attention and states --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("chunk", "resume", "first"),
-    [(8, 0, 0), (8, 7, 0), (8, 8, 8), (8, 9, 8), (8, 15, 8), (8, 16, 16), (6, 11, 6), (6, 12, 12), (100, 40, 0)],
-)
-def test_a_chunk_begins_at_its_multiples(chunk: int, resume: int, first: int) -> None:
-    """Chunked attention reaches back to the beginning of the computed token's chunk."""
-    assert first_needed_token(chunked(chunk), resume) == first
-
-
-@pytest.mark.parametrize(
-    ("chunk", "start", "end", "positions"),
-    [
-        (8, 0, 7, [0, 1]),
-        (8, 0, 8, []),  # token 8 begins a chunk: it attends to nothing before it
-        (8, 0, 9, [2]),  # token 8
-        (8, 0, 15, [2, 3]),
-        (8, 0, 16, []),
-        (6, 0, 11, [1, 2]),  # tokens 6..10: the chunk begins inside block 1
-        (6, 0, 13, [3]),  # token 12
-        (6, 0, 14, [3]),
-        (100, 0, 10, [0, 1, 2]),
-        (100, 8, 10, [2]),  # a prefix hit inside the chunk
-        (8, 4, 15, [2, 3]),  # and one before it
-        (8, 12, 15, [3]),
-    ],
-)
-def test_chunked_attention_wants_its_chunk(chunk: int, start: int, end: int, positions: list[int]) -> None:
-    """Blocks from the beginning of the current chunk, and none if a chunk begins at the resume
-    point.
-    """
-    assert wanted_blocks(chunked(chunk), TABLE, start, end).positions.tolist() == positions
-
-
-def test_a_state_is_the_tables_last_block() -> None:
-    """One state per request, whatever its length; an older state is not usable."""
-    for table, end in (([7], 3), ([0, 0, 9], 11), ([5, 6, 9], 11)):
-        blocks = wanted_blocks(STATE, table, 0, end)
-        assert (blocks.positions.tolist(), blocks.ids.tolist()) == ([0], [table[-1]])
-    assert len(wanted_blocks(STATE, [5, 6], 8, 8)) == 0
-
-
-@pytest.mark.parametrize("table", [[], [0], [4, 0]])
-def test_a_state_without_a_block_is_refused(table: list[int]) -> None:
-    """The allocator has given the state no block."""
-    with pytest.raises(PlanError, match="group 2: the block of the state after 5 tokens is not allocated"):
-        wanted_blocks(STATE, table, 0, 5)
-
-
-@pytest.mark.parametrize(("computed", "complete"), [(0, False), (9, False), (10, True), (11, False), (12, False)])
-def test_a_state_is_complete_at_its_token_only(computed: int, complete: bool) -> None:
-    """A state changes with every token: it is the prompt's after exactly the prompt's tokens."""
-    assert complete_units(STATE, np.zeros(1, np.int64), UnitShape(1, 1, 1), computed, 10).tolist() == [complete]
-
-
-def test_no_block_for_a_needed_token_is_refused_in_any_group() -> None:
-    """A usable prefix has blocks for all tokens that the next one attends to, in every group;
-    else it is not used.
-    """
-    for group, table, lacks in (
-        (FULL, [0, 6, 7], 0),
-        (sliding(6), [5, 0, 7], 1),
-        (chunked(8), [5, 6, 0], 2),
-    ):
-        with pytest.raises(PlanError, match=f"group {group.index}: the needed block at position {lacks}"):
-            wanted_blocks(group, table, 0, 11)
-        with pytest.raises(PlanError, match=f"group {group.index}: the block table has 2 blocks"):
-            wanted_blocks(group, table[:2], 0, 11)
-
-
-def test_block_counts_of_groups_that_differ() -> None:
-    """4,096 tokens in five groups of blocks of 256, 64, 64, 4 and 8 tokens."""
-    counts = []
-    for index, tokens in enumerate((256, 64, 64, 4, 8)):
-        group = Group(index, GroupKind.FULL, tokens, None, ())
-        counts.append(len(wanted_blocks(group, list(range(1, 4096 // tokens + 1)), 0, 4096)))
-    assert counts == [16, 64, 64, 1024, 512]
 
 
 # ---- units -------------------------------------------------------------------------------------
@@ -276,22 +207,6 @@ def test_wanted_units(
     assert units_of(group, shape, positions, end) == units
 
 
-@pytest.mark.parametrize(
-    ("computed", "end", "complete"),
-    [
-        (1, 9, [False, False, False, False, False]),
-        (2, 9, [True, False, False, False, False]),
-        (7, 9, [True, True, True, False, False]),
-        (8, 9, [True, True, True, True, False]),
-        (9, 9, [True, True, True, True, True]),  # unit 4 has one token of the prompt
-        (9, 10, [True, True, True, True, False]),
-    ],
-)
-def test_units_are_complete_before_their_block(computed: int, end: int, complete: list[bool]) -> None:
-    """Units of 2 tokens in blocks of 4: half a block moves as soon as it is computed."""
-    assert complete_units(FULL, np.arange(5), UnitShape(2, 2, 1), computed, end).tolist() == complete
-
-
 def full(block_tokens: int, row_tokens: int = 1, kernel_blocks: int = 1) -> Group:
     """Return one layer with rows of this number of tokens."""
     rows = block_tokens // kernel_blocks // row_tokens
@@ -326,11 +241,9 @@ def test_a_row_of_tokens_is_not_cut() -> None:
     """The common unit of blocks of 16 and 24 tokens has 8 tokens, fewer than the 16 of a packed
     row.
     """
-    with pytest.raises(PlanError, match="blocks of 16 and 24 tokens have units of 8 tokens, but the kernel packs 16"):
+    with pytest.raises(PlanError, match=r"units of 8 tokens, .* packs 16"):
         unit_shape(full(16, 16), full(24, 24))
-    with pytest.raises(
-        PlanError, match="layer 'a': blocks of 24 and 16 tokens have units of 8 tokens, but the kernel packs 24"
-    ):
+    with pytest.raises(PlanError, match=r"units of 8 tokens, .* packs 24"):
         unit_shape(full(24, 24), full(16, 16))
 
 

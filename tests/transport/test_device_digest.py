@@ -104,22 +104,6 @@ def test_a_stream_is_the_xxh3_of_its_sums_in_order() -> None:
     assert memory.new_stream().digest() == xxhash.xxh3_128_digest(b"")
 
 
-@pytest.mark.parametrize("length", [4, 100, 4096, SEGMENT_BYTES, 20_000, 50_001])
-def test_sums_of_scattered_pages(length: int) -> None:
-    """Sums equal those of Python's integers, for pages around a segment's size, aligned or not."""
-    content = np.random.default_rng(length).integers(0, 256, 40 * length, np.uint8)
-    memory, address = memory_of(content.tobytes())
-    pages = np.random.default_rng(1).permutation(40)[:7]
-    found = memory.sums(address + pages * length, length).numpy()
-    keys = KEYS.astype(object)
-    for page, sums in zip(pages, found, strict=True):
-        data = content[page * length : (page + 1) * length].tobytes()
-        for start, value in zip(range(0, length, SEGMENT_BYTES), sums, strict=True):
-            segment = data[start : start + SEGMENT_BYTES]
-            words = np.frombuffer(segment + bytes(-len(segment) % 4), "<i4").astype(object)
-            assert int(value) % 2**64 == int((words * keys[: len(words)]).sum()) % 2**64
-
-
 def test_every_change_of_one_bit_is_found() -> None:
     """Keys are odd: every change of one word is detected."""
     content = bytearray(np.random.default_rng(2).bytes(512))

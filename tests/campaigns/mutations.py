@@ -1,0 +1,150 @@
+"""Mutate the pure core and list the mutants that no test kills.
+
+    python -m tests.campaigns.mutations [--count 200] [--seed 1] [--only PART]
+
+A mutant differs from the checkout in one comparison, operator, condition, constant, statement or
+order of arguments, of each kind equally many. A child process imports it and runs the tests of its
+folder (``CORE``), file by file, until one fails. Texts of messages, assertions, annotations,
+decorators and ``zip``'s ``strict`` remain: no result depends on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import multiprocessing
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch  # noqa: F401 - tests import it, and only this process takes the time
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).parents[2]
+CORE = {
+    "connectors/planning": ("tests/planning", "tests/protocol"),
+    "connectors/protocol": ("tests/protocol",),
+    "connectors/store/planning": ("tests/store",),
+}
+COMPARISONS = {"Lt": "LtE", "LtE": "Lt", "Gt": "GtE", "GtE": "Gt", "Eq": "NotEq", "NotEq": "Eq"}
+COMPARISONS |= {"In": "NotIn", "NotIn": "In", "Is": "IsNot", "IsNot": "Is"}
+OPERATORS = {"Add": "Sub", "Sub": "Add", "Mult": "FloorDiv", "FloorDiv": "Mult", "Mod": "FloorDiv"}
+OPERATORS |= {"BitAnd": "BitOr", "BitOr": "BitAnd", "And": "Or", "Or": "And"}
+REMOVABLE = ast.AugAssign | ast.Delete | ast.Raise | ast.Continue | ast.Break
+UNCHANGED = ("annotation", "returns", "decorator_list", "bases", "simple")
+LAST = [f"tests/{name}.py" for name in ("planning/test_oracle", "protocol/test_exploration")]
+LAST += [f"tests/store/test_{name}.py" for name in ("device_copies", "folder", "service")]
+"""The longest tests, which run after the others."""
+
+Mutant = tuple[str, str, int, str, str, str]
+"""File, function, line, change, source line, and the module's changed source."""
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, str, ast.AST]]:
+    """Yield (kind, description, replacement) of each change of one node."""
+    new: Any = copy.copy(node)
+    match node:
+        case ast.Compare(ops=[op]):
+            new.ops = [getattr(ast, COMPARISONS[type(op).__name__])()]
+            yield "comparison", f"{type(op).__name__} -> {COMPARISONS[type(op).__name__]}", new
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op).__name__ in OPERATORS:
+            new.op = getattr(ast, OPERATORS[type(op).__name__])()
+            yield "operator", f"{type(op).__name__} -> {OPERATORS[type(op).__name__]}", new
+        case ast.UnaryOp(operand=operand):
+            yield "operator", "operator removed", operand
+        case ast.Constant(value=bool() | int() as value):
+            yield "constant", f"{value} changed", ast.Constant(not value if isinstance(value, bool) else value + 1)
+        case ast.If(test=test) | ast.IfExp(test=test):
+            new.test = ast.UnaryOp(ast.Not(), test)
+            yield "condition", "condition negated", new
+        case ast.Call(func=ast.Name(id="min" | "max" as name)):
+            new.func = ast.Name("max" if name == "min" else "min", ast.Load())
+            yield "operator", f"not {name}", new
+        case ast.Call(func=ast.Name(), args=[first, second, *rest]) if ast.dump(first) != ast.dump(second):
+            new.args = [second, first, *rest]
+            yield "arguments", "arguments swapped", new
+        case ast.Expr(value=ast.Call()) | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield "statement", "statement removed", ast.Pass()
+    if isinstance(node, REMOVABLE):
+        yield "statement", "statement removed", ast.Pass()
+
+
+def sites(node: ast.AST, within: str = "") -> Iterator[tuple[ast.AST, str, int | None, ast.AST, str]]:
+    """Yield (parent, field, index in it, node, enclosing function) of each node that may change."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        within = f"{within}.{node.name}".lstrip(".")
+    for name, value in ast.iter_fields(node):
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if name in UNCHANGED or not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr | ast.Assert):
+                continue
+            if not (isinstance(child, ast.keyword) and child.arg == "strict"):
+                yield node, name, index, child, within
+                yield from () if isinstance(child, ast.Raise) else sites(child, within)
+
+
+def choose(count: int, seed: int) -> list[Mutant]:
+    """Return ``count`` mutants of the core: of each kind of change equally many."""
+    kinds: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for path in sorted(path for folder in CORE for path in (ROOT / folder).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for parent, name, index, node, within in list(sites(tree)):
+            for kind, what, new in changes(node):
+                kinds[kind].append((path, tree, (parent, name, index), node, within, what, new))
+    rng, chosen = random.Random(seed), []
+    for number, kind in enumerate(sorted(kinds)):
+        chosen += rng.sample(kinds[kind], min(len(kinds[kind]), (count + number) // len(kinds)))
+    rng.shuffle(chosen)
+    return [build(*each) for each in chosen]
+
+
+def build(path: Path, tree: Any, place: tuple[Any, str, Any], node: Any, within: str, what: str, new: Any) -> Mutant:
+    sources, (parent, name, index) = [], place
+    for each in (ast.copy_location(new, node), node):
+        setattr(parent, name, each) if index is None else getattr(parent, name).__setitem__(index, each)
+        sources.append(ast.unparse(ast.fix_missing_locations(tree)))
+    line = path.read_text(encoding="utf-8").splitlines()[node.lineno - 1].strip()
+    return str(path.relative_to(ROOT)), within, node.lineno, what, line, sources[0]
+
+
+def kill(mutant: Mutant) -> tuple[str, float]:
+    """Return the file of tests that kills a mutant, empty if none does, and the seconds it took."""
+    started_at, get_code = time.monotonic(), SourceFileLoader.get_code
+    module, changed = mutant[0].removesuffix(".py").replace("/", "."), compile(mutant[5], mutant[0], "exec")
+    SourceFileLoader.get_code = lambda loader, name: changed if name == module else get_code(loader, name)  # type: ignore[method-assign, assignment]
+    folders = CORE[mutant[0].rpartition("/")[0]]
+    files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
+    for file in sorted(files, key=lambda file: LAST.index(file) if file in LAST else -1):
+        if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--timeout=900", file]):
+            return file, time.monotonic() - started_at
+    return "", time.monotonic() - started_at
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for option, default in (("--count", 200), ("--seed", 1)):
+        parser.add_argument(option, type=int, default=default)
+    parser.add_argument("--only", default="", help="mutants whose file, function or change has this in it")
+    arguments = parser.parse_args()
+    chosen = [each for each in choose(arguments.count, arguments.seed) if arguments.only in str(each[:5])]
+    settings.register_profile("mutants", deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    settings.load_profile("mutants")
+    pytest.main(["--version"])  # loads the plugins before the processes fork
+    os.nice(max(0, 15 - os.nice(0)))
+    with multiprocessing.get_context("fork").Pool(2, os.dup2, (os.open(os.devnull, os.O_WRONLY), 1), 1) as pool:
+        survivors = 0
+        for mutant, (by, seconds) in zip(chosen, pool.imap(kill, chosen), strict=True):
+            survivors += not by
+            print(f"{seconds:6.1f} s {by or 'SURVIVES'}:", *mutant[:5], flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed, {survivors} survive")
+    return survivors * 20 > len(chosen)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
