@@ -42,7 +42,7 @@ cuts                suites:cuts 4 - - streams of every kind, cut at every token
 rank-deaths         service.restarts:rank_deaths 3 KILLS=2 - data-parallel ranks die under load; prefill scales
 rolling-restart     service.restarts:rolling_restart 4 COUNT=1 - all replicas replaced under load, and scaled
 head-killed         service.restarts:head_killed 3 ONLY=redis redis-server Ray's head dies, with and without Redis
-setting-changes     service.setting_changes:setting_changes 3 ONLY=decode - a changed setting restarts what it promises
+setting-changes     service.setting_changes:setting_changes 3 . - a changed setting restarts what it promises
 commands            service.commands:commands 2 . - serve run, status, config, deploy, build, shutdown
 models              service.models:models 5 - - two models at one endpoint, adapters under load
 latency-breakdown   service.latency_delays:latency_breakdown 3 - - a delayed part is the largest
