@@ -113,7 +113,7 @@ def write_config(base: str, folder: Path, **sections: Mapping[str, object] | str
     config = yaml.safe_load((ROOT / "configs" / base).read_text())
     for name, values in sections.items():
         args = config["applications"][0]["args"]
-        args[name] = values if isinstance(values, str) else args.get(name, {}) | dict(values)
+        args[name] = args.get(name, {}) | dict(values) if isinstance(values, Mapping) else values
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
