@@ -32,7 +32,7 @@ store-restart       suites:store_restart 3 COUNT=6,ONLY=llama - other pairs load
 store-kills         suites:store_kills 3 KILLS=2,ONLY=llama - a pair is killed while it stores
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at once on a link that is cut
-stopped-rank        hosts.stopped_rank:engines 2 COUNT=3 - a stopped rank writes no foreign byte
+stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte
 multi-connector     service.multi_connector:multi_connector 4 - - several connectors: choices, metrics
 differential        differential.campaign:differential 8 . - 1,397 requests answered as one vLLM server does
 seam                differential.campaign:seam 4 COUNT=200 - streams whose first token prefill samples

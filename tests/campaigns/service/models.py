@@ -99,7 +99,7 @@ class World:
             assert await self.unload(weights) == 200
 
     async def ask(self, name: str, allowed: list[str], rng: random.Random, may_be_refused: bool = False) -> bool:
-        """Send one request, whose answer must be of ``allowed`` weights; return whether it had one."""
+        """Send one request; return whether it had an answer. It must be of ``allowed`` weights."""
         number, stream = rng.randrange(PROMPTS), rng.random() < 0.5
         reply = await self.post(name, self.prompts[number], stream=stream)
         self.counts[f"{name} {reply.status_code} {reply.headers.get('x-tandem-route', '')}"] += 1
