@@ -114,11 +114,7 @@ async def generate(
     if images:
         given["multi_modal_data"] = {"image": list(images)}
     async for output in engine.generate(
-        given,
-        params,
-        request_id or uuid.uuid4().hex,
-        lora_request=lora,
-        data_parallel_rank=rank,
+        given, params, request_id or uuid.uuid4().hex, lora_request=lora, data_parallel_rank=rank
     ):
         final = output
     assert final is not None

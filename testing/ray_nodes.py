@@ -89,12 +89,7 @@ class RayCluster:
     def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command of the environment's `bin` folder, such as `serve status`."""
         return subprocess.run(
-            self.command(*command),
-            env=self.shell,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+            self.command(*command), env=self.shell, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def command(self, *words: str) -> list[str]:

@@ -39,6 +39,7 @@ class ServiceProcess:
     port: int = field(default_factory=free_port)
     environment: Mapping[str, str] = field(default_factory=dict)
     command: Sequence[str] = (sys.executable, "-m", "app.run")
+    arguments: Sequence[str] = ()
     cwd: Path = ROOT
 
     @property
@@ -57,7 +58,7 @@ class ServiceProcess:
         """
         with (self.folder / "service.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [*self.command, "--config", str(self.config), "--port", str(self.port)],
+                [*self.command, "--config", str(self.config), "--port", str(self.port), *self.arguments],
                 cwd=self.cwd,
                 env=os.environ | {"VERBOSE": "1"} | dict(self.environment),
                 stdout=log,

@@ -42,10 +42,7 @@ class Release:
     def run(self) -> int:
         """Return 0 if every step has passed on this commit."""
         todo = [step for step in self._todo if not step.missing]
-        lanes = (
-            [step for step in todo if not step.computes],
-            [step for step in todo if step.computes],
-        )
+        lanes = ([step for step in todo if not step.computes], [step for step in todo if step.computes])
         with ThreadPoolExecutor(2) as threads:
             try:
                 for lane in [threads.submit(self._run, steps) for steps in lanes]:

@@ -644,11 +644,7 @@ def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
     """The message names the key; nothing is started, and there is no stack trace."""
     config = write_config("local.yaml", tmp_path, decode={"tensor_parallel": 2})
     run = subprocess.run(
-        [sys.executable, "-m", "app.run", "--config", str(config)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-m", "app.run", "--config", str(config)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 2
     advice = "no such setting; did you mean tensor_parallel_size?"

@@ -48,12 +48,7 @@ def test_windows_are_enough(tmp_path: Path) -> None:
         prefill = start_engine(model, 1, "kv_producer", **common)
         try:
             decode = start_engine(
-                model,
-                1,
-                "kv_consumer",
-                num_gpu_blocks_override=BLOCKS,
-                max_num_batched_tokens=STEP_TOKENS,
-                **common,
+                model, 1, "kv_consumer", num_gpu_blocks_override=BLOCKS, max_num_batched_tokens=STEP_TOKENS, **common
             )
             try:
                 pair = Pair(prefill, decode, await describe(prefill))

@@ -39,10 +39,7 @@ def test_an_overlay_of_a_base_with_a_component(tmp_path: Path) -> None:
             "components": ["../extra"],
             "patches": [{"path": "patch.yaml", "target": {"kind": "ConfigMap"}}],
         },
-        top__patch=[
-            {"op": "test", "path": "/data/a", "value": "2"},
-            {"op": "add", "path": "/data/b~1c", "value": "3"},
-        ],
+        top__patch=[{"op": "test", "path": "/data/a", "value": "2"}, {"op": "add", "path": "/data/b~1c", "value": "3"}],
     )
     assert render(tmp_path / "top") == [MAP | {"data": {"a": "2", "b/c": "3"}}]
 

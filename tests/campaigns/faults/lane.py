@@ -33,10 +33,7 @@ from tests.campaigns.hosts.engine_link import EngineLink
 
 START_S = 240.0
 LOOK_EVERY_S = 0.9
-SPECULATION = (
-    "--speculative-config",
-    '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}',
-)
+SPECULATION = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}')
 """Server arguments for n-gram speculation: prompts of the campaign repeat tokens."""
 
 Sizes = tuple[int, int]
@@ -213,14 +210,7 @@ class Lane:
 
         asked = [*self.questions.twins(rng), *self.questions.some(rng, 3)]
         await references.send(
-            fault.variant,
-            self.router,
-            asked,
-            rng,
-            self.connector.lease_s,
-            restart_prefill,
-            self.prefill.port,
-            start,
+            fault.variant, self.router, asked, rng, self.connector.lease_s, restart_prefill, self.prefill.port, start
         )
 
     async def _strike(

@@ -65,14 +65,7 @@ class Connector:
         return config, environment
 
 
-_TANDEM = {
-    "handshake_s": 4.0,
-    "progress_s": 4.0,
-    "cancel_s": 1.0,
-    "lease_s": 5.0,
-    "alive_s": 1.0,
-    "fence_s": 2.0,
-}
+_TANDEM = {"handshake_s": 4.0, "progress_s": 4.0, "cancel_s": 1.0, "lease_s": 5.0, "alive_s": 1.0, "fence_s": 2.0}
 _NIXL_LEASE_S = 8
 
 
