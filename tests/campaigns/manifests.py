@@ -26,11 +26,14 @@ from tests.k8s.quantity import amount
 OBJECT_STORE_BYTES = 100 * 2**20
 
 
-def manifests(report: Report) -> None:
-    """The checks of tests/k8s, on kubectl's rendering where there is a kubectl."""
-    for directory in DIRECTORIES:
+def manifests(report: Report, *, overlays: str = "") -> None:
+    """The checks of tests/k8s, on kubectl's rendering where there is a kubectl.
+
+    ``overlays``: directories, instead of those of k8s/
+    """
+    for directory in map(Path, overlays.split()) if overlays else DIRECTORIES:
         rendered = by_kubectl(directory)
-        found = problems(render(directory) if rendered is None else rendered)
+        found = problems(rendered or render(directory))
         report.row(directory=str(directory), by="kubectl" if rendered else "tests/k8s", problems=len(found))
         for one in found:
             report.problem(f"{directory}: {one}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import random
 import shutil
 import signal
@@ -40,6 +41,7 @@ class Report:
         self.folder = Path(tempfile.mkdtemp(prefix="tc", dir="/tmp"))
         self.file = ROOT / "build" / "campaigns" / f"{name}.json"
         self._name = name
+        self._failed = False
         self._began = time.monotonic()
 
     def row(self, **values: Any) -> None:
@@ -67,12 +69,15 @@ class Report:
             yield
         except Exception as error:
             traceback.print_exc()
+            self._failed = True
             self.problem(f"{name}: {type(error).__name__}: {str(error)[-1500:]}")
 
     def finish(self) -> int:
         """Return 0 if no promise was broken, or if a planted error was found."""
         planted = bool(self.options.get("damage"))
-        good = bool(self.problems) if planted else bool(self.rows) and not self.problems
+        # A world that has not started has found nothing.
+        judged = bool(self.rows) and not self._failed
+        good = judged and bool(self.problems) == planted
         self._write(good)
         seconds = time.monotonic() - self._began
         found = f"the planted error was {'found' if good else 'NOT FOUND'}; " if planted else ""
@@ -97,6 +102,8 @@ class Report:
 def run(name: str, function: Callable[..., None], words: Sequence[str]) -> int:
     """Run a campaign with options such as ``COUNT=20``; return the exit status."""
     options = parse(function, words)
+    # Ray's default niceness of 15 would starve engines on a busy machine (conftest.py).
+    os.environ.setdefault("RAY_worker_niceness", "5")
     # Worlds run in sessions of their own: a stopped campaign must not leave them behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = Report(name, options)

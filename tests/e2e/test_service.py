@@ -180,7 +180,7 @@ def test_messages(http):
 
 
 def test_a_stream_comes_in_pieces(http):
-    """Events arrive one by one; vLLM joins the tokens of steps that end before the last was sent."""
+    """Events arrive one by one; vLLM joins tokens of steps that end before the last was sent."""
     body = completion("a", max_tokens=30, ignore_eos=True, stream=True, return_token_ids=True)
     with http.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -409,7 +409,7 @@ def test_several_prompts_and_choices(http, prompts, stream):
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="Debian's package chromium is not installed")
 async def test_the_status_page_under_load(service, tmp_path):
-    """A browser shows both engines and the requests; TANDEM_PICTURES=docs/images renews pictures."""
+    """A browser shows engines and requests; TANDEM_PICTURES=docs/images renews the pictures."""
     async with (
         httpx.AsyncClient(base_url=service.url, timeout=60) as client,
         browser.opened(service.url, tmp_path) as page,

@@ -39,9 +39,8 @@ class Cluster:
         self, folder: Path, base: str = "local.yaml", environment: Mapping[str, str] | None = None, **sections: Any
     ) -> None:
         token = secrets.token_hex(32)
-        # A node's worker processes import the application from the checkout. Ray's default niceness
-        # of 15 would starve engines on a busy machine.
-        own = {"PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": token, "RAY_worker_niceness": "5", **(environment or {})}
+        # A node's worker processes import the application from the checkout.
+        own = {"PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": token, **(environment or {})}
         self.nodes = RayCluster(folder, own)
         port = free_port()
         router = {"http_port": port, **sections.pop("router", {})}

@@ -25,8 +25,8 @@ from tests.campaigns.service.world import (
     Clients,
     EngineProcess,
     engine_processes,
+    exposition,
     leaks,
-    samples,
     service,
     status,
     until,
@@ -273,9 +273,10 @@ async def _kill_ranks(
 def _served(url: str) -> dict[tuple[str, str], float]:
     """Return the requests served so far, by role and data-parallel rank."""
     found: dict[tuple[str, str], float] = {}
-    for labels, value in samples(url, "vllm:request_success_total"):
-        key = labels["role"], labels["engine"]
-        found[key] = found.get(key, 0.0) + value
+    for one in exposition(url):
+        if one.name == "vllm:request_success_total":
+            key = one.labels["role"], one.labels["engine"]
+            found[key] = found.get(key, 0.0) + one.value
     return found
 
 

@@ -12,13 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ServiceProcess, write_config
@@ -58,26 +59,24 @@ def service(report: Report, config: Path | str = "local.yaml", **sections: Any) 
 # ---- what operators see -------------------------------------------------------------------------
 
 
-def samples(url: str, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-    """Return the current samples of a metric with these labels."""
+def exposition(url: str) -> list[Sample]:
+    """Return all current samples of /metrics."""
     time.sleep(FRESH_S)
     text = httpx.get(f"{url}/metrics", timeout=30).text
-    return [
-        (sample.labels, sample.value)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    ]
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def total(url: str, name: str, **labels: str) -> float:
-    return sum(value for _, value in samples(url, name, **labels))
+    """Return the sum of the current samples of a metric with these labels."""
+    return sum(one.value for one in exposition(url) if one.name == name and labels.items() <= one.labels.items())
 
 
 def leaks(url: str, within_s: float = BASELINE_S) -> dict[str, float]:
-    """Return the metrics that do not return to zero in time."""
+    """Return the samples of engines that do not return to zero in time."""
     give_up_at = time.monotonic() + within_s
-    while left := {name: value for name in AT_BASELINE if (value := total(url, name))}:
+    while left := {
+        f"{one.name} {one.labels}": one.value for one in exposition(url) if one.name in AT_BASELINE and one.value
+    }:
         if time.monotonic() > give_up_at:
             return left
     return {}
@@ -203,7 +202,7 @@ class Clients:
     def next_phase(self, report: Report, phase: str = "") -> Load:
         """Report the phase that ends, and begin another one; return its load."""
         if self.loads:
-            report.row(**asdict(self.load) | {"failed": len(self.load.failed), "wrong": len(self.load.wrong)})
+            report.row(**vars(self.load) | {"failed": len(self.load.failed), "wrong": len(self.load.wrong)})
         self.loads.append(Load(phase))
         return self.load
 
