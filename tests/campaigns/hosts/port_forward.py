@@ -17,8 +17,8 @@ _TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
-    """Forward to ``address:port`` as the process ``pid`` sees it; return the local port."""
+def forwarded_port(pid: int, address: str, port: int, local: int = 0) -> Iterator[int]:
+    """Forward to ``address:port`` as the process ``pid`` sees it; yield the local port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -29,7 +29,7 @@ def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
         writer.close()
 
     async def listen() -> asyncio.Server:
-        return await asyncio.start_server(serve, "127.0.0.1", 0, backlog=128)
+        return await asyncio.start_server(serve, "127.0.0.1", local, backlog=128)
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
