@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 
-from testing.network_namespace import enter_new_network
 from testing.ports import free_port
 from testing.servers import Server
 from tests.campaigns.faults import schedule
@@ -81,7 +80,7 @@ async def play(report: Report, which: str, todo: Faults, lanes: int, linked: boo
 
     async with contextlib.AsyncExitStack() as links, client() as http, asyncio.TaskGroup() as group:
         for number in range(lanes):
-            link = links.enter_context(engine_link(number)) if linked else None
+            link = links.enter_context(engine_link()) if linked else None
             folder = report.folder / f"lane-{number}"
             group.create_task(drive(Lane(named(which), folder, questions, http, link=link, **shape)))
 
@@ -133,6 +132,5 @@ def pairs(
     damage: float = 0.0,
 ) -> None:
     """Two faults at a time; the servers run in network namespaces, on a link that can be cut."""
-    enter_new_network()  # before any thread starts; the interfaces end with this process
     todo = _chosen(schedule.pairs(seed, _sizes(tp)), count, only, minutes)
     asyncio.run(play(report, "tandem", todo, lanes, True, damage, tp=_sizes(tp)))

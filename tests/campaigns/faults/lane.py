@@ -91,7 +91,7 @@ class Lane:
                 options=options,
             )
             if self.link is not None:
-                server.host, server.network = self.link.driver_address(name), self.link.networks[name]
+                server.network = self.link.network(name, server.port)
             self.servers[name] = server
         self.prefill, self.decode = self.servers["prefill"], self.servers["decode"]
         self.router = Router(self.client, self.prefill.url, self.decode.url, self.connector.bound_s)
