@@ -1,7 +1,4 @@
-"""Every pair of PP x PCP x TP x DCP grids: plans proved, and a request transferred byte for
-byte: ``make grids``.
-
-    python -m tests.campaigns.grids [--part 1/4] [--kv-heads 1 2 4]
+"""Every pair of PP x PCP x TP x DCP grids: plans proved, and a request moved byte for byte.
 
 The engines' machines run over the memory transport; no engine starts. ``tests/transport/grids.py``
 has the matrix and the oracle.
@@ -9,43 +6,27 @@ has the matrix and the oracle.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 
-from tests.transport.grids import cases, check_pair, grids
+from tests.campaigns.runner import Report, part_of
+from tests.transport.grids import cases, check_pair
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default="1/1", help="part i of n: every n-th pair")
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[1, 2, 4])
-    options = parser.parse_args()
-    part, parts = map(int, options.part.split("/"))
-    print(
-        "| KV heads | grids | pairs proved | rank pairs | MB written | MB compared | median ms per pair | largest ms |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for kv_heads in options.kv_heads:
-        times, written, compared, rank_pairs = [], 0, 0, 0
-        for number, (producer, consumer) in enumerate(cases(kv_heads)):
-            if number % parts != part - 1:
-                continue
-            since = time.perf_counter()
-            try:
+def grids(report: Report, *, part: str = "1/1", kv_heads: str = "1,2,4") -> None:
+    """``part`` i/n: every n-th pair."""
+    for heads in map(int, kv_heads.split(",")):
+        began, written, compared, rank_pairs = time.monotonic(), 0, 0, 0
+        chosen = part_of(list(enumerate(cases(heads))), part)
+        for number, (producer, consumer) in chosen:
+            with report.case(f"pair {number} with {heads} KV heads: {producer} to {consumer}"):
                 sizes = check_pair(producer, consumer, seed=number)
-            except BaseException as error:
-                error.add_note(f"pair {number} with {kv_heads} KV heads: {producer} to {consumer}")
-                raise
-            times.append(1000 * (time.perf_counter() - since))
-            written, compared = written + sizes[0], compared + sizes[1]
-            rank_pairs += producer.grid.size * consumer.grid.size
-        print(
-            f"| {kv_heads} | {len(list(grids(kv_heads)))} | {len(times):,} | {rank_pairs:,} | {written / 1e6:.1f} | "
-            f"{compared / 1e6:.1f} | {statistics.median(times):.0f} | {max(times):.0f} |",
-            flush=True,
+                written, compared = written + sizes[0], compared + sizes[1]
+                rank_pairs += producer.grid.size * consumer.grid.size
+        report.row(
+            kv_heads=heads,
+            pairs=len(chosen),
+            rank_pairs=rank_pairs,
+            mb_written=round(written / 1e6, 1),
+            mb_compared=round(compared / 1e6, 1),
+            seconds=round(time.monotonic() - began),
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -17,12 +17,22 @@ JSON_TYPE = {"content-type": "application/json"}
 
 NUMBERS = (None, True, False, -1, 0, 1, 2, 129, 2**31, 2**63, 10**400, -0.0, 1e308, float("nan"), float("inf"))
 TEXTS = ("", "\x00", "\ud800", "é" * 50, "x" * 5000)
-TREES = ([], {}, [None], [[[[[]]]]], {"": {"": {}}}, [0] * 300, ["a"] * 200, {"a": 1, "b": [1, 2]})
+TREES: tuple[Any, ...] = ([], {}, [None], [[[[[]]]]], {"": {"": {}}}, [0] * 300, ["a"] * 200, {"a": 1, "b": [1, 2]})
 ODD: tuple[Any, ...] = (*NUMBERS, *TEXTS, *TREES, {"type": "json_object"}, {"type": "x" * 100})
 
 RECALL = "mira=427\nkelo=093\nkelo?"
 PROMPT_TEXTS = (RECALL, "", "a", "mira=427\n" * 60, "é\u202e\x00\U0001d518" * 20)
-PROMPT_LISTS = ([5, 6, 7], [], [[5, 6], [7, 8]], ["a", "b"], ["a", [1]], [0], [-1, 2], [10**9, 1], [1.5, 2])
+PROMPT_LISTS: tuple[Any, ...] = (
+    [5, 6, 7],
+    [],
+    [[5, 6], [7, 8]],
+    ["a", "b"],
+    ["a", [1]],
+    [0],
+    [-1, 2],
+    [10**9, 1],
+    [1.5, 2],
+)
 PROMPTS: tuple[Any, ...] = (*PROMPT_TEXTS, *PROMPT_LISTS, [True, False], ["x"] * 200, [None], {"a": 1})
 PARTS: tuple[Any, ...] = (
     {"type": "text", "text": RECALL},
