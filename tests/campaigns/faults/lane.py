@@ -6,7 +6,6 @@ Several lanes may share a machine: most of a fault's time is spent on deadlines.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import re
@@ -104,27 +103,12 @@ class Lane:
             await asyncio.to_thread(self.servers[name].destroy)
             self.servers[name].start()
         for name in names:
-            await self._up(self.servers[name])
+            await asyncio.to_thread(self.servers[name].wait_until_up, START_S)
+            self.servers[name].find_members()
             self.baseline[name] = await self._used(name)
             self.replaced_at[name] = time.monotonic()
         if "prefill" in names and self.connector.together:
             self.addresses = [await self._describe(rank) for rank in range(self.prefill.data_parallel_size)]
-
-    async def _up(self, server: Server) -> None:
-        give_up_at = time.monotonic() + START_S
-        while time.monotonic() < give_up_at:
-            if server.has_ended:
-                if not server.found_port_taken:
-                    break
-                # The kernel has not yet released the socket of the server that this one replaces.
-                await asyncio.sleep(1.0)
-                server.start()
-            with contextlib.suppress(httpx.HTTPError):
-                if (await self.client.get(f"{server.url}/health", timeout=5)).status_code == 200:
-                    server.find_members()
-                    return
-            await asyncio.sleep(0.1)
-        raise server.start_failure()
 
     async def _describe(self, rank: int) -> dict[str, Any]:
         params = {"do_remote_decode": True, "describe": True}
