@@ -19,6 +19,7 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, Endpoint, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
+from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits, RoutingSettings
 from configs.settings.service import ServiceSettings
 from testing.streams import FRONTEND
@@ -46,7 +47,7 @@ class Fault:
     change: Callable[[Call], Call] = lambda call: call
 
 
-async def start(role: str = "decode", settings: ServiceSettings = SETTINGS) -> VllmEngine:
+async def start(role: RoleName = "decode", settings: ServiceSettings = SETTINGS) -> VllmEngine:
     """Start an engine as the actor of its role does; the demo model's by default."""
     os.environ.update(engine_environment(settings, role))
     return await VllmEngine.start(settings, role, "127.0.0.1")

@@ -102,7 +102,7 @@ async def test_a_reference_goes_with_its_request_s_id(variant: str) -> None:
     async def restart() -> None:
         pass
 
-    questions = [Question(f"{number}", 1, "", "") for number in range(4)]
+    questions = [Question(f"{number}", 1, "") for number in range(4)]
     await send(variant, cast(Router, router), questions, random.Random(0), -1.5, restart, 80, start)
     assert router.used
     assert all(request == reference for request, reference in router.used)

@@ -148,7 +148,12 @@ def sdk_steps(url: str) -> Iterator[tuple[str, Step]]:
         assert found == ["NotFoundError", "BadRequestError", "BadRequestError"], found
         return ", ".join(found)
 
-    completion = {"model": DEMO_SERVED_NAME, "prompt": facts("completion").text, "temperature": 0, "max_tokens": 8}
+    completion: dict[str, Any] = {
+        "model": DEMO_SERVED_NAME,
+        "prompt": facts("completion").text,
+        "temperature": 0,
+        "max_tokens": 8,
+    }
     yield "openai: models", lambda: [one.id for one in client.models.list()].index(DEMO_SERVED_NAME)
     yield "openai: completions", lambda: right("completion", client.completions.create(**completion).choices[0].text)
     yield "openai: chat", lambda: right("chat", chats.create(**asked("chat")).choices[0].message.content)

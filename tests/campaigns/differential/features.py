@@ -81,7 +81,7 @@ def fields_of(feature: Fields) -> Iterator[tuple[str, Fields]]:
         if "longer" in feature:
             yield path, feature["longer"] | LONGER[name]
         elif "all" in feature or ("both" in feature and path != RESPONSES):
-            yield path, feature.get("all", feature.get("both"))
+            yield path, feature["all"] if "all" in feature else feature["both"]
         elif name in feature:
             yield path, feature[name]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,7 @@ async def run(
 
 def _all(
     report: Report,
-    todo: dict[str, tuple[Family, Sequence[str]]],
+    todo: Mapping[str, tuple[Family, Sequence[str]]],
     count: int,
     longest: int = LONGEST,
     independent: bool = False,

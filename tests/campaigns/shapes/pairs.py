@@ -122,9 +122,7 @@ class Engines:
         """Return whether all pools return to their baseline; clears cached prefixes."""
         give_up_at = asyncio.get_running_loop().time() + within_s
         engines = (self.prefill, self.decode)
-        while not all(
-            [all(await one.engine_core.call_utility_all_async("reset_prefix_cache")) for one in engines]  # type: ignore[attr-defined]
-        ):
+        while not all([all(await one.engine_core.call_utility_all_async("reset_prefix_cache")) for one in engines]):
             if asyncio.get_running_loop().time() > give_up_at:
                 return False
             await asyncio.sleep(0.1)
@@ -150,8 +148,9 @@ async def engines(
         sides = [list(range(size)) if size > 1 else [None] for size in shape.dp]
         addresses = {rank: await describe(started[0], rank) for rank in sides[0]}
         assert len({one["remote_engine_id"] for one in addresses.values()}) == len(addresses), addresses
-        pairs = [Pair(*started, addresses[p], p, d) for p, d in itertools.product(*sides)]
-        yield Engines(shape, *started, pairs, trace)
+        first, second = started
+        pairs = [Pair(first, second, addresses[p], p, d) for p, d in itertools.product(*sides)]
+        yield Engines(shape, first, second, pairs, trace)
     finally:
         for engine in reversed(started):
             engine.shutdown()

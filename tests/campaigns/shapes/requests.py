@@ -273,7 +273,7 @@ def images(report: Report, *, count: int = 50, pairs: str = "1:1,1:2", damage: f
         )
         found: dict[str, Any] = {"wrong": [], "moved": 0, "movable": sum(case.movable for case in cases)}
         async with engines(model, shape, trace, engine | {"enable_prefix_caching": True}, engine) as pair:
-            runs = {}
+            runs: dict[str, list[list[int]]] = {}
             for kind, some in by_kind.items():
                 for group in [some] if kind in ("mixed", "equal") else [[case] for case in some]:
                     wrong, _ = await pair.send(group, [wanted[id(case)] for case in group], at_once=4)
