@@ -116,4 +116,6 @@ def connector(text: str) -> Connector:
         return Connector(transfer["kv_connector"], transfer, bound_s=60.0, lease_s=30.0, held_s=60.0)
     except (AttributeError, KeyError, ValueError):
         presets = ", ".join(PRESETS)
-        raise ValueError(f"CONNECTOR must be {presets} or a KVTransferConfig as JSON, not {text!r}") from None
+        raise ValueError(
+            f"CONNECTOR must be {presets} or a KVTransferConfig (kv_connector) as JSON: {text!r}"
+        ) from None
