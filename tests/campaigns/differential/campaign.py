@@ -160,7 +160,8 @@ def _report(report: Report, outcomes: Sequence[tuple[str, Outcome]]) -> None:
         ways = Counter(outcome.route for outcome in mine if outcome.route)
         differ = sum(bool(outcome.differences) for outcome in mine)
         report.row(group=group, cases=len(mine), answered=answered, routes=ways, differ=differ)
-    for row in by_feature([outcome for _, outcome in outcomes if outcome.features]):
+    random_streams = [outcome for _, outcome in outcomes if outcome.features]
+    for row in by_feature(random_streams) if random_streams else ():
         report.row(**row)
     for group, one in outcomes:
         for line in one.differences[:12]:
