@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,11 +114,7 @@ async def generate(
     if images:
         given["multi_modal_data"] = {"image": list(images)}
     async for output in engine.generate(
-        given,
-        params,
-        request_id or uuid.uuid4().hex,
-        lora_request=lora,
-        data_parallel_rank=rank,
+        given, params, request_id or uuid.uuid4().hex, lora_request=lora, data_parallel_rank=rank
     ):
         final = output
     assert final is not None
@@ -148,33 +144,21 @@ class Pair:
         self,
         prompt: Sequence[int],
         max_tokens: int,
-        prefill_lora: LoRARequest | None = None,
-        decode_lora: LoRARequest | None = None,
-        images: Sequence[Image] = (),
-        prefill_images: Sequence[Image] | None = None,
+        prefill: Mapping[str, Any] | None = None,
+        decode: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Send both legs at once, as Tandem's router does. ``prefill_images`` replace ``images`` in
-        the prefill leg.
+        """Send both legs at once, as Tandem's router does.
+
+        ``prefill`` and ``decode`` are further arguments of ``generate`` for one leg.
         """
         transfer_id = uuid.uuid4().hex
         leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        prefill = asyncio.ensure_future(
-            generate(
-                self.prefill,
-                prompt,
-                1,
-                leg,
-                logprobs=None,
-                lora=prefill_lora,
-                rank=self.prefill_rank,
-                images=images if prefill_images is None else prefill_images,
-            )
+        first = asyncio.ensure_future(
+            generate(self.prefill, prompt, 1, leg, logprobs=None, rank=self.prefill_rank, **(prefill or {}))
         )
         address = self.address | {"transfer_id": transfer_id}
-        answer = await generate(
-            self.decode, prompt, max_tokens, address, lora=decode_lora, rank=self.decode_rank, images=images
-        )
-        await prefill
+        answer = await generate(self.decode, prompt, max_tokens, address, rank=self.decode_rank, **(decode or {}))
+        await first
         return answer
 
     async def in_turn(self, prompt: Sequence[int], max_tokens: int) -> Answer:

@@ -1,22 +1,13 @@
-"""Enter other network namespaces. Needs root."""
+"""Enter another network namespace. Needs root."""
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
 
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MNT_DETACH = 2
 _PRIVATE = 0x4000 | 1 << 18
 """Flags of mount(2): MS_REC and MS_PRIVATE."""
-
-
-def enter_new_network() -> None:
-    """Move the calling thread and its later children into a new network namespace with loopback
-    only.
-    """
-    _call("unshare", _CLONE_NEWNET)
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
 def enter_network(path: str) -> None:

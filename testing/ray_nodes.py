@@ -89,13 +89,11 @@ class RayCluster:
     def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command of the environment's `bin` folder, such as `serve status`."""
         return subprocess.run(
-            [str(BIN / command[0]), *command[1:]],
-            env=self.shell,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+            self.command(*command), env=self.shell, capture_output=True, text=True, timeout=timeout_s, check=False
         )
+
+    def command(self, *words: str) -> list[str]:
+        return [str(BIN / words[0]), *words[1:]]
 
     def start_head(self, *options: str) -> RayNode:
         """Start the head node, on the same ports each time. Raises RuntimeError if it fails."""

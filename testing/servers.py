@@ -120,7 +120,13 @@ class Server:
     def wait_until_up(self, timeout_s: float = 240.0) -> None:
         """Wait until the server answers. Raises ``start_failure`` if it ends or time runs out."""
         give_up_at = time.monotonic() + timeout_s
-        while time.monotonic() < give_up_at and not self.has_ended:
+        while time.monotonic() < give_up_at:
+            if self.has_ended:
+                if not self.found_port_taken:
+                    break
+                # The kernel has not yet released the socket of the server that this one replaces.
+                time.sleep(1.0)
+                self.start()
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return

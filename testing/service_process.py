@@ -39,6 +39,7 @@ class ServiceProcess:
     port: int = field(default_factory=free_port)
     environment: Mapping[str, str] = field(default_factory=dict)
     command: Sequence[str] = (sys.executable, "-m", "app.run")
+    arguments: Sequence[str] = ()
     cwd: Path = ROOT
 
     @property
@@ -57,7 +58,7 @@ class ServiceProcess:
         """
         with (self.folder / "service.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [*self.command, "--config", str(self.config), "--port", str(self.port)],
+                [*self.command, "--config", str(self.config), "--port", str(self.port), *self.arguments],
                 cwd=self.cwd,
                 env=os.environ | {"VERBOSE": "1"} | dict(self.environment),
                 stdout=log,
@@ -113,7 +114,7 @@ def write_config(base: str, folder: Path, **sections: Mapping[str, object] | str
     config = yaml.safe_load((ROOT / "configs" / base).read_text())
     for name, values in sections.items():
         args = config["applications"][0]["args"]
-        args[name] = values if isinstance(values, str) else args.get(name, {}) | dict(values)
+        args[name] = args.get(name, {}) | dict(values) if isinstance(values, Mapping) else values
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.dependencies.gpu_lock import CPU_LOCK, GPU_LOCK, PROJECT, changes, name, pins, preferred
+from tests.campaigns.gpu_lock import CPU_LOCK, GPU_LOCK, PROJECT, changes, name, pins, preferred
 
 PRODUCT = ("actors", "app", "configs", "connectors")
 DEVELOPMENT = ("benchmarks", "testing", "tests", "conftest.py")

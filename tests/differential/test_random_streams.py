@@ -67,9 +67,5 @@ def test_the_report_counts_by_feature() -> None:
         Outcome(one, (200,), "remote", "", (), "prefill", ("a", "b, c"), "equal"),
         Outcome(other, (200,), "remote", "", ("text",), "decode", ("a",), "joined"),
     ]
-    rows = by_feature(outcomes)[2:]
-    assert rows == [
-        "| all | 2 | 1 | 1 | 1 | 1 | 1 |",
-        "| a | 2 | 1 | 1 | 1 | 1 | 1 |",
-        *(f"| {b} | 1 | 1 | 0 | 1 | 0 | 0 |" for b in ("b", "b, c")),
-    ]
+    rows = {row["feature"]: (row["streams"], row["equal_events"], row["differ"]) for row in by_feature(outcomes)}
+    assert rows == {"all": (2, 1, 1), "a": (2, 1, 1), "b": (1, 1, 0), "b, c": (1, 1, 0)}

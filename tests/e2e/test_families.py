@@ -1,6 +1,4 @@
-"""Every kind of KV cache between real engines: a part of ``make families``, which runs all sizes
-and longer answers.
-"""
+"""Kinds of KV cache between real engines; the campaign `families` runs all of them."""
 
 from __future__ import annotations
 

@@ -6,20 +6,21 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from actors.request import TRANSFER_FIELD, Call, Endpoint
 from testing.facts import make_prompt
 from testing.sse import said
 from testing.streams import KINDS, MODEL, chat, completion
 from tests.actors.behaviours import counted
-from tests.e2e.first_tokens import EnginePair, Fault, request
+from tests.e2e.two_engines import EnginePair, Fault, request, start
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = make_prompt(random.Random("first token"), 24, distance_facts=23).text
 """A prompt of about 170 tokens: several chunks and blocks."""
@@ -51,20 +52,21 @@ SEAM: dict[str, Kind] = {
 }
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
 ATTEMPTS = 5
 
 
-@pytest.fixture(scope="module")
-def pair(runner: asyncio.Runner) -> Iterator[EnginePair]:
-    pair = runner.run(EnginePair.start())
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines() -> AsyncIterator[EnginePair]:
+    pair = EnginePair(await start("prefill"), await start("decode"))
     yield pair
-    runner.run(pair.close())
+    await pair.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pair(engines: EnginePair) -> AsyncIterator[EnginePair]:
+    """The engines, whose pools must be at their baseline after each test."""
+    yield engines
+    assert await engines.idle()
 
 
 async def stream(
@@ -95,159 +97,112 @@ def dated(sent: bytes) -> list[bytes]:
     return re.sub(rb'"(call_|chatcmpl-tool-)[\w-]+"', b'"call"', sent).split(b"\n\n")
 
 
-@pytest.mark.parametrize("name", [*KINDS, *SEAM])
-def test_streams_are_those_of_decode(runner: asyncio.Runner, pair: EnginePair, name: str) -> None:
+@pytest.mark.parametrize("name", [*(name for name in KINDS if name != "echo"), *SEAM])
+async def test_streams_are_those_of_decode(pair: EnginePair, name: str) -> None:
     """Every event, with usage, logprobs, tool calls and finish reason.
 
     vLLM joins outputs that the serving layer has not read, so a busy machine may change the number
     of events in one of the streams.
     """
     kind = SEAM[name] if name in SEAM else long(KINDS[name])
-
-    async def run() -> None:
-        if "echo" in kind[1]:
-            return
-        exact = kind[1].get("temperature") == 0 or kind[1].get("seed") is not None
-        for _ in range(ATTEMPTS):
-            expected, _ = await stream(pair, kind, "decode")
-            sent, router = await stream(pair, kind, "prefill")
-            if not exact:
-                break
-            assert said(sent) == said(expected)
-            if dated(sent) == dated(expected):
-                break
-        else:
-            assert dated(sent) == dated(expected)
-        ended = kind[1]["max_tokens"] == 1
-        assert counted(router, "tandem_first_tokens_total", outcome="ended" if ended else "repeated") == 1
-        assert await pair.idle()
-
-    runner.run(run())
+    for _ in range(ATTEMPTS):
+        expected, _ = await stream(pair, kind, "decode")
+        sent, router = await stream(pair, kind, "prefill")
+        if kind[1].get("temperature") != 0 and kind[1].get("seed") is None:
+            break
+        assert said(sent) == said(expected)
+        if dated(sent) == dated(expected):
+            break
+    else:
+        assert dated(sent) == dated(expected)
+    ended = kind[1]["max_tokens"] == 1
+    assert counted(router, "tandem_first_tokens_total", outcome="ended" if ended else "repeated") == 1
 
 
 @pytest.mark.parametrize("kind", [completion, chat])
-def test_one_token_without_a_stream(runner: asyncio.Runner, pair: EnginePair, kind: Any) -> None:
+async def test_one_token_without_a_stream(pair: EnginePair, kind: Any) -> None:
     """Prefill's whole answer is the one that both engines give together, and decode has no call."""
     endpoint, body = long(kind(seed=5, logprobs=True, stream=False))
     body |= {"max_tokens": 1, "min_tokens": 0}
     body.pop("stream_options", None)
-
-    async def answer(first_token: str) -> tuple[dict[str, Any], int]:
+    found = {}
+    for first_token in ("decode", "prefill"):
         router, prefill, decode = pair.router(first_token)
         async with router.answer(request(endpoint, body)) as given:
             whole = json.loads(b"".join([some async for some in given.body()]))
-            assert given.sampled_by == ("prefill" if first_token == "prefill" else None)
         await at_rest_of(prefill, decode)
-        assert whole["usage"]["completion_tokens"] == 1
-        return {**whole, "created": 0}, len(decode.calls)
-
-    async def run() -> None:
-        expected, calls = await answer("decode")
-        assert calls == 1
-        assert await answer("prefill") == (expected, 0)
-        assert await pair.idle()
-
-    runner.run(run())
+        found[first_token] = ({**whole, "created": 0}, given.sampled_by, len(decode.calls))
+    answer, *rest = found["decode"]
+    assert rest == [None, 1]
+    assert found["prefill"] == (answer, "prefill", 0)
 
 
 GREEDY = completion(prompt=LONG, temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 SEEDED = completion(prompt=LONG, temperature=2.0, seed=17, max_tokens=8, ignore_eos=True, return_token_ids=True)
-
-
-def dies_at(tokens: int) -> Fault:
-    return Fault(dies_at=tokens)
+DEATHS: dict[str, tuple[int | None, ...]] = {
+    "decode before its first": (None, 0, None),
+    "decode after its first": (None, 1, None),
+    "decode after its second": (None, 2, None),
+    "prefill": (1, None, None),
+    "both": (1, 1, None),
+}
+"""Tokens after which prefill and the decode replicas die."""
 
 
 @pytest.mark.parametrize("kind", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(
-    "faults",
-    [
-        (Fault(), dies_at(0), Fault()),
-        (Fault(), dies_at(1), Fault()),
-        (Fault(), dies_at(2), Fault()),
-        (dies_at(1), Fault(), Fault()),
-        (dies_at(1), dies_at(1), Fault()),
-    ],
-    ids=["decode before its first", "decode after its first", "decode after its second", "prefill", "both"],
-)
-def test_engines_that_die_after_the_first_token(
-    runner: asyncio.Runner, pair: EnginePair, kind: Kind, faults: tuple[Fault, ...]
-) -> None:
+@pytest.mark.parametrize("name", DEATHS)
+async def test_engines_that_die_after_the_first_token(pair: EnginePair, kind: Kind, name: str) -> None:
     """The stream resumes with the token that the client has.
 
     If decode dies before prefill has sampled, the next attempt's prefill has the prompt cached, and
     decode's token may overtake prefill's.
     """
-    overtaken = ("prefill", "decode") if faults[1].dies_at == 0 else ("prefill",)
-
-    async def run() -> None:
-        expected, _ = await stream(pair, kind, "decode")
-        sent, _ = await stream(pair, kind, "prefill", *faults, sampled_by=overtaken)
-        assert said(sent) == said(expected)
-        assert await pair.idle()
-
-    runner.run(run())
+    overtaken = ("prefill", "decode") if DEATHS[name][1] == 0 else ("prefill",)
+    expected, _ = await stream(pair, kind, "decode")
+    sent, _ = await stream(pair, kind, "prefill", *map(Fault, DEATHS[name]), sampled_by=overtaken)
+    assert said(sent) == said(expected)
 
 
-def test_decode_that_draws_another_token(runner: asyncio.Runner, pair: EnginePair) -> None:
+async def test_decode_that_draws_another_token(pair: EnginePair) -> None:
     """Prefill's token stays: the stream is sent again with it."""
+    expected, _ = await stream(pair, SEEDED, "decode")
+    first = said(expected)["token_ids"][0]
 
-    async def run() -> None:
-        expected, _ = await stream(pair, SEEDED, "decode")
-        first = said(expected)["token_ids"][0]
+    def without_first(call: Call) -> Call:
+        changed = json.dumps(json.loads(call.body) | {"logit_bias": {str(first): -100}}).encode()
+        return call if call.replay_log else replace(call, body=changed)
 
-        def without_first(call: Call) -> Call:
-            changed = json.dumps(json.loads(call.body) | {"logit_bias": {str(first): -100}}).encode()
-            return call if call.replay_log else replace(call, body=changed)
-
-        sent, router = await stream(pair, SEEDED, "prefill", Fault(), Fault(change=without_first))
-        assert said(sent) == said(expected)
-        assert counted(router, "tandem_first_tokens_total", outcome="replayed") == 1
-        assert await pair.idle()
-
-    runner.run(run())
+    sent, router = await stream(pair, SEEDED, "prefill", Fault(), Fault(change=without_first))
+    assert said(sent) == said(expected)
+    assert counted(router, "tandem_first_tokens_total", outcome="replayed") == 1
 
 
 @pytest.mark.parametrize("events", [1, 2])
-def test_a_client_that_leaves(runner: asyncio.Runner, pair: EnginePair, events: int) -> None:
+async def test_a_client_that_leaves(pair: EnginePair, events: int) -> None:
     """The client leaves after the first or second event; nothing stays on either engine."""
-
-    async def run() -> None:
-        router, prefill, decode = pair.router("prefill")
-        async with router.answer(request(*GREEDY)) as answer:
-            body = answer.body()
-            for _ in range(events):
-                await anext(body)
-            await body.aclose()
-        await at_rest_of(prefill, decode)
-        assert await pair.idle()
-
-    runner.run(run())
+    router, prefill, decode = pair.router("prefill")
+    async with router.answer(request(*GREEDY)) as answer:
+        body = answer.body()
+        for _ in range(events):
+            await anext(body)
+        await body.aclose()
+    await at_rest_of(prefill, decode)
 
 
-def test_what_is_not_streamed_is_sampled_by_decode(runner: asyncio.Runner, pair: EnginePair) -> None:
-    async def run() -> None:
-        router, prefill, decode = pair.router("prefill")
-        endpoint, body = completion(prompt=LONG, temperature=0, max_tokens=4)
-        async with router.answer(request(endpoint, body | {"stream": False, "stream_options": None})) as answer:
-            assert [some async for some in answer.body()]
-            assert (answer.route, answer.sampled_by) == ("remote", "decode")
-        assert json.loads(prefill.calls[0].body)[TRANSFER_FIELD].get("first_token") is None
-        await at_rest_of(prefill, decode)
-
-    runner.run(run())
+async def test_what_is_not_streamed_is_sampled_by_decode(pair: EnginePair) -> None:
+    router, prefill, decode = pair.router("prefill")
+    endpoint, body = completion(prompt=LONG, temperature=0, max_tokens=4)
+    async with router.answer(request(endpoint, body | {"stream": False, "stream_options": None})) as answer:
+        assert [some async for some in answer.body()]
+        assert (answer.route, answer.sampled_by) == ("remote", "decode")
+    assert json.loads(prefill.calls[0].body)[TRANSFER_FIELD].get("first_token") is None
+    await at_rest_of(prefill, decode)
 
 
-def test_streams_at_once(runner: asyncio.Runner, pair: EnginePair) -> None:
+async def test_streams_at_once(pair: EnginePair) -> None:
     """Eight streams of unequal prompts share the steps of both engines."""
-    kinds = [
-        completion(prompt=LONG[: 40 * n], seed=n, temperature=1.0, max_tokens=6, ignore_eos=True) for n in range(1, 9)
-    ]
-
-    async def run() -> None:
-        expected = [said((await stream(pair, kind, "decode"))[0]) for kind in kinds]
-        sent = await asyncio.gather(*(stream(pair, kind, "prefill") for kind in kinds))
-        assert [said(one) for one, _ in sent] == expected
-        assert await pair.idle()
-
-    runner.run(run())
+    common = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
+    kinds = [completion(prompt=LONG[: 40 * n], seed=n, **common) for n in range(1, 9)]
+    expected = [said((await stream(pair, kind, "decode"))[0]) for kind in kinds]
+    sent = await asyncio.gather(*(stream(pair, kind, "prefill") for kind in kinds))
+    assert [said(one) for one, _ in sent] == expected

@@ -1,6 +1,4 @@
-"""MultiConnector over TandemConnector and vLLM's ExampleConnector: right answers, and complete
-metrics.
-"""
+"""MultiConnector over TandemConnector and vLLM's ExampleConnector: a part of `multi-connector`."""
 
 from __future__ import annotations
 
@@ -8,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.service.multi_connector import ask, plain_answers, servers
+from tests.campaigns.service.multi_connector import Case, plain_answers, problems
 
 pytestmark = pytest.mark.engine
 
 
 def test_metrics_account_for_every_request(tmp_path: Path) -> None:
-    """A part of ``tests/campaigns/service/multi_connector.py``, which sends 100 requests."""
     answers = plain_answers(12, tmp_path)
-    with servers(tmp_path) as pair:
-        outcome = ask(pair, 12, answers)
-    assert not outcome.problems(), outcome
+    assert problems(tmp_path, Case(), answers) == []

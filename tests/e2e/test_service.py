@@ -21,19 +21,16 @@ import httpx
 import openai
 import pytest
 
-from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, probe_timeout_s
-from app.http.routes import OPEN_AGE_S
-from configs.settings.kv import TransferSettings
 from connectors.protocol.agent_metadata import PROTOCOL_VERSION
 from testing import browser
 from testing.facts import RecallPrompt, exact, make_prompt
 from testing.service_process import ROOT, ServiceProcess, write_config
 from testing.timing import server_timing
 from tests.campaigns.fuzz.http import attack, check
+from tests.campaigns.service.world import MODEL, leaks, total, until
 
 pytestmark = pytest.mark.engine(first=True)
 
-MODEL = "tandem-demo"
 TURN = [{"role": "user", "content": "hello"}]
 IDLE_TIMEOUT_S = 60.0
 SOON_S = 30.0
@@ -67,42 +64,12 @@ def sdk(service) -> openai.OpenAI:
 
 
 def metric(http: httpx.Client, name: str, **labels: str) -> float:
-    """Return the current sum of the samples of `name` with `labels`."""
-    return sample_sum(exposition(http), name, **labels)
-
-
-def exposition(http: httpx.Client) -> str:
-    """Return current metrics, not a cached response."""
-    time.sleep(OPEN_AGE_S)  # the router returns a cached response for this time
-    return http.get("/metrics").text
-
-
-def sample_sum(text: str, name: str, **labels: str) -> float:
-    """Return the sum of the samples of `name` with `labels` in `text`."""
-    total = 0.0
-    for line in text.splitlines():
-        match = re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line)
-        if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
-            total += float(match[3])
-    return total
-
-
-def busy(http: httpx.Client) -> dict[str, float]:
-    """Return the metrics that must be zero on an idle service: requests and blocks of both
-    engines.
-    """
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    text = exposition(http)
-    found = {f"{role} {name}": sample_sum(text, name, role=role) for role in ("prefill", "decode") for name in names}
-    return {name: value for name, value in found.items() if value}
+    return total(str(http.base_url).rstrip("/"), name, **labels)
 
 
 def wait_until_idle(http: httpx.Client) -> None:
     """Wait until both engines have no requests and all their blocks, for a limited time."""
-    give_up_at = time.monotonic() + IDLE_TIMEOUT_S
-    while left := busy(http):
-        assert time.monotonic() < give_up_at, f"still busy after {IDLE_TIMEOUT_S} s: {left}"
-        time.sleep(0.2)
+    assert leaks(str(http.base_url).rstrip("/"), IDLE_TIMEOUT_S) == {}
 
 
 def sse(text: str) -> list[dict]:
@@ -121,28 +88,17 @@ def response(**more: object) -> dict:
 
 
 def recall(seed: int, facts: int = FACTS_FAR) -> RecallPrompt:
-    """Return a prompt that asks for its first fact, far outside the sliding window of a long
-    prompt.
-    """
+    """Return a prompt that asks for its first fact, far outside the window of a long prompt."""
     return make_prompt(random.Random(f"e2e {seed}"), facts, distance_facts=facts - 1)
 
 
-def test_health_and_models(http):
-    """Both roles answer; clients use the served model name."""
-    assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
-    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
-
-
 def test_the_engines_have_met_before_the_first_request(http):
-    """The replica that started last has fetched a probe's KV, so no client waits for first
-    contact.
-    """
-    give_up_at = time.monotonic() + 2 * WARM_UP_INTERVAL_S + probe_timeout_s(TransferSettings())
-    while not metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received"):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.5)
+    """The replica that started last has fetched a probe's KV; clients use the served model name."""
+    until(lambda: metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received"), "a probe", 120)
     assert metric(http, "tandem_requests_total", role="router") == 0
     assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == 0
+    assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
 
 
 def test_a_seed_outlives_a_prompt_of_several_steps(http):
@@ -162,12 +118,10 @@ def test_answers_are_right_and_their_kv_comes_from_prefill(http):
     """The fact is far outside the window, so the answer is right only if the moved blocks are."""
     wait_until_idle(http)
     labels = {"role": "decode", "source": "external_kv_transfer"}
-    before = metric(http, "vllm:prompt_tokens_by_source_total", **labels)
-    prompt_tokens = 0
+    before, prompt_tokens = metric(http, "vllm:prompt_tokens_by_source_total", **labels), 0
     for seed in range(4):
         prompt = recall(seed)
-        reply = http.post("/v1/completions", json=completion(prompt.text))
-        assert reply.status_code == 200
+        reply = http.post("/v1/completions", json=completion(prompt.text)).raise_for_status()
         assert reply.headers["x-tandem-route"] == "remote"
         assert exact(prompt, reply.json()["choices"][0]["text"])
         prompt_tokens += reply.json()["usage"]["prompt_tokens"]
@@ -175,60 +129,49 @@ def test_answers_are_right_and_their_kv_comes_from_prefill(http):
     assert moved == pytest.approx(prompt_tokens, abs=4), "decode recomputes at most each prompt's last token"
 
 
-def test_completions_through_the_sdk(sdk):
-    """Complete and streamed answers have the same text."""
-    prompt = recall(10, facts=40)
-    whole = sdk.completions.create(model=MODEL, prompt=prompt.text, max_tokens=5, temperature=0)
-    parts = sdk.completions.create(model=MODEL, prompt=prompt.text, max_tokens=5, temperature=0, stream=True)
-    assert exact(prompt, whole.choices[0].text)
-    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+def test_openais_endpoints_through_the_sdk(http, sdk):
+    """Whole and streamed answers of each endpoint are right; errors have the SDK's types.
 
-
-def test_chat_through_the_sdk(sdk):
-    """Chat answers through the template have the same text."""
-    prompt = recall(11, facts=40)
+    A stream of `/v1/responses` begins before its KV has arrived, and the prefill leg completes.
+    """
+    prompt = recall(10)
+    ask = {"model": MODEL, "prompt": prompt.text, "max_tokens": 5, "temperature": 0}
+    text = sdk.completions.create(**ask).choices[0].text
+    assert exact(prompt, text)
+    assert "".join(part.choices[0].text for part in sdk.completions.create(**ask, stream=True)) == text
     ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 5, "temperature": 0}
     whole = sdk.chat.completions.create(**ask)
-    parts = sdk.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
-    streamed = list(parts)
-    text = "".join(part.choices[0].delta.content or "" for part in streamed if part.choices)
+    streamed = list(sdk.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     assert exact(prompt, whole.choices[0].message.content)
-    assert text == whole.choices[0].message.content
+    parts = [part.choices[0].delta.content or "" for part in streamed if part.choices]
+    assert "".join(parts) == whole.choices[0].message.content
     assert streamed[-1].usage.completion_tokens == whole.usage.completion_tokens
-
-
-def test_responses_through_the_sdk(http, sdk):
-    """`/v1/responses` is split like a chat.
-
-    A stream begins before its KV has arrived, and the prefill leg still completes.
-    """
-    wait_until_idle(http)
-    before = metric(http, "tandem_prefill_legs_total", outcome="done")
-    recomputed = metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed")
-    for seed in range(12, 15):
+    done = metric(http, "tandem_prefill_legs_total", outcome="done")
+    for seed in (12, 13):
         prompt = recall(seed)
         ask = {"model": MODEL, "input": prompt.messages, "max_output_tokens": 8, "temperature": 0}
-        whole = sdk.responses.with_raw_response.create(**ask)
-        assert whole.headers["x-tandem-route"] == "remote"
+        raw = sdk.responses.with_raw_response.create(**ask)
+        assert raw.headers["x-tandem-route"] == "remote"
         with sdk.responses.stream(**ask) as stream:
             kinds = [event.type for event in stream]
             assert exact(prompt, stream.get_final_response().output_text)
         assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
-        assert exact(prompt, whole.parse().output_text)
+        assert exact(prompt, raw.parse().output_text)
     wait_until_idle(http)
-    assert metric(http, "tandem_prefill_legs_total", outcome="done") == before + 6
-    assert metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="recomputed") == recomputed
+    assert metric(http, "tandem_prefill_legs_total", outcome="done") == done + 4
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        sdk.completions.create(model="nope", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
+        sdk.completions.create(model=MODEL, prompt="a", extra_body={"kv_transfer_params": {"x": 1}})
 
 
 def test_messages(http):
     """Requests of Anthropic's API, streamed or not, are split like chats and answered right."""
     prompt = recall(15)
     ask = {"model": MODEL, "messages": prompt.messages, "max_tokens": 8, "temperature": 0}
-    whole = http.post("/v1/messages", json=ask)
-    assert whole.headers["x-tandem-route"] == "remote"
+    whole, streamed = (http.post("/v1/messages", json=ask | {"stream": stream}) for stream in (False, True))
+    assert {whole.headers["x-tandem-route"], streamed.headers["x-tandem-route"]} == {"remote"}
     assert exact(prompt, whole.json()["content"][0]["text"])
-    streamed = http.post("/v1/messages", json=ask | {"stream": True})
-    assert streamed.headers["x-tandem-route"] == "remote"
     said = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
     assert (said[0]["type"], said[-1]["type"]) == ("message_start", "message_stop")
     assert exact(prompt, "".join(one["delta"]["text"] for one in said if one["type"] == "content_block_delta"))
@@ -236,26 +179,11 @@ def test_messages(http):
     assert counted["input_tokens"] == whole.json()["usage"]["input_tokens"]
 
 
-def test_tokens(http):
-    """Tokenize and detokenize a text and a chat."""
-    tokens = http.post("/tokenize", json={"model": MODEL, "prompt": "mira=427"}).json()["tokens"]
-    assert http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json()["prompt"].endswith("mira=427")
-    chat = http.post("/tokenize", json={"model": MODEL, "messages": TURN}).json()
-    assert chat["count"] == len(chat["tokens"]) > len("hello")
-
-
 def test_a_stream_comes_in_pieces(http):
-    """Events arrive one by one, as server-sent events, with an end mark.
-
-    vLLM joins the tokens of steps that end before the last event was sent.
-    """
-    with http.stream(
-        "POST",
-        "/v1/completions",
-        json=completion("a", max_tokens=30, ignore_eos=True, stream=True, return_token_ids=True),
-    ) as reply:
+    """Events arrive one by one; vLLM joins tokens of steps that end before the last was sent."""
+    body = completion("a", max_tokens=30, ignore_eos=True, stream=True, return_token_ids=True)
+    with http.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
-        assert reply.headers["x-tandem-route"] == "remote"
         pieces = list(reply.iter_raw())
     tokens = [one["choices"][0]["token_ids"] for one in sse(b"".join(pieces).decode())]
     assert sum(map(len, tokens)) == 30
@@ -264,7 +192,7 @@ def test_a_stream_comes_in_pieces(http):
 
 
 @pytest.mark.parametrize(
-    ("more", "most", "none"),
+    ("more", "some", "none"),
     [
         ({"stream": True}, {"prefill_queue", "prefill", "decode_queue", "first_step"}, {"generation"}),
         ({"stream": False}, {"prefill_queue", "prefill", "first_step", "generation"}, set()),
@@ -273,102 +201,71 @@ def test_a_stream_comes_in_pieces(http):
     ],
     ids=["a stream", "a whole answer", "several choices", "a local request"],
 )
-def test_the_time_to_the_first_token_is_accounted_for(http, more, most, none):
-    """The parts sum to the total without an unexplained part; the client waited at least as
-    long.
-    """
+def test_the_time_to_the_first_token_is_accounted_for(http, more, some, none):
+    """The parts sum to the total without an unexplained part; only who asks gets them."""
     began_at = time.monotonic()
     explain = {"x-tandem-explain": "1"}
     with http.stream("POST", "/v1/completions", json=completion(recall(20).text, **more), headers=explain) as reply:
         waited_ms = (time.monotonic() - began_at) * 1000
         parts = server_timing(reply)
-    total = parts.pop("total")
-    assert sum(parts.values()) == pytest.approx(total, abs=1)
-    assert most | {"router", "slot_wait", "hops", "frontend"} <= parts.keys()
+    in_all = parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(in_all, abs=1)
+    assert some | {"router", "slot_wait", "hops", "frontend"} <= parts.keys()
     assert not parts.keys() & (none | {"unexplained", "retries", "recompute"})
-    assert 0 < total <= waited_ms
-    assert parts["prefill"] > 0
-
-
-def test_nobody_is_told_who_has_not_asked(http):
-    """Without the header, a client receives no explanation; the histograms still count its
-    request.
-    """
-    before = metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step")
+    assert 0 < in_all <= waited_ms
     assert "server-timing" not in http.post("/v1/completions", json=completion("abc")).headers
-    assert metric(http, "tandem_latency_breakdown_seconds_count", route="remote", part="first_step") == before + 1
+
+
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 @pytest.mark.parametrize(
     ("endpoint", "body", "reason"),
     [
-        ("/v1/completions", completion(["abc", "def"], echo=True), "echo"),
-        ("/v1/completions", completion([7]), "short_prompt"),
-        ("/v1/completions", completion("abc", echo=True, logprobs=1), "echo"),
-        ("/v1/completions", completion("abc", prompt_logprobs=1), "prompt_logprobs"),
-        ("/v1/completions", completion("abc", use_beam_search=True, n=2), "use_beam_search"),
-        ("/v1/responses", response(tools=[{"type": "code_interpreter", "container": "c"}]), "tools_of_the_server"),
+        (COMPLETIONS, completion(["abc", "def"], echo=True), "echo"),
+        (COMPLETIONS, completion([7]), "short_prompt"),
+        (COMPLETIONS, completion("abc", prompt_logprobs=1), "prompt_logprobs"),
+        (COMPLETIONS, completion("abc", use_beam_search=True, n=2), "use_beam_search"),
+        (RESPONSES, response(tools=[{"type": "code_interpreter", "container": "c"}]), "tools_of_the_server"),
         ("/tokenize", {"model": MODEL, "prompt": "abc"}, "tokens_only"),
         ("/detokenize", {"model": MODEL, "tokens": [2, 7, 8]}, "tokens_only"),
+        (COMPLETIONS, completion("some text here", min_tokens=3), None),
+        (COMPLETIONS, completion("some text here", logprobs=3, stop=["9"]), None),
+        (COMPLETIONS, completion("some text here", truncate_prompt_tokens=4), None),
+        (COMPLETIONS, completion([5, 6, 7, 8], stream=True, stream_options={"include_usage": True}), None),
+        ("/invocations", completion("mira=427\nmira?"), None),
+        ("/invocations", {"model": MODEL, "messages": TURN, "max_tokens": 3}, None),
     ],
 )
-def test_what_cannot_be_split_is_served_by_decode(http, endpoint, body, reason):
-    """Decode serves the request, and a header has the reason for the local route."""
+def test_where_a_request_is_served(http, endpoint, body, reason):
+    """Decode alone, with a header for the reason, or both engines: both legs accept the options."""
     reply = http.post(endpoint, json=body)
     assert reply.status_code == 200, reply.text
-    assert reply.headers["x-tandem-route"] == "local"
-    assert reply.headers["x-tandem-local-reason"] == reason
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"min_tokens": 3},
-        {"logprobs": 3},
-        {"stop": ["9"]},
-        {"prompt": [5, 6, 7, 8]},
-        {"stream": True, "stream_options": {"include_usage": True}},
-        {"truncate_prompt_tokens": 4},
-    ],
-    ids=lambda more: next(iter(more)),
-)
-def test_options_of_the_output_are_decodes_alone(http, more):
-    """Such requests are split, and both legs accept them."""
-    reply = http.post("/v1/completions", json=completion("some text here") | more)
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["x-tandem-route"] == "remote"
+    assert reply.headers["x-tandem-route"] == ("local" if reason else "remote")
+    assert reply.headers.get("x-tandem-local-reason") == reason
 
 
 @pytest.mark.parametrize(
     ("endpoint", "content", "status", "message"),
     [
-        ("/v1/completions", b"{", 400, "not valid JSON"),
-        ("/v1/completions", b"[]", 400, "must be a JSON object"),
-        ("/v1/completions", completion("a", kv_transfer_params={}), 400, "kv_transfer_params"),
-        ("/v1/completions", completion("a") | {"model": "other"}, 404, "other"),
-        ("/v1/completions", completion("a", max_tokens=-1), 400, "max_tokens"),
-        ("/v1/completions", completion("a", max_tokens="many"), 400, "max_tokens"),
-        ("/v1/completions", completion("a", temperature=-3), 400, "temperature"),
-        ("/v1/completions", completion("!" * 3000), 400, "context length"),
-        ("/v1/completions", completion([5, 10**9]), 400, "vocabulary"),
-        (
-            "/v1/completions",
-            completion("a") | {"stream_interval": 2**64},
-            400,
-            "`stream_interval` must fit in a 64-bit integer",
-        ),
-        ("/v1/completions", completion("a") | {"vllm_xargs": {"x": "\ud800"}}, 400, "surrogate"),
-        ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "stop": "\ud800"}, 400, "surrogate"),
-        ("/v1/completions", completion("a") | {"cache_salt": "\ud800"}, 400, "cache_salt"),
-        ("/v1/completions", completion("a") | {"priority": 2**64}, 400, ""),
-        ("/v1/completions", {"model": MODEL}, 400, "prompt"),
-        ("/v1/completions", completion(""), 400, "prompt"),
-        ("/v1/chat/completions", {"model": MODEL, "messages": "hi"}, 400, "messages"),
-        ("/v1/chat/completions", {"model": MODEL, "messages": TURN, "n": 0}, 400, "n"),
-        ("/v1/responses", response(max_output_tokens="many"), 400, "max_output_tokens"),
-        ("/v1/responses", response(previous_response_id="resp_0"), 404, "resp_0"),
-        ("/v1/responses", response(background=True), 400, "background"),
-        ("/v1/completions", b"x" * (33 * 2**20), 413, "bytes"),
+        (COMPLETIONS, b"{", 400, "JSON"),
+        (COMPLETIONS, b"[]", 400, "JSON object"),
+        (COMPLETIONS, completion("a", kv_transfer_params={}), 400, "kv_transfer_params"),
+        (COMPLETIONS, completion("a") | {"model": "other"}, 404, "other"),
+        (COMPLETIONS, completion("a", max_tokens="many"), 400, "max_tokens"),
+        (COMPLETIONS, completion("!" * 3000), 400, "context length"),
+        (COMPLETIONS, completion([5, 10**9]), 400, "vocabulary"),
+        (COMPLETIONS, completion(["a"] * 129), 400, "prompt"),
+        (COMPLETIONS, completion("a") | {"stream_interval": 2**64}, 400, "stream_interval"),
+        (COMPLETIONS, completion("a") | {"vllm_xargs": {"x": "\ud800"}}, 400, "surrogate"),
+        (CHATS, {"model": MODEL, "messages": TURN, "stop": "\ud800"}, 400, "surrogate"),
+        (COMPLETIONS, completion("a") | {"priority": 2**64}, 400, ""),
+        (COMPLETIONS, {"model": MODEL}, 400, "prompt"),
+        (CHATS, {"model": MODEL, "messages": "hi"}, 400, "messages"),
+        (RESPONSES, response(max_output_tokens="many"), 400, "max_output_tokens"),
+        (RESPONSES, response(previous_response_id="resp_0"), 404, "resp_0"),
+        ("/invocations", {"model": MODEL, "input": "a"}, 400, "prompt"),
+        (COMPLETIONS, b"x" * (33 * 2**20), 413, "bytes"),
     ],
 )
 def test_a_bad_request_gets_an_error_in_openais_form(http, endpoint, content, status, message):
@@ -387,50 +284,12 @@ def test_an_endpoint_of_other_models_gets_vllms_404(http):
     assert (reply.status_code, reply.json()) == (404, {"detail": "Not Found"})
 
 
-def test_an_invocation_is_split_like_its_endpoint(http):
-    """SageMaker's path, with a body of either endpoint or of none."""
-    for body, found in ((completion("mira=427\nmira?"), "text_completion"), ({"messages": TURN}, "chat.completion")):
-        reply = http.post("/invocations", json={"model": MODEL, "max_tokens": 3, **body})
-        assert (reply.status_code, reply.json()["object"]) == (200, found)
-        assert reply.headers["x-tandem-route"] == "remote"
-    reply = http.post("/invocations", json={"model": MODEL, "input": "a"})
-    assert reply.status_code == 400
-    assert "Either prompt or prompt_embeds must be provided" in reply.json()["error"]["message"]
-
-
-def test_the_sdk_sees_typed_errors(sdk):
-    """OpenAI's client maps statuses and bodies to its own exception classes."""
-    with pytest.raises(openai.NotFoundError, match="nope"):
-        sdk.completions.create(model="nope", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
-        sdk.completions.create(model=MODEL, prompt="a", extra_body={"kv_transfer_params": {"x": 1}})
-
-
-async def _has_left(service: ServiceProcess, http: httpx.Client, body: dict, after_s: float) -> bool:
-    """Send a request and leave; return whether the router has counted a disconnect.
-
-    False if this process was stopped for so long that the answer had ended before.
-    """
-    ended_before = metric(http, "vllm:request_success_total", role="decode", finished_reason="length")
-    before = metric(http, "tandem_client_disconnects_total")
-    await _leave(service, body, after_s)
-    # On a busy machine, the router detects the disconnect later.
-    give_up_at = time.monotonic() + IDLE_TIMEOUT_S
-    while (left := metric(http, "tandem_client_disconnects_total")) != before + 1:
-        if metric(http, "vllm:request_success_total", role="decode", finished_reason="length") > ended_before:
-            return False
-        assert time.monotonic() < give_up_at, f"{left - before:g} clients have left"
-    return True
-
-
 async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
     """Send a request; close the connection `after_s` seconds after its last byte."""
     content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     _, writer = await asyncio.open_connection("127.0.0.1", service.port)
-    writer.write(head.encode() + b"\r\n\r\n" + content)
+    writer.write(head % len(content) + content)
     await writer.drain()
     await asyncio.sleep(after_s)
     writer.close()
@@ -443,17 +302,26 @@ async def _leave(service: ServiceProcess, body: dict, after_s: float) -> None:
     ("after_s", "facts", "tokens"), [(0.5, 4, 1500), (0.03, 200, 600)], ids=["in decode", "in prefill"]
 )
 async def test_a_client_that_leaves_ends_both_legs(service, http, stream, after_s, facts, tokens):
-    """Requests and blocks of both engines return to zero long before the answer would have
-    ended.
+    """Requests and blocks of both engines return to zero long before the answer would have ended.
+
+    Repeated if this process was stopped for so long that the answer had ended before.
     """
     body = completion(recall(20, facts).text, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, stream=stream)
+
+    def counts() -> tuple[float, float]:
+        ended = metric(http, "vllm:request_success_total", role="decode", finished_reason="length")
+        return metric(http, "tandem_client_disconnects_total"), ended
+
     for _ in range(ATTEMPTS):
-        if await _has_left(service, http, body, after_s):
+        before = counts()
+        await _leave(service, body, after_s)
+        # On a busy machine, the router detects the disconnect later.
+        left, _ = until(lambda: (now := counts()) != before and now, "a disconnect", IDLE_TIMEOUT_S)  # noqa: B023
+        if left == before[0] + 1:
             break
     else:
         raise AssertionError(f"each of {ATTEMPTS} answers ended before the client left")
     wait_until_idle(http)
-    assert http.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["refused", "left"])
@@ -467,12 +335,11 @@ async def test_a_prefill_that_ends_before_decode_says_no(service, http, leaves):
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
         for _ in range(10):  # on a busy machine decode may refuse before prefill has started
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
-            refused: set[asyncio.Task[httpx.Response]] = set()
-            while not refused and metric(http, "vllm:request_success_total", role="prefill") == done:
-                refused, _ = await asyncio.wait([asked], timeout=0.01)
-            if not refused:
+            while not asked.done() and metric(http, "vllm:request_success_total", role="prefill") == done:
+                await asyncio.wait([asked], timeout=0.01)
+            if not asked.done():
                 break
-        assert not refused, "decode has refused ten times before prefill had run"
+        assert not asked.done(), "decode has refused ten times before prefill had run"
         if leaves:
             asked.cancel()
         else:
@@ -502,22 +369,15 @@ async def test_many_at_once(service, http):
     """All answers are right, and nothing leaks."""
     prompts = [recall(100 + index, facts=5 + 9 * index) for index in range(16)]
     async with httpx.AsyncClient(base_url=service.url, timeout=120) as client:
-        replies = await asyncio.gather(
-            *(client.post("/v1/completions", json=completion(prompt.text)) for prompt in prompts)
-        )
-    texts = [reply.json()["choices"][0]["text"] for reply in replies]
-    wrong = [prompt.answer for prompt, text in zip(prompts, texts, strict=True) if not exact(prompt, text)]
-    assert not wrong
+        sent = (client.post("/v1/completions", json=completion(prompt.text)) for prompt in prompts)
+        texts = [reply.json()["choices"][0]["text"] for reply in await asyncio.gather(*sent)]
+    assert [prompt.answer for prompt, text in zip(prompts, texts, strict=True) if not exact(prompt, text)] == []
     wait_until_idle(http)
 
 
 async def test_hostile_requests(service, http):
-    """Fuzzed requests cause no 500, hang or growth, and later answers are right.
-
-    `make fuzz` sends many more.
-    """
-    report = await attack(service.url, seed=3, count=160, processes=service.processes(), bound_s=330)
-    check(report)
+    """Fuzzed requests cause no 500, hang or growth, and later answers are right."""
+    check(await attack(service.url, seed=3, count=160, processes=service.processes(), bound_s=330))
     wait_until_idle(http)
     assert http.get("/health").json() == {"status": "ok", "replicas": {"prefill": 1, "decode": 1}}
     prompt = recall(55)
@@ -526,26 +386,10 @@ async def test_hostile_requests(service, http):
     assert reply.headers["x-tandem-route"] == "remote"
 
 
-def test_a_list_of_prompts(http):
-    """Prefill computes each prompt, and each answer has its prompt's facts, whole and streamed."""
-    prompts = [recall(seed) for seed in range(40, 43)]
-    body = completion([prompt.text for prompt in prompts], max_tokens=8, temperature=0)
-    whole = http.post("/v1/completions", json=body)
-    assert whole.headers["x-tandem-route"] == "remote"
-    for prompt, choice in zip(prompts, whole.json()["choices"], strict=True):
-        assert exact(prompt, choice["text"])
-    texts = dict.fromkeys(range(3), "")
-    streamed = http.post("/v1/completions", json=body | {"stream": True}).text
-    for line in streamed.split("\n\n")[:-2]:
-        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-        texts[choice["index"]] += choice["text"]
-    assert list(texts.values()) == [choice["text"] for choice in whole.json()["choices"]]
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_several_choices(http, prompts, stream):
-    """With `n`, answers equal those of decode alone, for one prompt and for each of a list."""
+def test_several_prompts_and_choices(http, prompts, stream):
+    """Answers to one prompt or a list, `n` each, equal those of decode alone."""
     texts = [recall(60 + prompts + 2 * index).text for index in range(prompts)]
     body = completion(texts if prompts > 1 else texts[0], n=3, temperature=2, seed=5, max_tokens=8, stream=stream)
 
@@ -563,36 +407,17 @@ def test_several_choices(http, prompts, stream):
     assert choices(best_of=2) == ("local", drawn)
 
 
-def test_too_many_prompts(http):
-    """The router refuses the request before an engine creates one per prompt."""
-    reply = http.post("/v1/completions", json=completion(["a"] * 129))
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
-
-
-def answers_to_a_stranger(port: int) -> bytes:
-    """Return the response of a port on this machine to a request for agent metadata."""
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
-        stranger.settimeout(1)
-        stranger.sendall(b"tandem/%d metadata\n" % PROTOCOL_VERSION)
-        return stranger.recv(1000)
-    return b""
-
-
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="Debian's package chromium is not installed")
 async def test_the_status_page_under_load(service, tmp_path):
-    """A browser shows both engines and the requests. `TANDEM_PICTURES=docs/images` renews the
-    documentation's pictures.
-    """
+    """A browser shows engines and requests; TANDEM_PICTURES=docs/images renews the pictures."""
     async with (
         httpx.AsyncClient(base_url=service.url, timeout=60) as client,
         browser.opened(service.url, tmp_path) as page,
     ):
-        load = [
-            asyncio.create_task(
-                client.post("/v1/completions", json=completion(recall(seed, facts).text, max_tokens=60))
-            )
-            for seed, facts in enumerate([FACTS_FAR, 4, FACTS_FAR, 60, 30, 4] * 4)
+        bodies = [
+            completion(recall(seed, facts).text, max_tokens=60) for seed, facts in enumerate([120, 4, 60, 30] * 6)
         ]
+        load = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
         await asyncio.wait(load[: len(load) // 2])
         await page.until("document.querySelectorAll('#requests tr').length > 8")
         pictures = {scheme: await page.picture(scheme) for scheme in ("light", "dark")}
@@ -607,6 +432,15 @@ async def test_the_status_page_under_load(service, tmp_path):
             (ROOT / folder / f"status-{scheme}.png").write_bytes(picture)
 
 
+def answers_to_a_stranger(port: int) -> bytes:
+    """Return the response of a port on this machine to a request for agent metadata."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
+        stranger.settimeout(1)
+        stranger.sendall(b"tandem/%d metadata\n" % PROTOCOL_VERSION)
+        return stranger.recv(1000)
+    return b""
+
+
 def test_a_stranger_gets_no_metadata(service):
     """The service generates a secret; a peer without it learns only that the engines have one."""
     engines = [process for process in service.processes() if "EngineCore" in " ".join(process.cmdline())]
@@ -619,7 +453,7 @@ def test_a_stranger_gets_no_metadata(service):
         if len(refusals) == len(engines):
             break
     assert len(refusals) == len(engines) == 2
-    assert all(b"this engine has a secret, the peer none" in text for text in refusals)
+    assert all(b"secret" in text for text in refusals)
     assert not any(b"transport_metadata" in text for text in said)
 
 
@@ -628,45 +462,33 @@ def test_metrics_are_one_exposition(http):
     text = http.get("/metrics").text
     types = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
-    assert metric(http, "vllm:request_success_total", role="prefill") > 0
-    assert metric(http, "vllm:request_success_total", role="decode") > 0
+    for role in ("prefill", "decode"):
+        assert metric(http, "vllm:request_success_total", role=role) > 0
     assert metric(http, "tandem_requests_total", role="router", route="remote", status="200") > 0
     received = metric(http, "vllm:tandem_kv_requests_total", role="decode", outcome="received")
     assert 0 < received <= metric(http, "vllm:tandem_kv_requests_total", role="prefill", outcome="sent")
     for group in range(3):
         assert metric(http, "vllm:tandem_kv_sent_bytes_total", role="prefill", group=str(group)) > 0
     for stage in ("live", "held", "connecting", "offered", "ending"):
-        assert metric(http, "vllm:tandem_kv_transfers", stage=stage) == 0
+        assert f'stage="{stage}"' in text
     assert "vllm:tandem_kv_quarantined{" in text
 
 
 def test_a_wrong_key_stops_the_start_with_one_message(tmp_path):
     """The message names the key; nothing is started, and there is no stack trace."""
     config = write_config("local.yaml", tmp_path, decode={"tensor_parallel": 2})
-    run = subprocess.run(
-        [sys.executable, "-m", "app.run", "--config", str(config)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "app.run", "--config", str(config)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2
-    advice = "no such setting; did you mean tensor_parallel_size?"
-    assert run.stderr.strip() == f"{config}: decode.tensor_parallel: {advice}"
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith(f"{config}: decode.tensor_parallel: ")
+    assert "tensor_parallel_size" in line
     assert "Ray: started" not in run.stdout
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        r"\(Router pid=\d+\) INFO [\d-]+ [\d:]+ \[http_server.py:\d+\] the router listens",
-        r"\(Prefill pid=\d+\) INFO [\d-]+ [\d:]+ \[engine_actor.py:\d+\] starting the prefill",
-        r"\(EngineCore pid=\d+\) INFO [\d-]+ [\d:]+ \[scheduler.py:\d+\] Tandem: ",
-        r"\(Worker\w* pid=\d+\) INFO [\d-]+ [\d:]+ \[worker.py:\d+\] Tandem: ",
-    ],
-)
-def test_the_log_has_lines_of_every_process(service, line):
-    assert re.search(line, service.log)
+@pytest.mark.parametrize("process", ["Router", "Prefill", "EngineCore", r"Worker\w*"])
+def test_the_log_has_lines_of_every_process(service, process):
+    assert re.search(rf"\({process} pid=\d+\) INFO [\d-]+ [\d:]+ \[\w+.py:\d+\] ", service.log)
 
 
 def test_sigterm_to_the_group_drains_and_leaves_nothing(service):

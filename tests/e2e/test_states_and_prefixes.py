@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from testing.engines import Pair, describe, generate, start_engine
-from testing.identity import MAX_TOKENS, compare, difference, prompts, random_prompt
+from connectors.vllm_hma.worker_side.trace import read_trace
+from testing.engines import generate
+from testing.identity import MAX_TOKENS, difference, prompts, random_prompt
 from testing.models import falcon_h1
-from testing.trace import read_trace
+from tests.campaigns.shapes.pairs import Case, Shape, alone, engines
 
 pytestmark = pytest.mark.engine
 
@@ -25,43 +25,23 @@ TURNS = {
 }
 
 
-def test_the_state_is_moved_and_held_attention_is_not(tmp_path: Path) -> None:
-    """Full attention's cached prefix is used without a state at its end: the prompt's last state is
-    moved.
-    """
+async def test_the_state_is_moved_and_held_attention_is_not(tmp_path: Path) -> None:
+    """Full attention's cached prefix is used without a state at its end."""
     trace = tmp_path / "trace.jsonl"
-    model = falcon_h1(tmp_path / "falcon_h1")
-
-    def receives() -> list[dict[str, int]]:
-        events = read_trace(trace)
-        assert {event["failure"] for event in events if event["event"] == "received"} == {None}
-        return [event["blocks"] for event in events if event["event"] == "receive"]
-
-    async def run() -> None:
-        transfer = {"trace_path": str(trace)}
-        prefill = start_engine(model, 1, "kv_producer", transfer=transfer)
-        try:
-            decode = start_engine(model, 1, "kv_consumer", transfer=transfer, enable_prefix_caching=True)
-            try:
-                pair = Pair(prefill, decode, await describe(prefill))
-                todo = prompts(24, 700, seed=7)
-                # Decode cannot compute a prompt itself: vLLM's Mamba-2 crashes on the CPU with
-                # prefix caching.
-                cases = [(prompt, await generate(prefill, prompt, MAX_TOKENS)) for prompt in todo]
-                assert (await compare(pair, cases)).wrong == ()
-                assert len(receives()) == len([prompt for prompt in todo if len(prompt) > 1])
-                for (tokens, generated, new), blocks in TURNS.items():
-                    first = random_prompt(tokens, seed=90 + tokens)
-                    turn = await pair.together(first, generated)
-                    answered = turn.tokens if generated > 2 else ()
-                    second = [*first, *answered, *random_prompt(new, seed=91)]
-                    reference = await generate(prefill, second, MAX_TOKENS)
-                    answer = await pair.together(second, MAX_TOKENS)
-                    assert difference(reference, answer) is None
-                    assert receives()[-1] == {"0": blocks, "1": 1}
-            finally:
-                decode.shutdown()
-        finally:
-            prefill.shutdown()
-
-    asyncio.run(run())
+    cases = [Case(prompt) for prompt in prompts(24, 700, seed=7)]
+    caching = {"enable_prefix_caching": True}
+    async with engines(falcon_h1(tmp_path / "falcon_h1"), Shape((1, 1)), trace, decode=caching) as both:
+        # Decode cannot compute a prompt itself: vLLM's Mamba-2 crashes on the CPU with prefix
+        # caching.
+        wrong, _ = await both.send(cases, await alone(both.prefill, cases))
+        assert wrong == []
+        assert both.received() == (sum(case.movable for case in cases), 0)
+        (pair,) = both.pairs
+        for (tokens, generated, new), blocks in TURNS.items():
+            first = random_prompt(tokens, seed=90 + tokens)
+            turn = await pair.together(first, generated)
+            second = [*first, *(turn.tokens if generated > 2 else ()), *random_prompt(new, seed=91)]
+            reference = await generate(both.prefill, second, MAX_TOKENS)
+            assert difference(reference, await pair.together(second, MAX_TOKENS)) is None
+            receives = [event["blocks"] for event in read_trace(trace) if event["event"] == "receive"]
+            assert receives[-1] == {"0": blocks, "1": 1}

@@ -1,19 +1,20 @@
 """A stream interrupted at some token and resumed elsewhere equals the uninterrupted one.
 
-`make streams` interrupts each kind at every token, and kills real engines.
+The campaign `cuts` interrupts each kind at every token, `streams` kills real engines.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 from actors.engine.vllm_engine import VllmEngine
@@ -22,62 +23,51 @@ from app.demo.paths import MODEL_DIR
 from configs.settings.service import ServiceSettings
 from testing.sse import said
 from testing.streams import KINDS, MODEL, PARAMETERS, PROMPT, TOKENS, completion
-from tests.e2e.broken_streams import SETTINGS, NothingLeftError, identity_of, start_decode, stream
+from tests.e2e.two_engines import SETTINGS, NothingLeftError, identity_of, start, stream
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 EVERYWHERE = "TANDEM_STREAMS" in os.environ
 CUTS = (1, 14, 27)
 MESSAGE_TOOL = {"name": "weather", "input_schema": PARAMETERS}
-
-
 ATTEMPTS = 5
 
 
-def texts_of(events: list[str]) -> str:
-    """Return the joined text or arguments of a stream of Anthropic's API."""
-    return "".join(re.findall(r'"(?:text|partial_json)":"((?:[^"\\]|\\.)*)"', "".join(events)))
+@asynccontextmanager
+async def started(settings: ServiceSettings) -> AsyncIterator[VllmEngine]:
+    engine = await start("decode", settings)
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def engine(runner: asyncio.Runner) -> Iterator[VllmEngine]:
-    engine = runner.run(start_decode())
-    yield engine
-    runner.run(engine.close())
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[VllmEngine]:
+    async with started(SETTINGS) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: VllmEngine, kind: str) -> None:
-    """The resumed stream has equal text, logprobs, token ids, tool calls, finish reason and
-    usage.
-    """
-
-    async def run() -> None:
-        whole = said(await stream(engine, *KINDS[kind]))
-        tokens = whole["usage"]["completion_tokens"]
-        for cut in range(1, tokens) if EVERYWHERE else CUTS:
-            try:
-                resumed = said(await stream(engine, *KINDS[kind], dies_at=cut))
-            except NothingLeftError:
-                # vLLM's tool parser sends the arguments of a call with the last token.
-                assert "tool" in kind
-                assert cut > tokens / 2
-                break
-            assert resumed == whole, f"cut at token {cut}"
-
-    runner.run(run())
+async def test_a_stream_goes_on_as_if_nothing_was(engine: VllmEngine, kind: str) -> None:
+    """Equal text, logprobs, token ids, tool calls, finish reason and usage."""
+    whole = said(await stream(engine, *KINDS[kind]))
+    tokens = whole["usage"]["completion_tokens"]
+    for cut in range(1, tokens) if EVERYWHERE else CUTS:
+        try:
+            resumed = said(await stream(engine, *KINDS[kind], dies_at=cut))
+        except NothingLeftError:
+            # vLLM's tool parser sends the arguments of a call with the last token.
+            assert "tool" in kind
+            assert cut > tokens / 2
+            break
+        assert resumed == whole, f"cut at token {cut}"
 
 
 @pytest.mark.parametrize(
     "more", [{}, {"tools": [MESSAGE_TOOL], "tool_choice": {"type": "any"}}], ids=["text", "any tool"]
 )
-def test_a_message_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
+async def test_a_message_goes_on_as_if_nothing_was(engine: VllmEngine, more: dict[str, Any]) -> None:
     """Anthropic's events: the same ones, but for ids of tool calls, which each engine draws."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "stream": True}
 
@@ -85,82 +75,57 @@ def test_a_message_goes_on_as_if_nothing_was(runner: asyncio.Runner, engine: Vll
         sent = await stream(engine, "/v1/messages", {**body, "temperature": 0, **more}, dies_at=cut)
         return re.sub("chatcmpl-tool-[0-9a-f]+", "", sent.decode()).split("\n\n")
 
+    def text_of(events: list[str]) -> str:
+        return "".join(re.findall(r'"(?:text|partial_json)":"((?:[^"\\]|\\.)*)"', "".join(events)))
+
     for cut in (1, 3):
         # vLLM joins outputs that the serving layer has not read, so a busy machine may change the
         # number of events.
         for _ in range(ATTEMPTS):
-            whole, resumed = runner.run(run(None)), runner.run(run(cut))
+            whole, resumed = await run(None), await run(cut)
             assert whole[-2].startswith("event: message_stop")
-            assert texts_of(resumed) == texts_of(whole), f"cut at token {cut}"
+            assert text_of(resumed) == text_of(whole), f"cut at token {cut}"
             if resumed == whole:
                 break
         else:
             assert resumed == whole, f"cut at token {cut}"
 
 
-def test_a_stream_without_a_seed_keeps_what_was_sent(runner: asyncio.Runner, engine: VllmEngine) -> None:
+async def test_a_stream_without_a_seed_keeps_what_was_sent(engine: VllmEngine) -> None:
     """Tokens after the interruption are sampled again; sent tokens are not."""
-
-    async def run() -> None:
-        endpoint, body = completion(temperature=2.0, ignore_eos=True, return_token_ids=True)
-        tokens = said(await stream(engine, endpoint, body, dies_at=25))["token_ids"]
-        assert len(tokens) == body["max_tokens"]
-
-    runner.run(run())
+    endpoint, body = completion(temperature=2.0, ignore_eos=True, return_token_ids=True)
+    tokens = said(await stream(engine, endpoint, body, dies_at=25))["token_ids"]
+    assert len(tokens) == body["max_tokens"]
 
 
-def test_a_stream_does_not_continue_on_other_weights(
-    runner: asyncio.Runner, engine: VllmEngine, tmp_path: Path
-) -> None:
+async def test_a_stream_does_not_continue_on_other_weights(engine: VllmEngine, tmp_path: Path) -> None:
     """The weights at the path of the second engine's model are replaced before it starts again."""
     model = Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
     settings = SETTINGS.model_copy(update={"model": str(model), "served_model_name": MODEL})
     endpoint, body = completion(temperature=0, ignore_eos=True)
-
-    async def run() -> None:
-        whole = said(await stream(engine, endpoint, body))
-        async with decode_engine(settings) as heir:
-            assert said(await stream(engine, endpoint, body, dies_at=14, heir=heir)) == whole
-        weights = load_file(model / "model.safetensors")
-        save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, model / "model.safetensors")
-        async with decode_engine(settings) as heir:
-            assert said(await stream(heir, endpoint, body)) != whole
-            with pytest.raises(CannotResumeError, match="the others run another model"):
-                await stream(engine, endpoint, body, dies_at=14, heir=heir)
-            # Serve's metadata is wrong: the chunks decide.
-            with pytest.raises(CannotResumeError, match="another model or adapter"):
-                await stream(engine, endpoint, body, 14, heir, heirs_identity=identity_of(engine))
-
-    runner.run(run())
+    whole = said(await stream(engine, endpoint, body))
+    async with started(settings) as heir:
+        assert said(await stream(engine, endpoint, body, dies_at=14, heir=heir)) == whole
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, model / "model.safetensors")
+    async with started(settings) as heir:
+        assert said(await stream(heir, endpoint, body)) != whole
+        with pytest.raises(CannotResumeError, match="another model"):
+            await stream(engine, endpoint, body, dies_at=14, heir=heir)
+        # Serve's metadata is wrong: the chunks decide.
+        with pytest.raises(CannotResumeError, match="another model"):
+            await stream(engine, endpoint, body, 14, heir, heirs_identity=identity_of(engine))
 
 
-@asynccontextmanager
-async def decode_engine(settings: ServiceSettings) -> AsyncIterator[VllmEngine]:
-    engine = await start_decode(settings)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def test_a_client_cannot_force_tokens(runner: asyncio.Runner, engine: VllmEngine) -> None:
+async def test_a_client_cannot_force_tokens(engine: VllmEngine) -> None:
     """The engine ignores the field in a client's request."""
-
-    async def run() -> None:
-        endpoint, body = completion(temperature=0, ignore_eos=True)
-        forced = body | {"vllm_xargs": {"tandem_forced_tokens": [7, 7, 7]}}
-        assert said(await stream(engine, endpoint, forced)) == said(await stream(engine, endpoint, body))
-
-    runner.run(run())
+    endpoint, body = completion(temperature=0, ignore_eos=True)
+    forced = body | {"vllm_xargs": {"tandem_forced_tokens": [7, 7, 7]}}
+    assert said(await stream(engine, endpoint, forced)) == said(await stream(engine, endpoint, body))
 
 
 @pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["a", "b"], "echo": True}], ids=["n", "multiple prompts"])
-def test_what_cannot_go_on_exactly_is_refused(runner: asyncio.Runner, engine: VllmEngine, more: dict) -> None:
-    """The error states that another engine cannot continue the stream."""
-
-    async def run() -> None:
-        endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)
-        with pytest.raises(CannotResumeError, match="cannot be continued on another engine"):
-            await stream(engine, endpoint, body, dies_at=0)
-
-    runner.run(run())
+async def test_what_cannot_go_on_exactly_is_refused(engine: VllmEngine, more: dict[str, Any]) -> None:
+    endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)
+    with pytest.raises(CannotResumeError, match="continued on another engine"):
+        await stream(engine, endpoint, body, dies_at=0)

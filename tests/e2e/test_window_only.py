@@ -6,7 +6,6 @@ is loaded into a cache with room for its full-attention layers and the windows o
 
 from __future__ import annotations
 
-import asyncio
 import os
 from math import ceil
 from pathlib import Path
@@ -17,11 +16,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from testing.engines import Pair, describe, generate, start_engine
+from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.environment import ENVIRONMENT
-from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference, random_prompt
+from testing.identity import BLOCK_TOKENS, random_prompt
 from testing.models import WINDOW_TOKENS, gemma3
-from testing.trace import read_trace
+from tests.campaigns.shapes.pairs import Case, Shape, alone, engines
 
 pytestmark = pytest.mark.engine
 
@@ -35,50 +34,26 @@ STEP_TOKENS = 64
 BLOCKS = 96 + SLIDING_GROUPS * 9 + 1
 
 
-def test_windows_are_enough(tmp_path: Path) -> None:
-    """Decode admits two prompts of four times its blocks, one after the other, and answers
-    right.
-    """
+async def test_windows_are_enough(tmp_path: Path) -> None:
+    """Decode admits two prompts of four times its blocks, one after the other."""
     trace = tmp_path / "trace.jsonl"
     model = gemma3(tmp_path / "gemma3", sliding=SLIDING_GROUPS)
-    todo = [random_prompt(PROMPT_TOKENS, seed=80 + i) for i in range(2)]
-
-    async def run() -> int:
-        common = {"max_model_len": LONGEST, "transfer": {"trace_path": str(trace)}}
-        prefill = start_engine(model, 1, "kv_producer", **common)
-        try:
-            decode = start_engine(
-                model,
-                1,
-                "kv_consumer",
-                num_gpu_blocks_override=BLOCKS,
-                max_num_batched_tokens=STEP_TOKENS,
-                **common,
-            )
-            try:
-                pair = Pair(prefill, decode, await describe(prefill))
-                references = [await generate(prefill, prompt, MAX_TOKENS) for prompt in todo]
-                answers = await asyncio.gather(*(pair.together(prompt, MAX_TOKENS) for prompt in todo))
-                assert [difference(r, a) for r, a in zip(references, answers, strict=True)] == [None] * len(todo)
-                assert await _idle(pair)
-                blocks = decode.vllm_config.cache_config.num_gpu_blocks
-                assert blocks is not None
-                return blocks
-            finally:
-                decode.shutdown()
-        finally:
-            prefill.shutdown()
-
-    blocks = asyncio.run(run())
-    events = read_trace(trace)
-    received = [event["failure"] for event in events if event["event"] == "received"]
-    assert received == [None] * len(todo), "decode has computed nothing but the last token"
-    asked = [event["blocks"] for event in events if event["event"] == "receive"]
+    cases = [Case(random_prompt(PROMPT_TOKENS, seed=80 + i)) for i in range(2)]
+    common = {"max_model_len": LONGEST}
+    small = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": STEP_TOKENS}
+    async with engines(model, Shape((1, 1)), trace, common, common | small) as both:
+        references = await alone(both.prefill, cases)
+        assert (await both.send(cases, references, at_once=2))[0] == []
+        assert await both.idle()
+        blocks = both.decode.vllm_config.cache_config.num_gpu_blocks
+    assert both.received() == (2, 0), "decode has computed nothing but the last token"
+    asked = [event["blocks"] for event in read_trace(trace) if event["event"] == "receive"]
     whole = ceil(PROMPT_TOKENS / BLOCK_TOKENS)
     # Decode resumes at token 2999; the window before it begins at 2872, in block 89 of 94.
     window = whole - (PROMPT_TOKENS - WINDOW_TOKENS) // BLOCK_TOKENS
-    assert asked == [{str(group): window for group in range(SLIDING_GROUPS)} | {str(SLIDING_GROUPS): whole}] * len(todo)
     assert window == 5
+    assert asked == [{str(group): window for group in range(SLIDING_GROUPS)} | {str(SLIDING_GROUPS): whole}] * 2
+    assert blocks is not None
     assert (1 + SLIDING_GROUPS) * whole > 3 * blocks
     assert whole + SLIDING_GROUPS * window <= blocks - 1
 
@@ -113,12 +88,3 @@ def test_whole_allocation_of_that_memory_is_refused(tmp_path: Path, whole: bool)
     else:
         (cache,) = get_kv_cache_configs(config, [specs], [memory])
         assert (cache.num_blocks, len(cache.kv_cache_groups)) == (BLOCKS, period)
-
-
-async def _idle(pair: Pair, within_s: float = 60.0) -> bool:
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not all([await engine.reset_prefix_cache() for engine in (pair.prefill, pair.decode)]):
-        if asyncio.get_running_loop().time() > deadline:
-            return False
-        await asyncio.sleep(0.1)
-    return True

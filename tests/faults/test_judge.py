@@ -7,7 +7,7 @@ import pytest
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
 from tests.campaigns.faults.trials import Question, Trial
 
-QUESTION = Question("mira=427\nmira?", 9, "427", "427\nkelo=093")
+QUESTION = Question("mira=427\nmira?", 9, "427\nkelo=093")
 
 
 def ended(**fields: object) -> Trial:

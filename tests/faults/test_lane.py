@@ -15,7 +15,6 @@ from testing.servers import POOL_BLOCKS
 from tests.campaigns.faults.lane import Lane
 from tests.campaigns.faults.presets import PRESETS
 from tests.campaigns.faults.questions import Questions
-from tests.campaigns.faults.shape import Shape
 
 
 @dataclass
@@ -53,7 +52,7 @@ async def engine(used: Callable[[], int]) -> AsyncIterator[Engine]:
 @contextlib.asynccontextmanager
 async def lane_of(folder: Path, used: Callable[[], int], held_s: float) -> AsyncIterator[Lane]:
     async with engine(used) as prefill, httpx.AsyncClient(timeout=None) as client:
-        lane = Lane(replace(PRESETS["tandem"], held_s=held_s), Shape(), folder, Questions({}), client)
+        lane = Lane(replace(PRESETS["tandem"], held_s=held_s), folder, Questions({}), client)
         lane.servers = {"prefill": prefill}  # type: ignore[dict-item]
         lane.baseline = {"prefill": 1}
         lane.repair = asyncio.ensure_future(asyncio.sleep(0, {}))

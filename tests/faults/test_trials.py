@@ -13,7 +13,7 @@ import pytest
 from tests.campaigns.faults.judge import Outcome, judge
 from tests.campaigns.faults.trials import Question, Router, Trial
 
-QUESTION = Question("mira=427\nmira?", 9, "427", "427;")
+QUESTION = Question("mira=427\nmira?", 9, "427;")
 BOUND_S = 0.3
 WAIT_S = 60.0
 """Time limit for servers that answer, far above a pause of the machine."""

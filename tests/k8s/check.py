@@ -1,6 +1,4 @@
-"""Report mistakes of a kustomization: `python -m tests.k8s.check [DIRECTORY …]`, for `make
-manifests`.
-"""
+"""Mistakes of a kustomization: `python -m tests.k8s.check [DIRECTORY …]`."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.k8s import kuberay, schemas, service
-from tests.k8s.kustomize import KustomizeError, Manifest, render
+from tests.k8s.kustomize import Manifest, by_kubectl, render
 from tests.k8s.network import selects
 
 ROOT = Path(__file__).resolve().parents[2] / "k8s"
@@ -93,18 +91,12 @@ def _called(manifest: Manifest) -> str:
     return f"{manifest['kind']} {manifest['metadata']['name']}"
 
 
-def main(arguments: list[str]) -> int:
-    failed = False
-    for directory in [Path(one) for one in arguments] or DIRECTORIES:
-        try:
-            found = problems(render(directory))
-        except KustomizeError as error:
-            found = [str(error)]
-        print(f"{directory}: {'ok' if not found else f'{len(found)} mistakes'}")
-        print("".join(f"  {line}\n" for line in found), end="")
-        failed = failed or bool(found)
-    return 1 if failed else 0
+def main(directories: list[Path]) -> int:
+    found = {one: problems(by_kubectl(one) or render(one)) for one in directories or DIRECTORIES}
+    for directory, lines in found.items():
+        print(f"{directory}: {len(lines)} mistakes", *lines, sep="\n  ")
+    return 1 if any(found.values()) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(list(map(Path, sys.argv[1:]))))

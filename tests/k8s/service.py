@@ -102,36 +102,36 @@ def _http(config: dict[str, Any], cluster: dict[str, Any], settings: ServiceSett
     if config.get("proxy_location", "EveryNode") != "EveryNode":
         yield "serveConfigV2: proxy_location must be EveryNode, as the head's proxy gets no requests"
     port = options.get("port", 8000)
-    for name, group in [("head", cluster["headGroupSpec"])] + [
-        (one["groupName"], one) for one in cluster.get("workerGroupSpecs", [])
-    ]:
-        container = group["template"]["spec"]["containers"][0]
-        declared = {one.get("name"): one["containerPort"] for one in container.get("ports", [])}
-        if declared.get("serve") != port:
-            yield f"{name}: port `serve` is {declared.get('serve')}, but http_options.port {port}"
+    yield from _declared("head", cluster["headGroupSpec"], "serve", port, "http_options.port")
+    for group in cluster.get("workerGroupSpecs", []):
+        name = group["groupName"]
+        yield from _declared(name, group, "serve", port, "http_options.port")
         listens = settings.router.http_port is not None and group in groups_for(settings.router, [group])
-        listens = listens or bool(_engines(group, settings))
-        if name != "head" and not listens and _probed(group) != ("/-/healthz", port):
+        if not listens and not _engines(group, settings) and _probed(group) != ("/-/healthz", port):
             yield f"{name}: the readiness probe must ask Serve's proxy: /-/healthz on port {port}"
 
 
+def _declared(name: str, group: dict[str, Any], port: str, wanted: int, setting: str, why: str = "") -> Iterator[str]:
+    """The container's port of a name must be the one in the configuration."""
+    container = group["template"]["spec"]["containers"][0]
+    found = {one.get("name"): one["containerPort"] for one in container.get("ports", [])}.get(port)
+    if found != wanted:
+        yield f"{name}: port `{port}` is {found}, but {setting} {wanted}{why}"
+
+
 def _router_port(groups: list[dict[str, Any]], settings: ServiceSettings) -> Iterator[str]:
-    """Check routers with their own port: the port, and a Service that detects a stopping router
-    in time.
-    """
+    """Routers with their own port: a Service must detect a stopping router in time."""
     port = settings.router.http_port
     if port is None:
         return
     if settings.router.http_host != "0.0.0.0":
         yield "serveConfigV2: router.http_host must be 0.0.0.0, or routers answer to their own pods only"
     for group in groups_for(settings.router, groups):
-        container, name = group["template"]["spec"]["containers"][0], group["groupName"]
-        declared = {one.get("name"): one["containerPort"] for one in container.get("ports", [])}
-        if declared.get("router") != port:
-            yield f"{name}: port `router` is {declared.get('router')}, but router.http_port {port}"
+        name = group["groupName"]
+        yield from _declared(name, group, "router", port, "router.http_port")
         if _probed(group) != (SERVICE_PATH, port):
             yield f"{name}: the readiness probe must ask the router: {SERVICE_PATH} on port {port}"
-        probe = container.get("readinessProbe", {})
+        probe = group["template"]["spec"]["containers"][0].get("readinessProbe", {})
         noticed_s = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
         if settings.router.leave_s <= noticed_s:
             yield (
@@ -238,34 +238,26 @@ def _ports(group: dict[str, Any], settings: ServiceSettings) -> Iterator[str]:
     name = group["groupName"]
     if not _engines(group, settings):
         return
-    declared = {
-        one.get("name"): one["containerPort"] for one in group["template"]["spec"]["containers"][0].get("ports", [])
-    }
-    if not settings.transfer.side_channel_port:
+    port = settings.transfer.side_channel_port
+    if not port:
         yield "transfer.side_channel_port must be fixed, or no NetworkPolicy can name it"
-    elif declared.get("side-channel") != settings.transfer.side_channel_port:
-        yield (
-            f"{name}: port `side-channel` is {declared.get('side-channel')}, but transfer.side_channel_port "
-            f"{settings.transfer.side_channel_port}"
-        )
-    probe = group["template"]["spec"]["containers"][0].get("readinessProbe", {})
+    else:
+        yield from _declared(name, group, "side-channel", port, "transfer.side_channel_port")
+    container = group["template"]["spec"]["containers"][0]
+    probe = container.get("readinessProbe", {})
     handlers = {key: value for key, value in probe.items() if isinstance(value, dict)}
-    if handlers not in ({"tcpSocket": {"port": port}} for port in ("rpc", declared.get("rpc"))):
+    rpc = [one["containerPort"] for one in container.get("ports", []) if one.get("name") == "rpc"]
+    if handlers not in ({"tcpSocket": {"port": one}} for one in ("rpc", *rpc)):
         yield f"{name}: the readiness probe must be tcpSocket on port `rpc`, on which only a ready engine listens"
     for role, own in _engines(group, settings):
-        if declared.get("rpc") != own.rpc_port:
+        why = ": it must be fixed, or no NetworkPolicy can name it"
+        yield from _declared(name, group, "rpc", own.rpc_port, f"{role}.rpc_port", why)
+        if own.data_parallel_size > RANK_PORTS:
             yield (
-                f"{name}: port `rpc` is {declared.get('rpc')}, but {role}.rpc_port {own.rpc_port}: "
-                "it must be fixed, or no NetworkPolicy can name it"
+                f"{name}: {role}.data_parallel_size {own.data_parallel_size}, but network-policies.yaml admits "
+                f"{RANK_PORTS} ranks: raise endPort of both ports, or use more replicas"
             )
-        ranks = own.data_parallel_size
-        if ranks > RANK_PORTS:
-            yield (
-                f"{name}: {role}.data_parallel_size {ranks}, but network-policies.yaml admits {RANK_PORTS} ranks: "
-                "raise endPort of both ports, or use more replicas"
-            )
-    variables = environment(group)
-    low, _, high = variables.get(UCX_PORTS, {}).get("value", "").partition("-")
+    low, _, high = environment(group).get(UCX_PORTS, {}).get("value", "").partition("-")
     if not (low.isdigit() and high.isdigit()) or int(high) - int(low) + 1 < FEWEST_UCX_PORTS:
         yield f"{name}: {UCX_PORTS} must be a range of at least {FEWEST_UCX_PORTS} ports, such as 20000-20999"
 

@@ -14,7 +14,7 @@ import yaml
 
 from tests.k8s.check import DIRECTORIES, ROOT, only, pods, problems
 from tests.k8s.kuberay import environment
-from tests.k8s.kustomize import Manifest, render
+from tests.k8s.kustomize import Manifest, by_kubectl, render
 from tests.k8s.service import ROLES, _volume, embedded
 
 READ_ONLY_ROOT, MODEL_CACHE = (ROOT / "components" / name for name in ("read-only-root", "model-cache"))
@@ -25,6 +25,15 @@ READ_ONLY_ROOT, MODEL_CACHE = (ROOT / "components" / name for name in ("read-onl
 def test_what_is_shipped_is_right(directory: Path) -> None:
     """The checks find no mistake; test_mistakes.py shows which mistakes they find."""
     assert problems(render(directory)) == []
+
+
+@pytest.mark.skipif(by_kubectl(ROOT / "base") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
+def test_the_merge_is_kubectls(directory: Path) -> None:
+    def ordered(manifests: list[Manifest] | None) -> list[Manifest]:
+        return sorted(manifests or [], key=lambda one: (one["kind"], one["metadata"]["name"]))
+
+    assert ordered(render(directory)) == ordered(by_kubectl(directory))
 
 
 def with_components(folder: Path, directory: Path, *components: Path) -> list[Manifest]:
@@ -48,15 +57,6 @@ def test_a_cache_that_survives_pods(tmp_path: Path) -> None:
             volume = _volume(group, variables[variable])
             assert volume is not None
             assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-
-
-def test_engines_with_gpus_move_large_blocks() -> None:
-    """A transfer costs per run of blocks, and vLLM's default is 16 tokens a block."""
-    for directory in (one for one in DIRECTORIES if one.name in ("gpu", "gpu-incremental", "rdma")):
-        (service,) = only(render(directory), "RayService")
-        assert embedded(service)[1].engine["block_size"] == 128
-        for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"][1:]:
-            assert environment(group)["UCX_RCACHE_MAX_UNRELEASED"]["value"] == "1024"
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
@@ -125,6 +125,12 @@ def test_the_variants() -> None:
         }
         assert rdma == (name == "rdma")
         assert settings.store.enabled == (name == "cpu-store")
+        assert set(pods(rendered[name])) == {"head", *ROLES, "tandem-redis"}
+        if name in ("gpu", "gpu-incremental", "rdma"):
+            # A transfer costs per run of blocks, and vLLM's default is 16 tokens a block.
+            assert settings.engine["block_size"] == 128
+            for group in cluster["workerGroupSpecs"][1:]:
+                assert environment(group)["UCX_RCACHE_MAX_UNRELEASED"]["value"] == "1024"
 
 
 def test_users_are_fixed_except_where_the_cluster_assigns_them() -> None:
@@ -162,11 +168,6 @@ def test_secrets_go_to_who_needs_them() -> None:
     router = dict.fromkeys(("TANDEM_API_KEYS", "TANDEM_OPERATOR_KEYS"), "tandem-auth")
     assert secrets == {"head": {}, "router": router, "prefill": engine, "decode": engine}
     assert only(render(ROOT / "overlays" / "gpu"), "Secret") == []
-
-
-def test_every_role_has_pods_of_its_own() -> None:
-    """Each role has a group of pods, beside the head and Redis."""
-    assert set(pods(render(ROOT / "base"))) == {"head", *ROLES, "tandem-redis"}
 
 
 UNREACHED = """

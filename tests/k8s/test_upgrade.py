@@ -320,24 +320,24 @@ def retire_decode(state: dict[str, Any]) -> None:
     state["pods"] = [one for one in state["pods"] if "decode" not in one["metadata"]["name"]]
 
 
+def config_of(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = state["service"]["spec"]["rayClusterConfig"]
+    return found
+
+
+def decode_of(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config_of(state)["workerGroupSpecs"][2]
+    return found
+
+
 REFUSED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "upgradeStrategy is NewCluster": lambda state: state["service"]["spec"]["upgradeStrategy"].update(
-        type="NewCluster"
-    ),
-    "KubeRay is changing to a second cluster": lambda state: state["service"]["status"].update(
-        pendingServiceStatus={"rayClusterName": "tandem-zzzzz"}
-    ),
-    "enableInTreeAutoscaling is off": lambda state: state["service"]["spec"]["rayClusterConfig"].pop(
-        "enableInTreeAutoscaling"
-    ),
-    "rayVersion changes": lambda state: state["service"]["spec"]["rayClusterConfig"].update(rayVersion="2.61.0"),
-    "group decode has pods": lambda state: state["service"]["spec"]["rayClusterConfig"]["workerGroupSpecs"].pop(),
-    "group decode: maxReplicas 0 for 2 pods": lambda state: state["service"]["spec"]["rayClusterConfig"][
-        "workerGroupSpecs"
-    ][2].update(replicas=0, minReplicas=0, maxReplicas=0),
-    "group decode: maxReplicas 2 leaves no room": lambda state: state["service"]["spec"]["rayClusterConfig"][
-        "workerGroupSpecs"
-    ][2].update(maxReplicas=2),
+    "upgradeStrategy": lambda state: state["service"]["spec"]["upgradeStrategy"].update(type="NewCluster"),
+    "KubeRay": lambda state: state["service"]["status"].update(pendingServiceStatus={"rayClusterName": "tandem-z"}),
+    "enableInTreeAutoscaling": lambda state: config_of(state).pop("enableInTreeAutoscaling"),
+    "rayVersion": lambda state: config_of(state).update(rayVersion="2.61.0"),
+    "group decode has pods": lambda state: config_of(state)["workerGroupSpecs"].pop(),
+    "group decode: maxReplicas 0": lambda state: decode_of(state).update(replicas=0, minReplicas=0, maxReplicas=0),
+    "group decode: maxReplicas 2": lambda state: decode_of(state).update(maxReplicas=2),
     "group decode is retired": retire_decode,
 }
 

@@ -37,10 +37,5 @@ def _bare(schema: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            condensed(yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))),
-            separators=(",", ":"),
-            sort_keys=True,
-        )
-    )
+    definition = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print(json.dumps(condensed(definition), separators=(",", ":"), sort_keys=True))

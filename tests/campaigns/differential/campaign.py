@@ -1,27 +1,16 @@
-"""Send all requests to both sides and report the differences: `make differential`.
+"""Send all requests to the service and to one vLLM server; report the differences.
 
-    python -m tests.campaigns.differential.campaign [--only TEXT] [--damage SHARE]
-        [--first-token ROLE] [--tp 1:1] [--streams COUNT --seed SEED] [--out FILE]
-
-With `--damage` the single server loads another checkpoint: the campaign must find differences, and
-fails otherwise. `--streams` sends random streams (`random_streams.py`) in place of the table of
-cases, and also compares them event for event.
+With ``damage`` the single server loads another checkpoint: the campaign must find differences.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import re
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 
@@ -30,11 +19,11 @@ from tests.campaigns.differential.cases import Case, Request
 from tests.campaigns.differential.compare import differences, event_groups
 from tests.campaigns.differential.features import feature_cases, prompt_cases, stream_option_cases
 from tests.campaigns.differential.messages import message_cases
-from tests.campaigns.differential.model import damage, thinking_model
 from tests.campaigns.differential.others import cache_cases, named_cases, route_cases, token_cases
-from tests.campaigns.differential.pair import PairOfServers, make_pair
+from tests.campaigns.differential.pair import pair_of_servers
 from tests.campaigns.differential.random_streams import stopped_at, stream_cases
 from tests.campaigns.differential.wrong import broken_cases, wrong_cases
+from tests.campaigns.runner import Report
 
 GROUPS = {
     "features": feature_cases,
@@ -48,7 +37,6 @@ GROUPS = {
     "broken": broken_cases,
     "messages": message_cases,
 }
-AT_ONCE = 4
 TIMEOUT_S = 120.0
 
 LIMITS = httpx.Limits(max_keepalive_connections=0)
@@ -134,143 +122,69 @@ async def play(case: Case, single: httpx.AsyncClient, service: httpx.AsyncClient
 
 
 async def play_all(
-    pair_urls: tuple[str, str],
-    cases: Sequence[tuple[str, Case]],
-    at_once: int = AT_ONCE,
-    until: float = float("inf"),
+    urls: tuple[str, str], cases: Sequence[tuple[str, Case]], at_once: int = 4
 ) -> list[tuple[str, Outcome]]:
-    """Run all cases, a few at a time; start none after `until` of the monotonic clock."""
-    single_url, service_url = pair_urls
+    """Run all cases on the single server and the service, ``at_once`` at a time."""
     gate = asyncio.Semaphore(at_once)
-    async with (
-        httpx.AsyncClient(base_url=single_url, timeout=TIMEOUT_S, limits=LIMITS) as single,
-        httpx.AsyncClient(base_url=service_url, timeout=TIMEOUT_S, limits=LIMITS) as service,
-    ):
+    single, service = (httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=LIMITS) for url in urls)
+    async with single, service:
 
-        async def one(group: str, case: Case) -> tuple[str, Outcome] | None:
+        async def one(group: str, case: Case) -> tuple[str, Outcome]:
             async with gate:
-                return (group, await play(case, single, service)) if time.monotonic() < until else None
+                return group, await play(case, single, service)
 
         together = await asyncio.gather(*(one(group, case) for group, case in cases if not case.alone))
-        all_of_them = [*together, *[await one(group, case) for group, case in cases if case.alone]]
-        return [played for played in all_of_them if played is not None]
+        return [*together, *[await one(group, case) for group, case in cases if case.alone]]
 
 
-def report(outcomes: Sequence[tuple[str, Outcome]]) -> str:
-    """Return counts by group and by feature, then every case with a difference."""
-    lines = []
-    for group in dict.fromkeys(group for group, _ in outcomes):
-        mine = [outcome for name, outcome in outcomes if name == group]
-        if mine:
-            answered = sum(outcome.statuses[-1] < 400 for outcome in mine)
-            ways = Counter(outcome.route for outcome in mine if outcome.route)
-            ways += Counter(f"first tokens of {by}" for outcome in mine if (by := outcome.first_token))
-            differ = sum(bool(outcome.differences) for outcome in mine)
-            shown = ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
-            refused = len(mine) - answered
-            lines.append(
-                f"{group}: {len(mine)} cases ({answered} answered, {refused} refused; {shown}), {differ} differ"
-            )
-    lines += by_feature([outcome for _, outcome in outcomes if outcome.features])
-    for group, outcome in outcomes:
-        if outcome.differences:
-            lines.append(
-                f"--- {group}: {outcome.case.name} (HTTP {outcome.statuses[-1]}, {outcome.route} {outcome.reason})"
-            )
-            lines += [f"    {line}" for line in outcome.differences[:12]]
-    return "\n".join(lines)
-
-
-def by_feature(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a table of random streams with a row for each feature: `grammar, regex` counts in
-    `grammar` too.
-    """
-    if not outcomes:
-        return []
-    lines = ["| feature | streams | first token of prefill | of decode | equal events | joined events | differ |"]
-    lines.append("|---" * lines[0].count(" | ") + "|---|")
+def by_feature(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
+    """Return a row of each feature of random streams: `grammar, regex` counts in `grammar` too."""
     rows = [{"all"} | {part for name in one.features for part in (name, name.partition(",")[0])} for one in outcomes]
     for name in ["all", *sorted(set().union(*rows) - {"all"})]:
         mine = [outcome for outcome, row in zip(outcomes, rows, strict=True) if name in row]
-        sampled_by = Counter(outcome.first_token for outcome in mine)
         events = Counter(outcome.events for outcome in mine)
-        differ = sum(bool(outcome.differences) for outcome in mine)
-        numbers = (len(mine), sampled_by["prefill"], sampled_by["decode"], events["equal"], events["joined"], differ)
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
-    return lines
-
-
-def as_json(outcomes: Sequence[tuple[str, Outcome]]) -> str:
-    rows = [
-        {
-            "group": group,
-            "case": outcome.case.name,
-            "status": outcome.statuses[-1],
-            "route": outcome.route,
-            "reason": outcome.reason,
-            "first_token": outcome.first_token,
-            "events": outcome.events,
-            "differences": outcome.differences,
+        yield {
+            "feature": name,
+            "streams": len(mine),
+            "first_tokens_of": Counter(outcome.first_token for outcome in mine),
+            "equal_events": events["equal"],
+            "joined_events": events["joined"],
+            "differ": sum(bool(outcome.differences) for outcome in mine),
         }
-        for group, outcome in outcomes
-    ]
-    return json.dumps(rows, indent=1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="a regular expression: cases whose `group: name` contains it")
-    parser.add_argument(
-        "--damage", type=float, default=0.0, help="noise in one matrix of the single server's checkpoint"
-    )
-    parser.add_argument(
-        "--first-token", choices=["prefill", "decode"], default="decode", help="router.first_token of the service"
-    )
-    parser.add_argument("--tp", default="1:1", help="tensor_parallel_size of prefill and decode")
-    parser.add_argument("--streams", type=int, default=0, help="send this number of random streams instead")
-    parser.add_argument("--seed", type=int, default=1, help="of the random streams")
-    parser.add_argument("--skip", type=int, default=0, help="leave out this number of the first random streams")
-    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="cases at once")
-    parser.add_argument("--minutes", type=float, default=600.0, help="start no further case after this time")
-    parser.add_argument("--out", type=Path, help="write every case as JSON")
-    parser.add_argument("--urls", nargs=2, metavar=("SINGLE", "SERVICE"), help="servers that run already")
-    options = parser.parse_args()
-    if options.streams:
-        streams = [("streams", case) for case in stream_cases(options.streams, options.seed)][options.skip :]
-        cases = [(group, case) for group, case in streams if re.search(options.only, f"{group}: {case.name}")]
-    else:
-        cases = list(all_cases(options.only))
-    began = time.monotonic()
-    until = began + options.minutes * 60
-    if options.urls:
-        outcomes = asyncio.run(play_all(tuple(options.urls), cases, options.at_once, until))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            pair = make_pair(Path(folder))
-            if options.damage:
-                (Path(folder) / "other").mkdir()
-                other = thinking_model(Path(folder) / "other")
-                damage(other, options.damage)
-                pair = PairOfServers(pair.folder, pair.model, other)
-            pair.first_token = options.first_token
-            pair.prefill_tp, pair.decode_tp = map(int, options.tp.split(":"))
-            pair.start()
-            try:
-                print(f"both sides are up after {time.monotonic() - began:.0f} s; {len(cases)} cases", flush=True)
-                outcomes = asyncio.run(play_all((pair.single_url, pair.service.url), cases, options.at_once, until))
-                pair.check_single()
-            finally:
-                pair.stop()
-    print(report(outcomes), flush=True)
-    differ = sum(bool(outcome.differences) for _, outcome in outcomes)
-    print(f"{len(outcomes)} of {len(cases)} cases, {differ} differ; {time.monotonic() - began:.0f} s")
-    if options.out:
-        options.out.write_text(as_json(outcomes))
-    if options.damage:
-        print("the checkpoints differ: " + ("found" if differ else "NOT FOUND"))
-        return 0 if differ else 1
-    return 1 if differ else 0
+def _report(report: Report, outcomes: Sequence[tuple[str, Outcome]]) -> None:
+    for group in dict.fromkeys(group for group, _ in outcomes):
+        mine = [outcome for name, outcome in outcomes if name == group]
+        answered = sum(outcome.statuses[-1] < 400 for outcome in mine)
+        ways = Counter(outcome.route for outcome in mine if outcome.route)
+        differ = sum(bool(outcome.differences) for outcome in mine)
+        report.row(group=group, cases=len(mine), answered=answered, routes=ways, differ=differ)
+    random_streams = [outcome for _, outcome in outcomes if outcome.features]
+    for row in by_feature(random_streams) if random_streams else ():
+        report.row(**row)
+    for group, one in outcomes:
+        for line in one.differences[:12]:
+            report.problem(f"{group}: {one.case.name} (HTTP {one.statuses[-1]}, {one.route} {one.reason}): {line}")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _play(report: Report, cases: Sequence[tuple[str, Case]], at_once: int, damage: float, **pair: Any) -> None:
+    with pair_of_servers(report.folder, damage, **pair) as servers:
+        outcomes = asyncio.run(play_all((servers.single_url, servers.service.url), cases, at_once))
+        servers.check_single()
+    _report(report, outcomes)
+
+
+def differential(
+    report: Report, *, only: str = "", first_token: str = "decode", tp: str = "1:1", damage: float = 0.0
+) -> None:
+    """The table of cases; ``only``: a regular expression for ``group: name``."""
+    _play(report, list(all_cases(only)), 4, damage, first_token=first_token, tp=tp)
+
+
+def seam(
+    report: Report, *, count: int = 2000, seed: int = 1, only: str = "", tp: str = "1:2", damage: float = 0.0
+) -> None:
+    """Random streams whose first token prefill samples; also compared event for event."""
+    streams = [("streams", case) for case in stream_cases(count, seed) if re.search(only, case.name)]
+    _play(report, streams, 12, damage, first_token="prefill", tp=tp)

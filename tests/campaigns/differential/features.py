@@ -1,10 +1,12 @@
-"""Features of the API: the fields for each at each endpoint, and the service's route."""
+"""Features of the API (`features.yaml`): the fields at each endpoint, and the service's route."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.campaigns.differential.cases import (
     ABSENT,
@@ -21,7 +23,6 @@ from tests.campaigns.differential.cases import (
     responses,
     token_ids,
 )
-from tests.campaigns.differential.model import THOUGHT_ID
 from tests.campaigns.differential.pair import ADAPTER
 
 Fields = dict[str, Any]
@@ -40,257 +41,50 @@ CALL = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "[a-z]{3}", "d
 """A tool call in hermes format: a grammar makes the demo model write one."""
 
 
-@dataclass(frozen=True)
-class Feature:
-    """The fields beyond a plain greedy request; an endpoint with None has no such feature."""
-
-    name: str
-    completions: Fields | None = None
-    chat: Fields | None = None
-    responses: Fields | None = None
-    route: Routed | None = "remote"
-    facts: int = 14
-    streams: bool = True
-    alone: bool = False
-
-
-def everywhere(name: str, fields: Fields, **more: Any) -> Feature:
-    """A feature with one name at all three endpoints."""
-    return Feature(name, fields, fields, fields, **more)
-
-
-def generating(name: str, fields: Fields, **more: Any) -> Feature:
-    """A feature with one name for completions and chats."""
-    return Feature(name, fields, fields, None, **more)
-
-
-def sampled(seed: int, **more: Any) -> Fields:
-    return {"temperature": 1.0, "seed": seed, "ignore_eos": True, **more}
-
-
-LONGER = {
+VALUES: dict[str, Any] = {
+    "$ABSENT": ABSENT,
+    "$ADAPTER": ADAPTER,
+    "$CALL": CALL,
+    "$FLAT_TOOL": FLAT_TOOL,
+    "$GRAMMAR": GRAMMAR,
+    "$LONG": "!" * 3000,
+    "$MTOOL": {"name": "weather", "description": "of a city", "input_schema": SCHEMA},
+    "$NAMED": {"type": "tool", "name": "weather"},
+    "$OTHER_TOOL": OTHER_TOOL,
+    "$SCHEMA": SCHEMA,
+    "$TOOL": TOOL,
+}
+LONGER: dict[str, Fields] = {
     "completions": {"max_tokens": 40},
     "chat": {"max_completion_tokens": 40},
     "responses": {"max_output_tokens": 40},
 }
+"""A feature `longer` shows only in an answer of forty tokens."""
 
 
-def longer(name: str, fields: Fields, **more: Any) -> Feature:
-    """A feature that shows only in an answer of forty tokens."""
-    return Feature(name, fields | LONGER["completions"], fields | LONGER["chat"], fields | LONGER["responses"], **more)
+def table(name: str) -> Any:
+    """Return the content of a YAML file of this folder, with VALUES for their names."""
+    return _filled(yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8")))
 
 
-LOGPROBS_INCLUDED = ["message.output_text.logprobs"]
+def _filled(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _filled(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_filled(value) for value in tree]
+    return VALUES.get(tree, tree) if isinstance(tree, str) else tree
 
-FEATURES: tuple[Feature, ...] = (
-    everywhere("plain", {}),
-    generating("no token ids", {"return_token_ids": ABSENT}),
-    everywhere("one block", {}, facts=5),
-    everywhere("several chunks", {}, facts=60),
-    everywhere("many chunks", {}, facts=200),
-    Feature("default length", {"max_tokens": ABSENT}, {"max_completion_tokens": ABSENT}, {"max_output_tokens": ABSENT}),
-    Feature("one token", {"max_tokens": 1}, {"max_completion_tokens": 1}, {"max_output_tokens": 1}),
-    Feature("no token", {"max_tokens": 0}, {"max_completion_tokens": 0}, None, route=None),
-    Feature("max_tokens", chat={"max_completion_tokens": ABSENT, "max_tokens": 3}),
-    Feature("both lengths", chat={"max_completion_tokens": 5, "max_tokens": 3}),
-    longer("ignore_eos", {"ignore_eos": True}),
-    longer("seed", sampled(7)),
-    longer("hot", sampled(11, temperature=2.0)),
-    longer("top_p", sampled(3, top_p=0.8)),
-    longer("top_k", sampled(4, top_k=5)),
-    longer("top_k 1", {"temperature": 1.5, "top_k": 1, "ignore_eos": True}),
-    longer("min_p", sampled(5, min_p=0.05)),
-    longer("presence_penalty", sampled(6, presence_penalty=1.2)),
-    longer("frequency_penalty", sampled(8, frequency_penalty=0.9)),
-    longer("repetition_penalty", sampled(9, repetition_penalty=1.3)),
-    longer("greedy penalties", {"ignore_eos": True, "presence_penalty": 0.5, "frequency_penalty": 0.5}),
-    everywhere("logit_bias", {"logit_bias": {"270": 100, "12": -100}}),
-    generating("allowed_token_ids", {"allowed_token_ids": [300, 301, 302], "ignore_eos": True}),
-    generating("bad_words", {"bad_words": ["1", "4", "7", "mira"]}),
-    Feature("n", {"n": 3, **sampled(12)}, {"n": 3, **sampled(12)}, None),
-    Feature("n, greedy", {"n": 2}, {"n": 2}, None),
-    Feature("n 1", {"n": 1}, {"n": 1}),
-    Feature("best_of", {"best_of": 3, **sampled(13)}, None, None, route="local"),
-    Feature("best_of 1", {"best_of": 1}),
-    Feature("logprobs", {"logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
-    Feature("logprobs 0", {"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
-    Feature("logprobs, sampled", sampled(14, logprobs=5), sampled(14, logprobs=True, top_logprobs=5)),
-    Feature("logprobs of text", responses={"include": LOGPROBS_INCLUDED, "top_logprobs": 2}),
-    Feature(
-        "logprob_token_ids",
-        {"logprobs": 1, "logprob_token_ids": [270, 271]},
-        {"logprobs": True, "logprob_token_ids": [270]},
-        alone=True,
-    ),
-    generating("tokens as ids", {"return_tokens_as_token_ids": True, "logprobs": 2}),
-    Feature("tokens as ids in a chat", chat={"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 2}),
-    generating("prompt_logprobs", {"prompt_logprobs": 2}, route="local", streams=False),
-    generating("prompt_logprobs 0", {"prompt_logprobs": 0}, route="local"),
-    Feature("echo", {"echo": True}, {"echo": True}, route="local"),
-    Feature("echo, logprobs", {"echo": True, "logprobs": 2}, route="local"),
-    Feature("echo, no token", {"echo": True, "max_tokens": 0, "logprobs": 1}, route="local"),
-    Feature("echo, prompt_logprobs", {"echo": True, "prompt_logprobs": 1}, route="local", streams=False),
-    longer("stop", sampled(15, stop=["9", "mi"])),
-    longer("stop, one", sampled(16, stop="1")),
-    longer("stop, kept", sampled(17, stop=["5"], include_stop_str_in_output=True)),
-    longer("stop_token_ids", sampled(18, stop_token_ids=[270, 271, 272, 273])),
-    everywhere("stop, not met", {"stop": ["never"]}),
-    generating("min_tokens", {"min_tokens": 6}),
-    generating("min_tokens, stop", sampled(19, min_tokens=5, stop=["1", "2", "3", "4", "5"])),
-    generating("special tokens shown", {"skip_special_tokens": False}),
-    generating("truncate_prompt_tokens", {"truncate_prompt_tokens": 40}),
-    generating("truncated left", {"truncate_prompt_tokens": 40, "truncation_side": "left"}),
-    generating("no special tokens added", {"add_special_tokens": False}),
-    everywhere("priority", {"priority": 5}),
-    everywhere("priority, first", {"priority": -3}),
-    everywhere("cache_salt", {"cache_salt": "mine alone"}),
-    everywhere("user", {"user": "somebody"}),
-    # vLLM 0.32 on CPUs adds an adapter to whatever shares a batch with it, and pads the others'
-    # logprobs.
-    everywhere("adapter", {"model": ADAPTER}, alone=True),
-    everywhere("no model named", {"model": ABSENT}),
-    everywhere("a field that nobody knows", {"no_such_field": 3}),
-    everywhere("session", {"session_id": "s1"}),
-    longer(
-        "repetition_detection",
-        sampled(
-            20,
-            logit_bias={"300": 60},
-            repetition_detection={"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 4},
-        ),
-    ),
-    generating("stream_interval", {"stream_interval": 4, "ignore_eos": True}),
-    generating("thinking budget", {"thinking_token_budget": 3}),
-    Feature(
-        "beam search",
-        {"use_beam_search": True, "n": 2},
-        {"use_beam_search": True, "n": 2},
-        route="local",
-        streams=False,
-    ),
-    Feature("suffix", {"suffix": "end"}, route=None),
-    # Structured output.
-    longer("regex", {"structured_outputs": {"regex": "[a-f]{6}-[0-9]{4}"}}),
-    longer("choice", {"structured_outputs": {"choice": ["mira", "kelo", "tiba"]}}),
-    longer("schema", {"structured_outputs": {"json": SCHEMA}}),
-    longer("grammar", {"structured_outputs": {"grammar": GRAMMAR}}),
-    longer("any object", {"structured_outputs": {"json_object": True}}),
-    Feature(
-        "response_format",
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}, "max_tokens": 40},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}, "max_tokens": 40},
-        {"text": {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA}}, "max_output_tokens": 40},
-    ),
-    Feature(
-        "json_object",
-        {"response_format": {"type": "json_object"}, "max_tokens": 30},
-        {"response_format": {"type": "json_object"}, "max_completion_tokens": 30},
-        {"text": {"format": {"type": "json_object"}}, "max_output_tokens": 30},
-    ),
-    Feature(
-        "text format",
-        {"response_format": {"type": "text"}},
-        {"response_format": {"type": "text"}},
-        {"text": {"format": {"type": "text"}}},
-    ),
-    Feature("schema, sampled", sampled(21, structured_outputs={"json": SCHEMA}, max_tokens=40, ignore_eos=ABSENT)),
-    # Tools.
-    Feature("tools offered", None, {"tools": [TOOL]}, {"tools": [FLAT_TOOL]}),
-    Feature(
-        "tools, auto",
-        None,
-        {"tools": [TOOL, OTHER_TOOL], "tool_choice": "auto"},
-        {"tools": [FLAT_TOOL], "tool_choice": "auto"},
-    ),
-    Feature(
-        "tools, none", None, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [FLAT_TOOL], "tool_choice": "none"}
-    ),
-    Feature(
-        "tools, required",
-        None,
-        {"tools": [TOOL, OTHER_TOOL], "tool_choice": "required", "max_completion_tokens": 80},
-        {"tools": [FLAT_TOOL], "tool_choice": "required", "max_output_tokens": 80},
-    ),
-    Feature("tools, required, cut off", None, {"tools": [TOOL], "tool_choice": "required"}),
-    Feature(
-        "tools, named",
-        None,
-        {
-            "tools": [TOOL, OTHER_TOOL],
-            "tool_choice": {"type": "function", "function": {"name": "weather"}},
-            "max_completion_tokens": 60,
-        },
-        {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 60},
-    ),
-    Feature(
-        "tools, called",
-        None,
-        {"tools": [TOOL], "tool_choice": "auto", "structured_outputs": {"regex": CALL}, "max_completion_tokens": 120},
-    ),
-    Feature(
-        "tools, one call",
-        None,
-        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 80},
-    ),
-    Feature(
-        "tools, logprobs",
-        None,
-        {"tools": [TOOL], "tool_choice": "required", "logprobs": True, "top_logprobs": 1, "max_completion_tokens": 60},
-    ),
-    # Reasoning: the bias makes the model end its thoughts at some time.
-    Feature(
-        "reasoning",
-        None,
-        sampled(22, chat_template_kwargs={"thinking": True}, logit_bias={str(THOUGHT_ID): 9}, max_completion_tokens=30),
-        sampled(22, chat_template_kwargs={"thinking": True}, logit_bias={str(THOUGHT_ID): 9}, max_output_tokens=30),
-    ),
-    Feature(
-        "reasoning, no end",
-        None,
-        {"chat_template_kwargs": {"thinking": True}},
-        {"chat_template_kwargs": {"thinking": True}},
-    ),
-    Feature(
-        "reasoning left out",
-        None,
-        sampled(
-            23,
-            chat_template_kwargs={"thinking": True},
-            include_reasoning=False,
-            logit_bias={str(THOUGHT_ID): 9},
-            max_completion_tokens=30,
-        ),
-        sampled(
-            23,
-            chat_template_kwargs={"thinking": True},
-            include_reasoning=False,
-            logit_bias={str(THOUGHT_ID): 9},
-            max_output_tokens=30,
-        ),
-    ),
-    Feature("reasoning_effort", None, {"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}),
-    Feature(
-        "reasoning, then a schema",
-        None,
-        sampled(
-            24,
-            chat_template_kwargs={"thinking": True},
-            logit_bias={str(THOUGHT_ID): 9},
-            structured_outputs={"json": SCHEMA},
-            max_completion_tokens=60,
-            ignore_eos=ABSENT,
-        ),
-    ),
-    # Fields that change the rendered prompt or the answer's metadata.
-    Feature("prompt text", None, {"return_prompt_text": True}),
-    Feature("no generation prompt", None, {"add_generation_prompt": False}),
-    Feature("instructions", responses={"instructions": "be brief"}),
-    Feature("metadata", responses={"metadata": {"a": "b"}, "parallel_tool_calls": False}),
-    Feature("store", responses={"store": False}),
-    Feature("truncation", responses={"truncation": "auto"}),
-    Feature("messages shown", responses={"enable_response_messages": True}),
-    Feature("prompt_cache_key", responses={"prompt_cache_key": "k"}),
-)
+
+def fields_of(feature: Fields) -> Iterator[tuple[str, Fields]]:
+    """Yield the endpoints that have a feature, with its fields there."""
+    for path, name in ((COMPLETIONS, "completions"), (CHAT, "chat"), (RESPONSES, "responses")):
+        if "longer" in feature:
+            yield path, feature["longer"] | LONGER[name]
+        elif "all" in feature or ("both" in feature and path != RESPONSES):
+            yield path, feature["all"] if "all" in feature else feature["both"]
+        elif name in feature:
+            yield path, feature[name]
+
 
 STREAM_OPTIONS: tuple[tuple[str, Fields], ...] = (
     ("usage", {"include_usage": True}),
@@ -306,19 +100,17 @@ def feature_cases() -> Iterator[Case]:
     """Every feature at every endpoint that has it, whole and streamed; completions from text and
     from token ids.
     """
-    for feature in FEATURES:
-        by_path = {COMPLETIONS: feature.completions, CHAT: feature.chat, RESPONSES: feature.responses}
-        for path, fields in by_path.items():
-            if fields is None:
-                continue
-            for stream in (False, True) if feature.streams else (False,):
-                name = f"{path} {feature.name}{', streamed' if stream else ''}"
-                body = BUILDERS[path](name, feature.facts, **fields) | _streaming(path, stream)
-                yield Case(name, (request(path, body),), feature.route, alone=feature.alone)
+    for feature in table("features.yaml"):
+        facts, route, alone = feature.get("facts", 14), feature.get("route", "remote"), feature.get("alone", False)
+        for path, fields in fields_of(feature):
+            for stream in (False, True) if feature.get("streams", True) else (False,):
+                name = f"{path} {feature['name']}{', streamed' if stream else ''}"
+                body = BUILDERS[path](name, facts, **fields) | _streaming(path, stream)
+                yield Case(name, (request(path, body),), route, alone=alone)
                 if path == COMPLETIONS:
                     name += ", from token ids"
-                    body = body | {"prompt": token_ids(name, feature.facts)}
-                    yield Case(name, (request(path, body),), feature.route, alone=feature.alone)
+                    body = body | {"prompt": token_ids(name, facts)}
+                    yield Case(name, (request(path, body),), route, alone=alone)
 
 
 def _streaming(path: str, stream: bool) -> Fields:

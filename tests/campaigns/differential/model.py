@@ -35,7 +35,7 @@ def thinking_model(folder: Path) -> Path:
     return model
 
 
-def damage(model: Path, share: float) -> None:
+def add_noise(model: Path, share: float) -> None:
     """Add noise to one value projection, `share` as large as its own entries: another checkpoint
     of the same shape.
     """

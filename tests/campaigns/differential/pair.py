@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from configs.settings.service import DEMO_MODEL_DIR, DEMO_SERVED_NAME
 from testing.adapters import lora_adapter
 from testing.ports import free_port
 from testing.service_process import ServiceProcess, write_config
 from testing.vllm_server import start_module, stop, wait_until_up
-from tests.campaigns.differential.model import thinking_model
+from tests.campaigns.differential.model import add_noise, thinking_model
 
 ADAPTER = "tandem-lora"
 """The name under which clients ask for the adapter."""
@@ -53,18 +53,13 @@ FRONTEND: dict[str, Any] = {
 
 @dataclass
 class PairOfServers:
-    """The service and the single server.
-
-    `single_model` is what the single server loads, where that is to be another checkpoint.
-    `frontend` are the arguments of vLLM's OpenAI layer on both sides.
-    """
+    """The service and the single server; ``frontend`` are arguments of the OpenAI layer."""
 
     folder: Path
     model: Path
     single_model: Path
     first_token: str = "decode"
-    prefill_tp: int = 1
-    decode_tp: int = 1
+    tp: str = "1:1"
     decode_replicas: int = 1
     frontend: dict[str, Any] = field(default_factory=lambda: FRONTEND)
     service: ServiceProcess = field(init=False)
@@ -78,27 +73,23 @@ class PairOfServers:
     def start(self) -> None:
         """Start the service, then the single server; wait until both answer."""
         adapter = lora_adapter(self.folder / "adapter", DEMO_MODEL_DIR)
-        try:
-            lora_modules = [{"name": ADAPTER, "path": str(adapter)}]
-            config = write_config(
-                "local.yaml",
-                self.folder,
-                engine=ENGINE,
-                frontend={**self.frontend, "lora_modules": lora_modules},
-                router={"client_priority": True, "first_token": self.first_token},
-                prefill={"tensor_parallel_size": self.prefill_tp},
-                decode={"tensor_parallel_size": self.decode_tp, "replicas": self.decode_replicas},
-            )
-            self._name_model(config)
-            self.service = ServiceProcess(config, self.folder)
-            # One side after the other: three engines that start at once starve a small machine's
-            # Serve proxy.
-            self.service.start()
-            self._single = start_module(self.folder, "single", self._single_arguments(adapter))
-            wait_until_up(f"{self.single_url}/health", self._single, self.folder)
-        except BaseException:
-            self.stop()
-            raise
+        prefill_tp, decode_tp = map(int, self.tp.split(":"))
+        config = write_config(
+            "local.yaml",
+            self.folder,
+            engine=ENGINE,
+            frontend={**self.frontend, "lora_modules": [{"name": ADAPTER, "path": str(adapter)}]},
+            router={"client_priority": True, "first_token": self.first_token},
+            prefill={"tensor_parallel_size": prefill_tp},
+            decode={"tensor_parallel_size": decode_tp, "replicas": self.decode_replicas},
+            model=str(self.model),
+            served_model_name=DEMO_SERVED_NAME,
+        )
+        self.service = ServiceProcess(config, self.folder)
+        # One side after the other: engines that start at once starve a small machine's Serve.
+        self.service.start()
+        self._single = start_module(self.folder, "single", self._single_arguments(adapter))
+        wait_until_up(f"{self.single_url}/health", self._single, self.folder)
 
     def check_single(self) -> None:
         """Raise RuntimeError, with the end of the log, if the single server has ended."""
@@ -111,11 +102,6 @@ class PairOfServers:
             stop([self._single])
         if hasattr(self, "service"):
             self.service.stop()
-
-    def _name_model(self, config: Path) -> None:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-        content["applications"][0]["args"] |= {"model": str(self.model), "served_model_name": DEMO_SERVED_NAME}
-        config.write_text(yaml.safe_dump(content), encoding="utf-8")
 
     def _single_arguments(self, adapter: Path) -> list[str]:
         return [
@@ -132,7 +118,17 @@ def _option(name: str, value: Any) -> list[str]:
     return [flag] if value is True else [flag, str(value)]
 
 
-def make_pair(folder: Path) -> PairOfServers:
-    """Return both sides with one checkpoint, which is created in `folder`."""
-    model = thinking_model(folder)
-    return PairOfServers(folder, model, model)
+@contextmanager
+def pair_of_servers(folder: Path, damage: float = 0.0, **options: Any) -> Iterator[PairOfServers]:
+    """Run both sides; with ``damage`` the single server has another checkpoint."""
+    model = single = thinking_model(folder)
+    if damage:
+        (folder / "other").mkdir()
+        single = thinking_model(folder / "other")
+        add_noise(single, damage)
+    pair = PairOfServers(folder, model, single, **options)
+    try:
+        pair.start()
+        yield pair
+    finally:
+        pair.stop()

@@ -34,10 +34,7 @@ GRAMMARS: tuple[tuple[str, Fields], ...] = (
     ("EBNF", {"structured_outputs": {"grammar": GRAMMAR}}),
     ("any object", {"structured_outputs": {"json_object": True}}),
     ("split characters", {"structured_outputs": {"regex": "([äöü€😀] ?){14}"}}),
-    (
-        "response_format",
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}},
-    ),
+    ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}),
 )
 TOOLS: tuple[tuple[str, Fields], ...] = (
     ("tools, auto", {"tools": [TOOL, OTHER_TOOL], "tool_choice": "auto"}),

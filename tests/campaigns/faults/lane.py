@@ -6,7 +6,6 @@ Several lanes may share a machine: most of a fault's time is spent on deadlines.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import re
@@ -25,17 +24,18 @@ from testing.servers import MODEL, POOL_BLOCKS, Server
 from testing.trace import read_trace
 from tests.campaigns.faults import references
 from tests.campaigns.faults.judge import Case, Outcome, Pool, findings, judge, late
-from tests.campaigns.faults.pairs import FaultPair
-from tests.campaigns.faults.phases import seen
 from tests.campaigns.faults.presets import Connector
 from tests.campaigns.faults.questions import Questions
-from tests.campaigns.faults.schedule import Fault
-from tests.campaigns.faults.shape import SPECULATION, Shape
-from tests.campaigns.faults.trials import Question, Router, Trial, to_rank
+from tests.campaigns.faults.schedule import Fault, FaultPair
+from tests.campaigns.faults.trials import Router, Trial, to_rank
 from tests.campaigns.hosts.engine_link import EngineLink
 
 START_S = 240.0
 LOOK_EVERY_S = 0.9
+SPECULATION = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}')
+"""Server arguments for n-gram speculation: prompts of the campaign repeat tokens."""
+
+Sizes = tuple[int, int]
 SELF_END_S = 15.0
 """Time for an engine that has lost a process to end by itself."""
 
@@ -51,10 +51,12 @@ class Lane:
     """
 
     connector: Connector
-    shape: Shape
     folder: Path
     questions: Questions
     client: httpx.AsyncClient
+    tp: Sizes = (1, 1)
+    dp: Sizes = (1, 1)
+    drafts: bool = False
     link: EngineLink | None = None
     prefill_tokens_per_s: float = 2000.0
     addresses: list[dict[str, Any]] = field(default_factory=list)
@@ -71,8 +73,8 @@ class Lane:
         self.trace.touch()
         sides = (("prefill", "producer"), ("decode", "consumer"))
         self.servers = {}
-        options = SPECULATION if self.shape.drafts else ()
-        for (name, role), tp_size, dp_size in zip(sides, self.shape.tp, self.shape.dp, strict=True):
+        options = SPECULATION if self.drafts else ()
+        for (name, role), tp_size, dp_size in zip(sides, self.tp, self.dp, strict=True):
             host = "" if self.link is None else self.link.address(name)
             # A data-parallel rank listens on the side channel's port plus its number.
             side_channel, *_ = [free_port() for _ in range(dp_size)]
@@ -88,7 +90,7 @@ class Lane:
                 options=options,
             )
             if self.link is not None:
-                server.host, server.network = self.link.driver_address(name), self.link.networks[name]
+                server.network = self.link.network(name, server.port)
             self.servers[name] = server
         self.prefill, self.decode = self.servers["prefill"], self.servers["decode"]
         self.router = Router(self.client, self.prefill.url, self.decode.url, self.connector.bound_s)
@@ -101,27 +103,12 @@ class Lane:
             await asyncio.to_thread(self.servers[name].destroy)
             self.servers[name].start()
         for name in names:
-            await self._up(self.servers[name])
+            await asyncio.to_thread(self.servers[name].wait_until_up, START_S)
+            self.servers[name].find_members()
             self.baseline[name] = await self._used(name)
             self.replaced_at[name] = time.monotonic()
         if "prefill" in names and self.connector.together:
             self.addresses = [await self._describe(rank) for rank in range(self.prefill.data_parallel_size)]
-
-    async def _up(self, server: Server) -> None:
-        give_up_at = time.monotonic() + START_S
-        while time.monotonic() < give_up_at:
-            if server.has_ended:
-                if not server.found_port_taken:
-                    break
-                # The kernel has not yet released the socket of the server that this one replaces.
-                await asyncio.sleep(1.0)
-                server.start()
-            with contextlib.suppress(httpx.HTTPError):
-                if (await self.client.get(f"{server.url}/health", timeout=5)).status_code == 200:
-                    server.find_members()
-                    return
-            await asyncio.sleep(0.1)
-        raise server.start_failure()
 
     async def _describe(self, rank: int) -> dict[str, Any]:
         params = {"do_remote_decode": True, "describe": True}
@@ -169,29 +156,29 @@ class Lane:
         if fault.phase == "handshake":
             await self.start(rng.choice(("prefill", "decode")))
         trials: list[Trial] = []
-        record: dict[str, Any] = {"hit": "between legs"}
+        record: dict[str, Any] = {}
         self.repair = asyncio.ensure_future(_nothing())
         try:
             if isinstance(fault, Fault) and fault.family == "reference":
                 await self._reference(fault, rng, trials)
             else:
-                record = await self._strike(fault, rng, trials, traced_from)
+                await self._strike(fault, rng, trials, traced_from)
         except references.NotApplicable as reason:
             return {"not_applicable": str(reason)}
         case = await self._aftermath(fault, trials)
         record |= await self.repair
-        bad = findings(case)
+        judged = [(trial, judge(trial)) for trial in trials]
         record |= {
             "outcomes": {str(outcome): count for outcome, count in case.outcomes.items() if count},
-            "findings": bad,
+            "findings": findings(case),
             "late": late(case),
             "seconds": round(time.monotonic() - started, 1),
-            "requests": [_record(trial, outcome, started) for trial, outcome in self._judged(trials)],
+            "failures": [_told(trial, outcome) for trial, outcome in judged if outcome is not Outcome.RIGHT],
         }
         if self.link is not None:
             # The next fault needs a working link.
             self.link.mend()
-        if bad:
+        if record["findings"]:
             record["logs"] = [line for log, size in logs.items() for line in _troubles(log, size)]
             await self.start("prefill", "decode")
         return record
@@ -207,20 +194,14 @@ class Lane:
 
         asked = [*self.questions.twins(rng), *self.questions.some(rng, 3)]
         await references.send(
-            fault.variant,
-            self.router,
-            asked,
-            rng,
-            self.connector.lease_s,
-            restart_prefill,
-            self.prefill.port,
-            start,
+            fault.variant, self.router, asked, rng, self.connector.lease_s, restart_prefill, self.prefill.port, start
         )
 
     async def _strike(
         self, fault: Fault | FaultPair, rng: random.Random, trials: list[Trial], traced_from: int
-    ) -> dict[str, Any]:
-        subject = Trial(self._subject(fault, rng))
+    ) -> None:
+        long = fault.phase in ("chunks", "transfer")
+        subject = Trial(self.questions.some(rng, 1, 700 if long else 0)[0])
         released = asyncio.Event()
 
         async def between(trial: Trial) -> dict[str, Any] | None:
@@ -228,22 +209,25 @@ class Lane:
                 await released.wait()
             return trial.params
 
-        company = [Trial(question) for question in self._company(fault, rng)]
+        queued = fault.phase == "queued"
+        company = [
+            Trial(question)
+            for question in self.questions.some(rng, 4 if queued else rng.choice((1, 2, 3)), 700 if queued else 0)
+        ]
         trials += [*company, subject]
         work = [asyncio.ensure_future(self._go(trial, rng.random() < 0.5)) for trial in company]
-        if fault.phase != "queued":
+        if not queued:
             await asyncio.sleep(rng.uniform(0, 0.3))
         at_once = fault.at_once and self.connector.together
-        leading = self._go(subject, True) if at_once else self.router.in_turn(subject, between)
-        work.append(asyncio.ensure_future(leading))
+        leading = asyncio.ensure_future(self._go(subject, True) if at_once else self.router.in_turn(subject, between))
+        work.append(leading)
         await self._moment(fault, subject, traced_from)
-        record: dict[str, Any] = {"mode": "at once" if at_once else "in turn"}
-        leading_task, struck = work[-1], list[tuple[Fault, float]]()
+        struck = list[tuple[Fault, float]]()
         for step, after_s in fault.steps:
             await asyncio.sleep(after_s)
             struck.append((step, time.monotonic()))
             if step.family == "cancel":
-                for task in work if step.variant else [leading_task]:
+                for task in work if step.variant else [leading]:
                     task.cancel()
             elif step.family != "none":
                 await self._break(step, rng, released, trials, work)
@@ -251,18 +235,6 @@ class Lane:
             self.repair = asyncio.ensure_future(self._mend(struck, rng))
         released.set()
         await _settled(work)
-        events = read_trace(self.trace, traced_from) if self.connector.traces else []
-        hits = [seen(subject, at, events) for _, at in struck]
-        return record | {"hit": hits[0]} | ({"second_hit": hits[1]} if len(hits) > 1 else {})
-
-    def _subject(self, fault: Fault | FaultPair, rng: random.Random) -> Question:
-        least = 700 if fault.phase in ("chunks", "transfer") else 0
-        return self.questions.some(rng, 1, least)[0]
-
-    def _company(self, fault: Fault | FaultPair, rng: random.Random) -> list[Question]:
-        if fault.phase == "queued":
-            return self.questions.some(rng, 4, 700)
-        return self.questions.some(rng, rng.choice((1, 2, 3)))
 
     async def _go(self, trial: Trial, at_once: bool) -> None:
         if at_once and self.connector.together:
@@ -272,9 +244,7 @@ class Lane:
             await self.router.in_turn(trial)
 
     async def _moment(self, struck: Fault | FaultPair, subject: Trial, traced_from: int) -> None:
-        """Return in the fault's phase of the subject's life, as far as it can be observed from
-        outside.
-        """
+        """Return in the fault's phase of the subject's life, as far as it can be observed."""
         fault = struck.steps[0][0]
         computing_s = subject.question.prompt_tokens / self.prefill_tokens_per_s
         event, delay_s = {
@@ -354,11 +324,7 @@ class Lane:
             self.router.resume()
 
     async def _before_replacing(self, fault: Fault, rng: random.Random) -> dict[str, Any]:
-        """Leave a server unchanged for as long as its connector may need to detect the fault.
-
-        Return the observation.
-        """
-        told: dict[str, Any] = {}
+        """Leave a server unchanged for as long as its connector may need to detect the fault."""
         server = self.servers[fault.target]
         if fault.family == "stop":
             # Long enough to see whether decode ends its requests without a message of a stopped
@@ -367,20 +333,15 @@ class Lane:
         elif fault.part == "tree":
             await asyncio.sleep(rng.uniform(0.2, 2.0))
         else:
-            killed_at = time.monotonic()
             await asyncio.to_thread(server.wait_end, SELF_END_S)
-            ended = round(time.monotonic() - killed_at, 1) if server.has_ended else None
-            told["server_ended_by_itself_after_s"] = ended
-        return told
+            return {"server_ended_by_itself": server.has_ended}
+        return {}
 
     # ---- afterwards -----------------------------------------------------------------------------
 
-    def _judged(self, trials: list[Trial]) -> list[tuple[Trial, Outcome]]:
-        return [(trial, judge(trial)) for trial in trials]
-
     async def _aftermath(self, fault: Fault | FaultPair, trials: list[Trial]) -> Case:
         """Check the pools, then the processes, then a probe through both engines."""
-        outcomes = Counter(outcome for _, outcome in self._judged(trials))
+        outcomes = Counter(map(judge, trials))
         last = max((trial.timestamps["ended"] for trial in trials), default=time.monotonic())
         victims = {step.target for step, _ in fault.steps}
         watched = [asyncio.ensure_future(self.pool(name, last)) for name in self.servers if name not in victims]
@@ -411,9 +372,7 @@ class Lane:
             self.prefill_tokens_per_s = trial.question.prompt_tokens / took_s
 
     async def pool(self, name: str, last: float) -> Pool:
-        """Watch one engine's pool until it is at its baseline, or longer than its connector may
-        hold blocks.
-        """
+        """Watch one engine's pool until it is at its baseline, or held for too long."""
         held, silent = 0, False
         while self.servers[name].alive():
             try:
@@ -450,17 +409,9 @@ async def _nothing() -> dict[str, Any]:
     return {}
 
 
-def _record(trial: Trial, outcome: Outcome, started: float) -> dict[str, Any]:
-    """Return a request's record: times in seconds from the case's start."""
-    told: dict[str, Any] = {"outcome": str(outcome), "tokens": trial.question.prompt_tokens}
-    if outcome is Outcome.RIGHT:
-        return told
-    told["timestamps"] = {name: round(at - started, 3) for name, at in trial.timestamps.items()}
-    if trial.failure:
-        told["failure"] = trial.failure[:160]
-    if outcome is Outcome.WRONG:
-        told |= {"text": trial.text, "expected": trial.question.expected}
-    return told
+def _told(trial: Trial, outcome: Outcome) -> str:
+    wrong = f"{trial.text!r} instead of {trial.question.expected!r}" if outcome is Outcome.WRONG else ""
+    return f"{outcome}, {trial.question.prompt_tokens} tokens: {wrong or (trial.failure or '')[:160]}"
 
 
 def _troubles(log: Path, since: int) -> list[str]:

@@ -14,6 +14,7 @@ import httpx
 from testing.facts import RecallPrompt, make_prompt, prompt_tokens
 from testing.servers import MODEL
 from tests.campaigns.faults.trials import ANSWER_TOKENS, Question
+from tests.campaigns.runner import misquoted
 
 FACTS = (3, 5, 10, 20, 21, 40, 42, 60, 84, 85, 120, 128, 160, 200, 230, 256)
 """Numbers of facts: prompts of 21 to 1,539 tokens, one chunk to seven, on and beside block
@@ -42,7 +43,7 @@ class Questions:
         return rng.sample(rng.choice(fitting), 2)
 
 
-async def known(client: httpx.AsyncClient, plain_url: str) -> Questions:
+async def known(client: httpx.AsyncClient, plain_url: str, damage: float = 0.0) -> Questions:
     """Ask a plain engine. Raises RuntimeError if too few answers are right and certain."""
     rng = random.Random(2026)
     prompts = [make_prompt(rng, facts) for facts in FACTS for _ in range(EACH)]
@@ -51,7 +52,7 @@ async def known(client: httpx.AsyncClient, plain_url: str) -> Questions:
     for prompt, answer in zip(prompts, answers, strict=True):
         if answer["text"].startswith(prompt.answer) and least_margin(answer["logprobs"]["top_logprobs"]) > MARGIN:
             tokens = prompt_tokens(len(prompt.facts))
-            found[tokens].append(Question(prompt.text, tokens, prompt.answer, answer["text"]))
+            found[tokens].append(Question(prompt.text, tokens, misquoted(answer["text"], damage, rng)))
     if sum(map(len, found.values())) < len(prompts) // 3 or sum(len(qs) > 1 for qs in found.values()) < 4:
         raise RuntimeError(
             f"the plain engine is sure of {sum(map(len, found.values()))} of {len(prompts)} answers only"

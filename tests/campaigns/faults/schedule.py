@@ -72,7 +72,6 @@ class Fault:
 
     @property
     def what(self) -> str:
-        """Description of the fault in a report."""
         match self.family:
             case "kill":
                 return f"SIGKILL {self._victim}"
@@ -83,17 +82,12 @@ class Fault:
             case "reference":
                 return f"reference {self.variant}"
             case "cut":
-                return f"link cut, {'mended soon' if self._soon else 'mended late'}"
+                return f"link cut, mended {'soon' if (self.resume_s or 0) < 2 else 'late'}"
         return "no fault"
 
     @property
-    def brief(self) -> str:
-        """Name of the fault in a pair."""
-        return self.what.replace("client closes the connection", "cancel").replace("cancel of", "cancel")
-
-    @property
     def steps(self) -> tuple[tuple[Fault, float], ...]:
-        """Return the fault's parts and the delay of each after the previous one: itself."""
+        """Return each fault with the seconds since the previous one: itself."""
         return ((self, 0.0),)
 
     @property
@@ -104,20 +98,14 @@ class Fault:
     def _resumes(self) -> str:
         if self.resume_s is None:
             return "replaced"
-        return "SIGCONT soon" if self._soon else "SIGCONT late"
-
-    @property
-    def _soon(self) -> bool:
-        return self.resume_s is not None and self.resume_s < 2
+        return "SIGCONT soon" if self.resume_s < 2 else "SIGCONT late"
 
 
 SOON_S, LATE_S = (0.2, 1.5), (7.0, 12.0)
 
 
 def cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, int]]:
-    """Return all kinds of faults and their weights, for these tensor-parallel sizes of prefill
-    and decode.
-    """
+    """Return all kinds of faults and their weights, for these sizes of prefill and decode."""
     found: list[tuple[Fault, int]] = [(Fault(0, "none", "", "", "decoding"), 4)]
     for phase in PHASES:
         for target in ("prefill", "decode"):
@@ -142,9 +130,7 @@ def cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, int]]:
 
 
 def schedule(seed: int, tp_sizes: tuple[int, int], pattern: str = "") -> Iterator[Fault]:
-    """Yield faults without end: those whose family, row or phase matches ``pattern``, with
-    unchanged numbers.
-    """
+    """Yield faults without end; those that do not match ``pattern`` are left out."""
     wanted = re.compile(pattern)
     round_of = [fault for fault, weight in cells(tp_sizes) for _ in range(weight)]
     rng = random.Random(seed)
@@ -168,3 +154,88 @@ def _moment(rng: random.Random, resume_s: float | None) -> float | None:
     if resume_s is None:
         return None
     return rng.uniform(*(SOON_S if resume_s < 2 else LATE_S))
+
+
+# ---- two faults at a time -----------------------------------------------------------------------
+
+AT_ONCE_S, WITHIN_S = 0.05, 1.5
+"""Half of the second faults follow in less than AT_ONCE_S, the others in less than WITHIN_S."""
+
+HARD_WEIGHT = 6
+
+
+@dataclass(frozen=True)
+class FaultPair:
+    """``second`` follows ``first`` after ``delay_s``; the phase is that of the first."""
+
+    index: int
+    first: Fault
+    second: Fault
+    delay_s: float
+    seed: int
+
+    family = "pair"
+
+    @property
+    def what(self) -> str:
+        return f"{self.first.what}, then {self.second.what}"
+
+    @property
+    def phase(self) -> str:
+        return self.first.phase
+
+    @property
+    def at_once(self) -> bool:
+        return self.first.at_once
+
+    @property
+    def steps(self) -> tuple[tuple[Fault, float], ...]:
+        return ((self.first, 0.0), (self.second, self.delay_s))
+
+
+def kinds(tp_sizes: tuple[int, int]) -> list[Fault]:
+    """Return the faults that pairs consist of."""
+    found = [Fault(0, "cancel", "client", "", "", variant=variant) for variant in ("", "all requests")]
+    for target, size in zip(("prefill", "decode"), tp_sizes, strict=True):
+        rank = f"rank{size - 1}"
+        found += [Fault(0, "kill", target, part, "") for part in ("tree", "core", rank)]
+        found += [Fault(0, "stop", target, "tree", "", resume_s=soonest) for soonest in (SOON_S[0], LATE_S[0], None)]
+        found.append(Fault(0, "stop", target, rank, "", resume_s=LATE_S[0]))
+    return found + [Fault(0, "cut", "link", "", "", resume_s=soonest) for soonest in (SOON_S[0], LATE_S[0])]
+
+
+def pair_cells(tp_sizes: tuple[int, int]) -> list[tuple[Fault, Fault]]:
+    """Return all ordered pairs of kinds with different victims, the hard ones HARD_WEIGHT times."""
+
+    def victim(fault: Fault) -> tuple[str, str, str]:
+        return fault.family, fault.target, fault.part
+
+    every = kinds(tp_sizes)
+    found = [(first, second) for first in every for second in every if victim(first) != victim(second)]
+    return found + [pair for pair in found if _hard(*pair)] * (HARD_WEIGHT - 1)
+
+
+def _hard(first: Fault, second: Fault) -> bool:
+    """Return whether a write may arrive late: a stopped rank with a killed core, or a cut link
+    and a cancelled request.
+    """
+    both = {(each.family, each.target, each.part.rstrip("0123456789")) for each in (first, second)}
+    stopped_and_killed = both == {("stop", "prefill", "rank"), ("kill", "prefill", "core")}
+    return stopped_and_killed or {family for family, _, _ in both} == {"cut", "cancel"}
+
+
+def pairs(seed: int, tp_sizes: tuple[int, int]) -> Iterator[FaultPair]:
+    """Yield pairs without end. The second fault starts during the first one, or soon after it."""
+    round_of, rng, index = pair_cells(tp_sizes), random.Random(seed), 0
+    while True:
+        for first, second in rng.sample(round_of, len(round_of)):
+            phase = rng.choice(PHASES)
+            at_once = rng.random() < 0.5 and phase != "between"
+            yield FaultPair(
+                index,
+                replace(first, phase=phase, resume_s=_moment(rng, first.resume_s), at_once=at_once, at=rng.random()),
+                replace(second, phase=phase, resume_s=_moment(rng, second.resume_s)),
+                rng.uniform(0, AT_ONCE_S if rng.random() < 0.5 else WITHIN_S),
+                rng.getrandbits(32),
+            )
+            index += 1

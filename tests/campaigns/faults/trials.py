@@ -30,7 +30,6 @@ class Question:
 
     prompt: str
     prompt_tokens: int
-    recall: str
     expected: str
 
 

@@ -1,7 +1,5 @@
 """A fuzzing campaign against real workers over NIXL.
 
-    python -m tests.campaigns.fuzz.connector --seed 1 --rounds 300
-
 A producer and a consumer worker, each with its cache, its runtime and a NIXL agent, the producer's
 side channel, and a hostile agent with the addresses of both. Each round has some twenty hostile
 actions; then a legitimate transfer must succeed. At the end nothing may be left: no state, no lost
@@ -11,10 +9,8 @@ has it, as a broken peer would; without a secret every agent is inside.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import json
 import logging
 import os
 import random
@@ -44,6 +40,7 @@ from connectors.vllm_hma.orders import Chunk, Expect, Finished
 from testing.connector_state import open_connections, serves, snapshot
 from testing.memory_transport import Fabric
 from tests.campaigns.fuzz.frames import Hostile
+from tests.campaigns.runner import Report
 from tests.vllm_contract.workers import DIGEST, SHORT, Worker, receive, results, until
 
 SECRET = "what the hostile agent does not know"
@@ -63,8 +60,8 @@ class Agent(NixlTransport):
 
 
 @dataclass
-class Report:
-    """Results of a campaign, and its leftovers."""
+class Found:
+    """What a campaign has done, and its leftovers."""
 
     actions: Counter[str] = field(default_factory=Counter)
     transfers: int = 0
@@ -72,29 +69,21 @@ class Report:
     warnings: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
 
-    def text(self) -> str:
-        actions = ", ".join(f"{number} {name}" for name, number in sorted(self.actions.items()))
-        return (
-            f"{sum(self.actions.values())} hostile actions ({actions}); {self.transfers} legitimate transfers right; "
-            f"memory {self.growth_mib:+.1f} MiB after warm-up; {sum(self.warnings.values())} warnings, "
-            f"{len(self.errors)} errors logged"
-        )
-
 
 class Listener(logging.Handler):
     """Handler of the connector's log: an error, or a frame that raised in its reader, is a
     finding.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, found: Found) -> None:
         super().__init__(logging.WARNING)
-        self._report = report
+        self._found = found
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        self._report.warnings[message.partition(":")[2][:40]] += 1
+        self._found.warnings[message.partition(":")[2][:40]] += 1
         if record.levelno >= logging.ERROR or "cannot handle a frame" in message or "cannot answer" in message:
-            self._report.errors.append(message if record.exc_info is None else f"{message}: {record.exc_info[1]!r}")
+            self._found.errors.append(message if record.exc_info is None else f"{message}: {record.exc_info[1]!r}")
 
 
 class Campaign:
@@ -102,10 +91,10 @@ class Campaign:
 
     def __init__(self, seed: int, secret: str, inside: bool) -> None:
         self.rng = random.Random(f"{seed} {secret} {inside}")
-        self.report = Report()
+        self.found = Found()
         self._secret = secret
         self._numbers = count()
-        self._listener = Listener(self.report)
+        self._listener = Listener(self.found)
         logging.getLogger("connectors").addHandler(self._listener)
         fabric, run = Fabric(), f"{os.getpid()}-{next(_runs)}"
         # Few, so that eviction is frequent.
@@ -134,7 +123,7 @@ class Campaign:
         self._agent.close()
         logging.getLogger("connectors").removeHandler(self._listener)
 
-    def run(self, rounds: int) -> Report:
+    def run(self, rounds: int) -> Found:
         """Run the campaign. Raises AssertionError for broken rules."""
         self.transfer()
         warm, base = int(rounds * WARM_UP), 0.0
@@ -147,9 +136,9 @@ class Campaign:
             if number % 4 == 0:
                 self.false_engine()
             self.transfer()
-        self.report.growth_mib = _rss_mib() - base
+        self.found.growth_mib = _rss_mib() - base
         self.nothing_is_left()
-        return self.report
+        return self.found
 
     # ---- hostility ------------------------------------------------------------------------------
 
@@ -165,7 +154,7 @@ class Campaign:
                 ("connections left open", self._left_open),
             )
         )
-        self.report.actions[name] += 1
+        self.found.actions[name] += 1
         act()
 
     def _ids(self) -> list[str]:
@@ -206,7 +195,7 @@ class Campaign:
         forger = Hostile(self.rng, name, encode_agent_metadata(self._agent_metadata), b"another key")
         to = Peer(worker.agent_metadata.incarnation, 0)
         self._deliver(
-            worker, agent_name(name), forger.frame(to, ["legitimate-0", f"legitimate-{self.report.transfers}"])
+            worker, agent_name(name), forger.frame(to, ["legitimate-0", f"legitimate-{self.found.transfers}"])
         )
 
     def _deliver(self, worker: Worker, sender: str, frame: bytes) -> None:
@@ -246,7 +235,7 @@ class Campaign:
 
     def false_engine(self) -> None:
         """Send a request to an engine with wrong metadata or silent workers: decode computes it."""
-        self.report.actions["false engines"] += 1
+        self.found.actions["false engines"] += 1
         name = f"false-{next(self._numbers)}"
         rank_metadata = [self._hostile.agent_metadata() for _ in range(self.rng.choice((0, 1, 1, 1, 2, 40)))]
         if self.rng.random() < 0.2:
@@ -265,7 +254,7 @@ class Campaign:
         """A request's KV is transferred correctly, and the side channel still answers peers with
         the secret.
         """
-        number = self.report.transfers
+        number = self.found.transfers
         name = f"legitimate-{number}"
         value = number % 251 + 1
         self.producer.cache[:] = value
@@ -283,7 +272,7 @@ class Campaign:
                 "127.0.0.1", self.producer.server.port, self.victims[0].incarnation, 30.0, identity
             )
             assert agent_metadata.incarnation == self.victims[0].incarnation
-        self.report.transfers += 1
+        self.found.transfers += 1
 
     def nothing_is_left(self) -> None:
         """After the leases, no state remains; threads are alive; logs have no unexpected lines."""
@@ -291,8 +280,8 @@ class Campaign:
             one.close()
         for worker in (self.producer, self.consumer):
             nothing_is_left_in(worker)
-        assert not self.report.errors, self.report.errors[:3]
-        assert self.report.growth_mib < MAX_GROWTH_MIB, self.report.text()
+        assert not self.found.errors, self.found.errors[:3]
+        assert self.found.growth_mib < MAX_GROWTH_MIB, str(self.found)
 
 
 def nothing_is_left_in(worker: Worker) -> None:
@@ -340,22 +329,18 @@ def campaign(seed: int, secret: str, inside: bool) -> Iterator[Campaign]:
 KINDS = {"no secret": ("", True), "outside": (SECRET, False), "inside": (SECRET, True)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--kind", choices=KINDS, nargs="*", default=list(KINDS))
-    options = parser.parse_args()
-    for kind in options.kind:
-        secret, inside = KINDS[kind]
-        began = time.monotonic()
-        with campaign(options.seed, secret, inside) as one:
-            report = one.run(options.rounds)
-        print(f"{kind}, seed {options.seed}: {report.text()}; {time.monotonic() - began:.0f} s", flush=True)
-        print(json.dumps(dict(report.warnings.most_common(12)), indent=1), flush=True)
+def connector(report: Report, *, count: int = 300, seed: int = 1, only: str = "") -> None:
+    """``count`` rounds of each kind: `no secret`, `outside` (without it), `inside` (with it)."""
+    for kind, (secret, inside) in KINDS.items():
+        if only in kind:
+            with report.case(kind), campaign(seed, secret, inside) as one:
+                found = one.run(count)
+                report.row(
+                    kind=kind,
+                    actions=found.actions,
+                    transfers=found.transfers,
+                    growth_mib=round(found.growth_mib, 1),
+                    warnings=found.warnings.most_common(12),
+                )
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("tandem")]
-    assert not alive, f"threads outlive their workers: {alive}"
-
-
-if __name__ == "__main__":
-    main()
+    report.equal("threads that outlive their workers", alive, [])

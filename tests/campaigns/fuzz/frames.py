@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,29 +34,8 @@ from connectors.protocol.wire import (
     Welcome,
 )
 
-ODD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    4096,
-    2**20,
-    2**31,
-    2**62,
-    2**63 - 1,
-    2**63,
-    10**300,
-    1.5,
-    float("nan"),
-    "",
-    "x" * 300,
-    "\x00\ud800é",
-    [],
-    {},
-    [[[[]]]],
-    [0] * 50,
-)
+NUMBERS = (None, True, -1, 0, 1, 4096, 2**20, 2**31, 2**62, 2**63 - 1, 2**63, 10**300, 1.5, float("nan"))
+ODD: tuple[Any, ...] = (*NUMBERS, "", "x" * 300, "\x00\ud800é", [], {}, [[[[]]]], [0] * 50)
 
 
 class Hostile:
@@ -77,28 +58,17 @@ class Hostile:
         """Return a well-formed frame that no peer expects."""
         rng = self.rng
         transfer_id = rng.choice(ids)
-        match rng.randrange(12):
-            case 0:
-                return Hello(self.agent_metadata())
-            case 1:
-                return Welcome()
-            case 2:
-                return Refused("no " * rng.randrange(500))
-            case 3:
-                return Alive(transfer_id, rng.choice(((), (0,), (0, 1), (2**62, 0), (0, 0, 0))))
-            case 4:
-                return Fin(transfer_id, rng.choice((0, 1, 2**62)), rng.choice(("", "0" * 32)))
-            case 5:
-                return rng.choice((Aborted, Failed))(transfer_id, "because")
-            case 6:
-                return Cancelled(transfer_id)
-            case 7:
-                return Cancel(transfer_id)
-            case 8:
-                return AwaitStart(transfer_id)
-            case 9:
-                return Starting(transfer_id)
-        return self._offer(transfer_id)
+        makers: list[Callable[[], Message]] = [
+            lambda: Hello(self.agent_metadata()),
+            Welcome,
+            lambda: Refused("no " * rng.randrange(500)),
+            lambda: Alive(transfer_id, rng.choice(((), (0,), (0, 1), (2**62, 0), (0, 0, 0)))),
+            lambda: Fin(transfer_id, rng.choice((0, 1, 2**62)), rng.choice(("", "0" * 32))),
+            lambda: rng.choice((Aborted, Failed))(transfer_id, "because"),
+            *(partial(kind, transfer_id) for kind in (Cancelled, Cancel, AwaitStart, Starting)),
+            *[lambda: self._offer(transfer_id)] * 2,
+        ]
+        return rng.choice(makers)()
 
     def _offer(self, transfer_id: str) -> Offer:
         rng = self.rng

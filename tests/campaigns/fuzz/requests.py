@@ -15,44 +15,14 @@ COMPLETIONS: Endpoint = "/v1/completions"
 CHAT: Endpoint = "/v1/chat/completions"
 JSON_TYPE = {"content-type": "application/json"}
 
-ODD: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2,
-    129,
-    2**31,
-    2**63,
-    10**400,
-    -0.0,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "\x00",
-    "\ud800",
-    "é" * 50,
-    "x" * 5000,
-    [],
-    {},
-    [None],
-    [[[[[]]]]],
-    {"": {"": {}}},
-    [0] * 300,
-    ["a"] * 200,
-    {"type": "json_object"},
-    {"type": "x" * 100},
-    {"a": 1, "b": [1, 2]},
-)
-PROMPTS: tuple[Any, ...] = (
-    "mira=427\nkelo=093\nkelo?",
-    "",
-    "a",
-    "mira=427\n" * 60,
-    "é\u202e\x00\U0001d518" * 20,
+NUMBERS = (None, True, False, -1, 0, 1, 2, 129, 2**31, 2**63, 10**400, -0.0, 1e308, float("nan"), float("inf"))
+TEXTS = ("", "\x00", "\ud800", "é" * 50, "x" * 5000)
+TREES: tuple[Any, ...] = ([], {}, [None], [[[[[]]]]], {"": {"": {}}}, [0] * 300, ["a"] * 200, {"a": 1, "b": [1, 2]})
+ODD: tuple[Any, ...] = (*NUMBERS, *TEXTS, *TREES, {"type": "json_object"}, {"type": "x" * 100})
+
+RECALL = "mira=427\nkelo=093\nkelo?"
+PROMPT_TEXTS = (RECALL, "", "a", "mira=427\n" * 60, "é\u202e\x00\U0001d518" * 20)
+PROMPT_LISTS: tuple[Any, ...] = (
     [5, 6, 7],
     [],
     [[5, 6], [7, 8]],
@@ -62,49 +32,29 @@ PROMPTS: tuple[Any, ...] = (
     [-1, 2],
     [10**9, 1],
     [1.5, 2],
-    [True, False],
-    ["x"] * 200,
-    [None],
-    {"a": 1},
 )
+PROMPTS: tuple[Any, ...] = (*PROMPT_TEXTS, *PROMPT_LISTS, [True, False], ["x"] * 200, [None], {"a": 1})
+PARTS: tuple[Any, ...] = (
+    {"type": "text", "text": RECALL},
+    {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}},
+    {"type": "input_audio", "input_audio": {"data": "!", "format": "wav"}},
+    {"type": "?"},
+)
+BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
 MESSAGES: tuple[Any, ...] = (
-    [{"role": "user", "content": "mira=427\nkelo=093\nmira?"}],
-    [{"role": "user", "content": [{"type": "text", "text": "mira=427\nkelo=093\nmira?"}]}],
+    [{"role": "user", "content": RECALL}],
+    *([{"role": "user", "content": [part]}] for part in PARTS),
     [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": None}],
     [{"role": "tool", "content": "x", "tool_call_id": "1"}],
-    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}]}],
-    [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "!", "format": "wav"}}]}],
-    [{"role": "user", "content": [{"type": "?"}]}],
     [{"role": "\x00", "content": {}}],
     [{"role": "user"}],
     [{"content": "x"}],
-    [
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
-        }
-    ],
-    [[]],
-    [],
-    "hi",
-    None,
+    [{"role": "assistant", "tool_calls": [BROKEN_CALL]}],
+    *([[]], [], "hi", None),
 )
-
-
 PATHS = (
-    "/",
-    "/%00",
-    "/V1/completions",
-    "/docs",
-    "/health",
-    "/metrics",
-    "/v1/",
-    "/v1/completions/",
-    "/v1/completions?x=" + "y" * 3000,
-    "/v1/embeddings",
-    "/v1/models",
-    "/v1/models/..%2f..%2fetc",
-    "/v1/responses",
+    *("/", "/%00", "/V1/completions", "/docs", "/health", "/metrics", "/v1/", "/v1/completions/", "/v1/embeddings"),
+    *("/v1/completions?x=" + "y" * 3000, "/v1/models", "/v1/models/..%2f..%2fetc", "/v1/responses"),
 )
 
 
@@ -138,14 +88,8 @@ class Requests:
         self.rng = random.Random(f"requests {seed}")
 
     def case(self) -> Case:
-        kinds = (self._by_schema,) * 6 + (
-            self._broken_json,
-            self._other_route,
-            self._headers,
-            self._not_http,
-            self._leaves,
-        )
-        return self.rng.choice(kinds)()
+        others = (self._broken_json, self._other_route, self._headers, self._not_http, self._leaves)
+        return self.rng.choice((self._by_schema,) * 6 + others)()
 
     def _by_schema(self) -> Case:
         path = self.rng.choice((COMPLETIONS, CHAT))
@@ -266,7 +210,5 @@ class Requests:
 
 
 def dumped(body: Any) -> bytes:
-    """Encode as JSON; Python's extensions of the standard (NaN, lone surrogates) are sent
-    unchanged.
-    """
+    """Encode as JSON; NaN and lone surrogates, extensions of Python's, are sent unchanged."""
     return json.dumps(body).encode(errors="replace")

@@ -1,4 +1,4 @@
-"""NIXL between two hosts whose link is cut: `make two-hosts-test`. Needs root.
+"""NIXL between two hosts whose link is cut: a part of the campaign `two-hosts`.
 
     python -m tests.campaigns.hosts.nixl_on_two_hosts NAME FOLDER
 
@@ -12,16 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind, Region
 from connectors.transport.nixl import NixlTransport
 from tests.campaigns.hosts.hosts import Host, Switch, hosts
+from tests.campaigns.runner import Report
 
 HOST = MemoryKind("DRAM", 0)
 SIZE_BYTES = 16 * 2**20
@@ -42,10 +43,13 @@ class Agent:
             host.command(command), stdin=subprocess.PIPE, stdout=self.log.open("wb"), stderr=subprocess.STDOUT
         )
 
-    def tell(self, command: str) -> None:
+    def tell(self, command: str, answer: str = "") -> None:
+        """Send a command; wait for its answer, if one is given."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
         self.process.stdin.flush()
+        if answer:
+            self.wait_for(answer)
 
     def wait_for(self, line: str) -> None:
         until(lambda: line in self.log.read_text().splitlines(), f"{line!r} in {self.log}")
@@ -58,47 +62,37 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[tuple[Switch, Agent, Agent]]:
-    """Two connected agents, each on a host; the switch in between."""
+@contextmanager
+def agents(folder: Path) -> Iterator[tuple[Switch, Agent, Agent]]:
+    """Run two connected agents, each on a host; yield the switch in between, too."""
+    folder.mkdir()
     with hosts(["left", "right"], RATE) as switch:
-        left, right = (Agent(switch.hosts[name], tmp_path) for name in ("left", "right"))
+        left, right = (Agent(switch.hosts[name], folder) for name in ("left", "right"))
         for agent in (left, right):
             agent.wait_for("ready")
         for agent, other in ((left, "right"), (right, "left")):
-            agent.tell(f"meet {other}")
-            agent.wait_for("met")
-        left.tell("say hello")
-        left.wait_for("echo: hello")
+            agent.tell(f"meet {other}", "met")
+        left.tell("say hello", "echo: hello")
         yield switch, left, right
 
 
-def test_a_write_goes_on_when_the_link_is_back(agents: tuple[Switch, Agent, Agent]) -> None:
+def a_write_goes_on_when_the_link_is_back(switch: Switch, left: Agent, right: Agent) -> None:
     """All of its bytes arrive, including those that waited in the kernel meanwhile."""
-    switch, left, right = agents
-    left.tell("write")
-    left.wait_for("posted")
+    left.tell("write", "posted")
     switch.cut("right")
     time.sleep(5)
     assert "written" not in left.log.read_text()
     switch.mend("right")
     left.wait_for("written")
-    right.tell("count")
-    right.wait_for(f"holds {SIZE_BYTES}")
+    right.tell("count", f"holds {SIZE_BYTES}")
 
 
-def test_a_late_write_lands(agents: tuple[Switch, Agent, Agent]) -> None:
-    """Removing the writer stops no write, so blocks stay in quarantine until it is known to be
-    dead.
-    """
-    switch, left, right = agents
-    left.tell("write")
-    left.wait_for("posted")
+def a_late_write_lands(switch: Switch, left: Agent, right: Agent) -> None:
+    """Removing the writer stops no write, so blocks stay in quarantine until it is dead."""
+    left.tell("write", "posted")
     switch.cut("right")
-    right.tell("forget")
-    right.wait_for("forgotten")
-    right.tell("clear")
-    right.wait_for("cleared")
+    right.tell("forget", "forgotten")
+    right.tell("clear", "cleared")
     switch.mend("right")
     left.wait_for("written")
     right.tell("count")
@@ -106,21 +100,28 @@ def test_a_late_write_lands(agents: tuple[Switch, Agent, Agent]) -> None:
     assert "holds 0" not in right.log.read_text()
 
 
-def test_nobody_waits_for_a_host_that_does_not_answer(agents: tuple[Switch, Agent, Agent]) -> None:
+def a_silent_host_holds_up_nobody(switch: Switch, left: Agent, right: Agent) -> None:
     """A reconnect returns at once, and messages sent meanwhile arrive when the link is restored."""
-    switch, left, _ = agents
     # As behind a router: otherwise the kernel would detect a missing neighbour within seconds.
     fixed = f"ip neigh replace {switch.hosts['right'].address} lladdr 02:00:00:00:00:01 nud permanent dev eth0"
-    flush = "ip neigh flush nud permanent dev eth0"
     subprocess.run(switch.hosts["left"].command(fixed.split()), check=True)
     switch.cut("right")
-    left.tell("reconnect")
-    left.wait_for("connected anew")
-    left.tell("say anybody")
-    left.wait_for("said anybody")
+    left.tell("reconnect", "connected anew")
+    left.tell("say anybody", "said anybody")
+    flush = "ip neigh flush nud permanent dev eth0"
     subprocess.run(switch.hosts["left"].command(flush.split()), check=True)
     switch.mend("right")
     left.wait_for("echo: anybody")
+
+
+CASES = (a_write_goes_on_when_the_link_is_back, a_late_write_lands, a_silent_host_holds_up_nobody)
+
+
+def play(report: Report) -> None:
+    for case in CASES:
+        with report.case(case.__name__), agents(report.folder / case.__name__) as (switch, left, right):
+            case(switch, left, right)
+            report.row(nixl=case.__name__, passed=True)
 
 
 def main(name: str, folder: Path) -> None:

@@ -1,14 +1,12 @@
-"""Forward a port of this machine's loopback to another network namespace, connection by
-connection.
-"""
+"""Forward a port of this machine's loopback to another network namespace."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import socket
-import socketserver
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,39 +17,31 @@ _TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def forwarded_port(pid: int, address: str, port: int) -> Iterator[int]:
-    """Forward to ``address:port`` as the process ``pid`` sees it; return the local port."""
+def forwarded_port(pid: int, address: str, port: int, local: int = 0) -> Iterator[int]:
+    """Forward to ``address:port`` as the process ``pid`` sees it; yield the local port."""
 
-    class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with contextlib.suppress(OSError), inside.submit(_connect, address, port).result() as there:
-                back = threading.Thread(target=_copy, args=(there, self.request), daemon=True)
-                back.start()
-                _copy(self.request, there)
-                back.join()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            made = await loop.run_in_executor(inside, socket.create_connection, (address, port), _TIMEOUT_S)
+            made.setblocking(False)
+            there = await asyncio.open_connection(sock=made)
+            await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+        writer.close()
 
-    # A socket stays in the namespace of its creation: one thread lives there and creates all of
-    # them.
-    with (
-        ThreadPoolExecutor(1, initializer=_enter, initargs=(pid,)) as inside,
-        _Server(("127.0.0.1", 0), Handler) as server,
-    ):
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    async def listen() -> asyncio.Server:
+        return await asyncio.start_server(serve, "127.0.0.1", local, backlog=128)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    # A socket stays in the namespace of its creation: one thread lives there and creates them all.
+    with ThreadPoolExecutor(1, initializer=_enter, initargs=(pid,)) as inside:
+        server = asyncio.run_coroutine_threadsafe(listen(), loop).result()
         try:
-            yield server.server_address[1]
+            yield server.sockets[0].getsockname()[1]
         finally:
-            server.shutdown()
+            loop.call_soon_threadsafe(loop.stop)
             thread.join()
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """The client observes a broken connection."""
 
 
 def _enter(pid: int) -> None:
@@ -61,17 +51,10 @@ def _enter(pid: int) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _connect(address: str, port: int) -> socket.socket:
-    made = socket.create_connection((address, port), timeout=_TIMEOUT_S)
-    made.settimeout(None)
-    return made
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copy until either end closes; then close the other."""
     with contextlib.suppress(OSError):
-        while data := source.recv(_CHUNK_BYTES):
-            target.sendall(data)
-    for end in (source, target):
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+        while data := await reader.read(_CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
+    writer.close()

@@ -1,24 +1,19 @@
 """A prefill rank is stopped during a write, its engine core is killed, and the rank continues.
 
-    python -m tests.campaigns.hosts.stopped_rank [--count 50] [--kill]
-
 No foreign byte may arrive. Real processes and NIXL over TCP, without vLLM engines: an engine core
 that serves the metadata of two prefill ranks, and a decode rank. Rank 1 stops itself (SIGSTOP) when
 its write is posted. The core is killed; nothing listens on its port any more. As soon as the decode
 rank reports that its blocks are free, they are filled with the next request's bytes. Then rank 1
-continues (SIGCONT), as its write does, and ends as vLLM's workers do without their core. With
---kill it is killed instead (SIGKILL), and the decode rank must detect that by itself.
+continues (SIGCONT), as its write does, and ends as vLLM's workers do without their core.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +41,7 @@ from connectors.vllm_hma.orders import Chunk, Expect, Orders, Receive
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 from connectors.vllm_hma.worker_side.steps import StepFence
 from testing.reports import report_of
+from tests.campaigns.runner import Report
 
 HEAD_BYTES = 32 * 2**20
 """Bytes of one block on one prefill rank: more than a socket accepts at once, so a stopped rank
@@ -175,7 +171,7 @@ def _without(run: Callable[..., None], inherited: list[Connection], *arguments: 
     run(*arguments)
 
 
-def decode_rank(address: EngineAddress, main: Connection) -> None:
+def decode_rank(address: EngineAddress, main: Connection, damage: float) -> None:
     """Request the KV and report when its blocks are free; fill them with the next owner's bytes
     at once.
     """
@@ -196,11 +192,12 @@ def decode_rank(address: EngineAddress, main: Connection) -> None:
             worker.cache[1] = NEXT_OWNER
             main.send((freed_at, not failed))
         time.sleep(0.01)
+    worker.cache[1, : int(damage)] = 0
     main.send(int((worker.cache[1] != NEXT_OWNER).sum()) if freed_at else -1)
     os._exit(0)
 
 
-def play(number: int, last_signal: signal.Signals = signal.SIGCONT) -> Outcome:
+def play(number: int, last_signal: signal.Signals = signal.SIGCONT, damage: float = 0.0) -> Outcome:
     """Run one round, in which ``last_signal`` goes to the stopped rank.
 
     Raises NoFreeBlocksError if the blocks are not released after the rank has ended.
@@ -214,7 +211,9 @@ def play(number: int, last_signal: signal.Signals = signal.SIGCONT) -> Outcome:
     try:
         port, pids = report_of(core, core_end)
         decode_end, decode_child = CONTEXT.Pipe()
-        decode = CONTEXT.Process(target=decode_rank, args=(EngineAddress(incarnation, "127.0.0.1", port), decode_child))
+        decode = CONTEXT.Process(
+            target=decode_rank, args=(EngineAddress(incarnation, "127.0.0.1", port), decode_child, damage)
+        )
         decode.start()
         processes.append(decode)
         assert report_of(decode, decode_end) == "asked"
@@ -255,22 +254,16 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50, help="rounds")
-    parser.add_argument("--kill", action="store_true", help="kill the stopped rank instead of continuing it")
-    arguments = parser.parse_args()
+def stopped_rank(report: Report, *, count: int = 50, kill: bool = False, damage: float = 0.0) -> None:
+    """``kill``: the stopped rank is killed instead of continued; ``damage``: a byte is foreign."""
     os.environ["UCX_TLS"] = "tcp"
-    broken = stopped = 0
-    for number in range(arguments.count):
-        outcome = play(number, signal.SIGKILL if arguments.kill else signal.SIGCONT)
-        broken += bool(outcome.foreign_bytes) or (outcome.freed_while_stopped and not outcome.delivered)
-        stopped += not outcome.delivered
-        print(f"{number}: {dataclasses.asdict(outcome)}", flush=True)
-    print(f"{arguments.count} rounds, a rank stopped in mid-write in {stopped}")
-    print(f"{broken} with foreign bytes or blocks that were freed too early")
-    sys.exit(broken > 0)
-
-
-if __name__ == "__main__":
-    main()
+    stopped = 0
+    for number in range(count):
+        with report.case(f"round {number}"):
+            outcome = play(number, signal.SIGKILL if kill else signal.SIGCONT, damage)
+            report.row(round=number, **dataclasses.asdict(outcome))
+            report.equal(f"round {number}: foreign bytes", outcome.foreign_bytes, 0)
+            early = outcome.freed_while_stopped and not outcome.delivered
+            report.check(not early, f"round {number}: blocks were freed while the rank could write")
+            stopped += not outcome.delivered
+    report.check(stopped or count < 5, "no rank was stopped in mid-write")

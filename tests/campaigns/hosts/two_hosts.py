@@ -1,4 +1,4 @@
-"""The service on two simulated hosts of this machine: `make two-hosts`. Needs root.
+"""The service on two simulated hosts of this machine. Needs root.
 
     python -m tests.campaigns.hosts.two_hosts [--rate 800mbit] [--config configs/two-hosts.yaml]
 

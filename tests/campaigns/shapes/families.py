@@ -1,22 +1,12 @@
-"""Identity with one engine for every kind of KV cache, between engines of unequal shape.
-
-    python -m tests.campaigns.shapes.families [--families llama,falcon_h1]
-        [--pairs 1:1,1:2,2:1] [--prompts 24]
-
-runs the whole campaign (``make families``); ``test_families.py`` runs a part. The reference of each
-pair is one engine of decode's tensor-parallel size that computes everything: decode alone, with its
-prefix cache off, if it can.
-"""
+"""Identity with one engine for every kind of KV cache, between engines of unequal shape."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +14,10 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from testing import fork_server
-from testing.engines import Pair, describe, generate, start_engine
-from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, Outcome, compare, prompts
+from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, Outcome, prompts
 from testing.models import deepseek_v2, falcon_h1, gemma3, gpt_oss, llama, llama4, qwen3_next
-from testing.trace import read_trace
+from tests.campaigns.runner import Report
+from tests.campaigns.shapes.pairs import Case, Shape, alone, engines, stock
 
 LONGEST = 700
 
@@ -48,6 +38,15 @@ class Family:
     decode: dict[str, Any] = field(default_factory=dict)
     pairs: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (2, 1))
     alone: Literal["prefill", "decode"] = "decode"
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether vLLM's CPU attention has kernels for the family's cache on this machine."""
+        try:
+            _get_attn_isa(torch.bfloat16, 32, 32, self.engine.get("kv_cache_dtype"))
+        except NotImplementedError:
+            return False
+        return True
 
 
 # A bfloat16 cache computed by another number of ranks differs by rounding from one's own.
@@ -70,7 +69,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1_align_decode": Family(
         falcon_h1, decode={"enable_prefix_caching": True}, pairs=((1, 1),), alone="prefill"
     ),
-    "falcon_h1_two_groups": Family(lambda folder: falcon_h1(folder, state_groups=2)),
+    "falcon_h1_two_groups": Family(partial(falcon_h1, state_groups=2)),
     "qwen3_next": Family(qwen3_next, **_BFLOAT16),
     "llama_fp8": Family(llama, tolerance=0.3, engine=_FP8),
     "gemma3_fp8_blocks_32_to_64": Family(
@@ -79,15 +78,17 @@ FAMILIES: dict[str, Family] = {
     "gemma3_blocks_32_to_64": Family(gemma3, prefill=_HALF, decode=_WHOLE, pairs=((1, 1), (1, 2))),
     "gemma3_blocks_64_to_32": Family(gemma3, prefill=_WHOLE, decode=_HALF, pairs=((1, 1), (2, 1))),
 }
+IDENTITY = {"gemma3": Family(gemma3)}
+RANKS = {
+    "gemma3": Family(gemma3),
+    "falcon_h1": Family(falcon_h1),
+    "deepseek_v2": Family(partial(deepseek_v2, experts=0), engine=FAMILIES["deepseek_v2"].engine),
+}
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one pair.
-
-    ``moved`` of ``movable`` prompts received all their KV from the other engine; a prompt of one
-    token has none. ``clean``: both block pools are at their baseline.
-    """
+    """Result of one pair: ``moved`` of ``movable`` prompts received all their KV from prefill."""
 
     identity: Outcome
     moved: int
@@ -99,85 +100,103 @@ class Result:
         return not self.identity.wrong and self.moved == self.movable and self.clean
 
 
+async def compare(
+    family: Family,
+    shape: Shape,
+    model: str,
+    cases: Sequence[Case],
+    trace: Path,
+    tokens: int = MAX_TOKENS,
+    independent: bool = False,
+    damage: float = 0.0,
+) -> Result:
+    """Send each case once through a pair.
+
+    ``independent``  the reference is a stock engine instead of one of the two
+    ``damage``       the stock engine has damaged weights
+    """
+    references = None
+    if independent or damage:
+        references = await stock(model, shape.tp[1], cases, tokens, damage, **(family.engine | family.decode))
+    sides = (family.engine | family.prefill, family.engine | family.decode)
+    async with engines(model, shape, trace, *sides) as pair:
+        references = references or await alone(getattr(pair, family.alone), cases, tokens)
+        at_once = 1 if shape.dp == (1, 1) else 4
+        wrong, worst = await pair.send(cases, references, tokens, family.tolerance, at_once)
+        clean = await pair.idle()
+        moved, _ = pair.received()
+    return Result(Outcome(len(cases), tuple(wrong), worst), moved, sum(case.movable for case in cases), clean)
+
+
 async def run(
     family: Family, tp: tuple[int, int], model: str, count: int, trace: Path, tokens: int = MAX_TOKENS
 ) -> Result:
-    """Start a pair and send ``count`` prompts through it, each once, for ``tokens`` tokens."""
-    transfer = {"trace_path": str(trace)}
-    sides = (("kv_producer", tp[0], family.prefill), ("kv_consumer", tp[1], family.decode))
-    started = []
-    try:
-        for role, size, own in sides:
-            started.append(start_engine(model, size, role, transfer=transfer, **(family.engine | own)))
-        prefill, decode = started
-        pair = Pair(prefill, decode, await describe(prefill))
-        todo = prompts(count, LONGEST, seed=7)
-        reference = decode if family.alone == "decode" else prefill
-        cases = [(prompt, await generate(reference, prompt, tokens)) for prompt in todo]
-        outcome = await compare(pair, cases, family.tolerance, tokens)
-        clean = await _idle(started)
-        return Result(outcome, _received(trace, tp[1]), sum(len(prompt) > 1 for prompt in todo), clean)
-    finally:
-        for engine in reversed(started):
-            engine.shutdown()
+    """Send ``count`` prompts through a pair of these tensor-parallel sizes."""
+    cases = [Case(prompt) for prompt in prompts(count, LONGEST, seed=7)]
+    return await compare(family, Shape(tp), model, cases, trace, tokens)
 
 
-def _received(trace: Path, ranks: int) -> int:
-    """Return the number of requests whose KV has arrived completely on every decode rank."""
-    events = read_trace(trace)
-    whole = Counter(e["request"] for e in events if e["event"] == "received" and e["failure"] is None)
-    return sum(count == ranks for count in whole.values())
-
-
-async def _idle(engines: Sequence[Any], within_s: float = 10.0) -> bool:
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not all([await engine.reset_prefix_cache() for engine in engines]):
-        if asyncio.get_running_loop().time() > deadline:
-            return False
-        await asyncio.sleep(0.1)
-    return True
-
-
-def _runs_here(family: Family) -> bool:
-    """Return whether vLLM's CPU attention has kernels for the family's cache on this machine."""
-    try:
-        _get_attn_isa(torch.bfloat16, 32, 32, family.engine.get("kv_cache_dtype"))
-    except NotImplementedError:
-        return False
-    return True
-
-
-def main() -> None:
+def _all(
+    report: Report,
+    todo: Mapping[str, tuple[Family, Sequence[str]]],
+    count: int,
+    longest: int = LONGEST,
+    independent: bool = False,
+    damage: float = 0.0,
+) -> None:
     fork_server.prepare()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", default=",".join(name for name in FAMILIES if _runs_here(FAMILIES[name])))
-    parser.add_argument("--pairs", help="prefill:decode tensor-parallel sizes, instead of each family's own")
-    parser.add_argument("--prompts", type=int, default=30)
-    arguments = parser.parse_args()
-    failed = 0
-    for name in arguments.families.split(","):
-        family = FAMILIES[name]
-        pairs = family.pairs
-        if arguments.pairs:
-            pairs = tuple((int(p), int(d)) for p, _, d in (pair.partition(":") for pair in arguments.pairs.split(",")))
-        with tempfile.TemporaryDirectory() as folder:
-            model = family.build(Path(folder) / name)
-            for tp in pairs:
-                trace = Path(folder) / f"{tp[0]}-{tp[1]}.jsonl"
-                result = asyncio.run(run(family, tp, model, arguments.prompts, trace))
-                outcome = result.identity
-                failed += not result.good
-                print(
-                    f"{name}, TP {tp[0]} -> {tp[1]}: {outcome.checked - len(outcome.wrong)} of {outcome.checked} equal,"
-                    f" largest first-token logprob difference {outcome.worst_logprob:.1e},"
-                    f" {result.moved} of {result.movable} prompts' KV moved,"
-                    f" block pools {'at baseline' if result.clean else 'NOT at baseline'}",
-                    flush=True,
+    cases = [Case(prompt) for prompt in prompts(count, longest, seed=7)]
+    for name, (family, shapes) in todo.items():
+        model = family.build(report.folder / name)
+        for text in shapes:
+            with report.case(f"{name} {text}"):
+                trace = report.folder / f"{name}-{text.replace(':', '-')}.jsonl"
+                result = asyncio.run(
+                    compare(family, Shape.parse(text), model, cases, trace, MAX_TOKENS, independent, damage)
                 )
-                for line in outcome.wrong:
-                    print("   ", line, flush=True)
-    sys.exit(1 if failed else 0)
+                one = result.identity
+                report.row(
+                    family=name,
+                    shape=text,
+                    equal=one.checked - len(one.wrong),
+                    of=one.checked,
+                    worst_logprob=f"{one.worst_logprob:.1e}",
+                    moved=result.moved,
+                    movable=result.movable,
+                    clean=result.clean,
+                )
+                for line in one.wrong:
+                    report.problem(f"{name} {text}: {line}")
+                report.equal(f"{name} {text}: prompts whose KV moved", result.moved, result.movable)
+                report.check(result.clean, f"{name} {text}: block pools are not at their baseline")
 
 
-if __name__ == "__main__":
-    main()
+def identity(report: Report, *, count: int = 100, pairs: str = "1:1,1:2,2:1,2:2", damage: float = 0.0) -> None:
+    """Prompts of up to 1,500 tokens, at every block and window boundary."""
+    todo = {name: (family, pairs.split(",")) for name, family in IDENTITY.items()}
+    _all(report, todo, count, 1500, independent=True, damage=damage)
+
+
+def families(
+    report: Report, *, count: int = 30, only: str = "", pairs: str = "", fewer: bool = False, damage: float = 0.0
+) -> None:
+    """``only``: a regular expression for names; ``fewer``: one pair of unequal sizes each."""
+    todo = {}
+    for name, family in FAMILIES.items():
+        if re.search(only, name) and family.runs_here:
+            own = [f"{p}:{d}" for p, d in family.pairs]
+            todo[name] = (family, pairs.split(",") if pairs else own[1:2] or own if fewer else own)
+    _all(report, todo, count, damage=damage)
+
+
+def ranks(
+    report: Report,
+    *,
+    count: int = 100,
+    only: str = "",
+    pairs: str = "2x1:1x1,1x1:2x1,2x1:2x1,2x1:1x2",
+    damage: float = 0.0,
+) -> None:
+    """Requests are pinned to ranks, so all pairs of data-parallel ranks exchange KV."""
+    todo = {name: (family, pairs.split(",")) for name, family in RANKS.items() if re.search(only, name)}
+    _all(report, todo, count, independent=True, damage=damage)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
@@ -22,15 +23,13 @@ from testing.trace import read_trace
 
 # Short, so that tests of expiry do not wait long; long enough for a busy machine.
 LIMITS = {"lease_s": 10.0, "progress_s": 10.0, "alive_s": 1.0, "cancel_s": 2.0, "handshake_s": 30.0}
+BOUND_S = 60.0
 
 
 @dataclass
 class Engines:
-    """Two engines: ``one_to_two`` prefills with TP 1 and decodes with TP 2, ``two_to_one`` vice
-    versa.
-    """
+    """``one_to_two`` prefills with TP 1 and decodes with TP 2, ``two_to_one`` vice versa."""
 
-    runner: asyncio.Runner
     model: str
     one_to_two: Pair
     two_to_one: Pair
@@ -40,19 +39,30 @@ class Engines:
     def all(self) -> tuple[AsyncLLM, AsyncLLM]:
         return self.one_to_two.prefill, self.one_to_two.decode
 
-    def events(self) -> list[dict[str, Any]]:
-        """Return all trace events of both engines, in the order in which they were written."""
-        return read_trace(self.trace)
+    def events(self, start: int = 0, name: str = "") -> list[dict[str, Any]]:
+        """Return the trace events of both engines from number ``start``, or those of one kind."""
+        return [event for event in read_trace(self.trace)[start:] if event["event"] == name or not name]
 
-    async def idle(self, within_s: float = 60.0) -> bool:
+    async def idle(self) -> bool:
         """Return whether both block pools return to their baseline. Clears all cached prefixes."""
-        deadline = asyncio.get_running_loop().time() + within_s
-        while True:
-            if all([await engine.reset_prefix_cache() for engine in self.all]):
-                return True
-            if asyncio.get_running_loop().time() > deadline:
-                return False
-            await asyncio.sleep(0.1)
+        await until(lambda: all_reset(*self.all))
+        return True
+
+
+async def all_reset(*engines: AsyncLLM) -> bool:
+    """Clear the prefix caches; return whether no engine holds a block."""
+    return all([await engine.reset_prefix_cache() for engine in engines])
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for what must come; the limit only ends a failing test."""
+    give_up_at = asyncio.get_running_loop().time() + BOUND_S
+    while True:
+        found = condition()
+        if await found if asyncio.iscoroutine(found) else found:
+            return
+        assert asyncio.get_running_loop().time() < give_up_at
+        await asyncio.sleep(0.005)
 
 
 async def alone(pair: Pair, prompt: list[int], tokens: int = MAX_TOKENS) -> Answer:
@@ -77,34 +87,29 @@ async def answers(engine: AsyncLLM, prompt: list[int], tokens: int, n: int, tran
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={"kv_transfer_params": transfer} if transfer else None,
     )
-    final = None
     async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), sampling, uuid.uuid4().hex):
         final = output
-    assert final is not None
     return [tuple(one.token_ids) for one in final.outputs]
 
 
-@pytest.fixture(scope="package")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Start both engines, with prefix caching."""
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def pair_of_engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
     folder = tmp_path_factory.mktemp("e2e")
     model, trace = gemma3(folder / "gemma3"), folder / "trace.jsonl"
     transfer = LIMITS | {"trace_path": str(trace)}
-    with asyncio.Runner() as runner:
+    one, two = (
+        start_engine(model, tp_size, "kv_both", enable_prefix_caching=True, transfer=transfer) for tp_size in (1, 2)
+    )
+    try:
+        yield Engines(model, Pair(one, two, await describe(one)), Pair(two, one, await describe(two)), trace)
+    finally:
+        two.shutdown()
+        one.shutdown()
 
-        async def start(tp_size: int) -> AsyncLLM:
-            return start_engine(model, tp_size, "kv_both", enable_prefix_caching=True, transfer=transfer)
 
-        one = runner.run(start(1))
-        two = runner.run(start(2))
-        try:
-            yield Engines(
-                runner,
-                model,
-                Pair(one, two, runner.run(describe(one))),
-                Pair(two, one, runner.run(describe(two))),
-                trace,
-            )
-        finally:
-            two.shutdown()
-            one.shutdown()
+@pytest_asyncio.fixture(loop_scope="package")
+async def engines(pair_of_engines: Engines) -> AsyncIterator[Engines]:
+    """The engines with empty pools and caches, before each test and after it."""
+    assert await pair_of_engines.idle()
+    yield pair_of_engines
+    assert await pair_of_engines.idle()

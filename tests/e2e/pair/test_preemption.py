@@ -1,21 +1,17 @@
-"""A producer without enough blocks preempts requests during a transfer; every answer stays
-right.
-"""
+"""A producer without enough blocks preempts requests during a transfer; answers stay right."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client import REGISTRY
-from vllm.v1.engine.async_llm import AsyncLLM
 
-from testing.engines import Pair, describe, generate, start_engine
+from testing.engines import Pair, describe, start_engine
 from testing.identity import MAX_TOKENS, difference, prompts
-from tests.e2e.pair.conftest import LIMITS, Engines
+from tests.e2e.pair.conftest import LIMITS, Engines, all_reset, alone, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 # Enough blocks for one prompt of 700 tokens (22 of full attention, two windows and a chunk of 512),
 # not for two.
@@ -24,60 +20,36 @@ BLOCKS = 80
 ROUNDS = 5
 
 
-@pytest.fixture(scope="module")
-def tight(engines: Engines) -> Iterator[AsyncLLM]:
-    """A TP 1 prefill engine whose small pool admits requests that it cannot complete together."""
-
-    async def start() -> AsyncLLM:
-        return start_engine(
-            engines.model,
-            1,
-            "kv_producer",
-            num_gpu_blocks_override=BLOCKS,
-            scheduler_reserve_full_isl=False,
-            max_num_batched_tokens=512,
-            max_model_len=1024,
-            transfer=LIMITS,
-        )
-
-    engine = engines.runner.run(start())
-    yield engine
-    engine.shutdown()
-
-
 def preemptions() -> float:
-    return sum(
-        sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name == "vllm:num_preemptions_total"
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
+
+
+async def test_preempted_prefills_deliver_the_right_kv(engines: Engines) -> None:
+    """Concurrent long prompts preempt each other on a TP 1 producer with a small pool."""
+    tight = start_engine(
+        engines.model,
+        1,
+        "kv_producer",
+        num_gpu_blocks_override=BLOCKS,
+        scheduler_reserve_full_isl=False,
+        max_num_batched_tokens=512,
+        max_model_len=1024,
+        transfer=LIMITS,
     )
-
-
-def test_preempted_prefills_deliver_the_right_kv(engines: Engines, tight: AsyncLLM) -> None:
-    """Concurrent long prompts preempt each other on the producer; every answer equals one
-    engine's.
-    """
-
-    async def run() -> None:
-        decode = engines.one_to_two.decode
-        pair = Pair(tight, decode, await describe(tight))
+    try:
+        pair = Pair(tight, engines.one_to_two.decode, await describe(tight))
         # Two chunks each: a finished request still holds its blocks when the next one continues.
         todo = [prompt for prompt in prompts(80, 700, seed=60) if len(prompt) > 560][:8]
-        references = []
-        for prompt in todo:
-            references.append(await generate(decode, prompt, MAX_TOKENS))
-            assert await decode.reset_prefix_cache()
+        references = [await alone(pair, prompt) for prompt in todo]
         before = preemptions()
         for _ in range(ROUNDS):
-            answers = await asyncio.wait_for(
-                asyncio.gather(*(pair.together(prompt, MAX_TOKENS) for prompt in todo)), timeout=120
-            )
+            sent = asyncio.gather(*(pair.together(prompt, MAX_TOKENS) for prompt in todo))
+            answers = await asyncio.wait_for(sent, timeout=120)
             assert [difference(r, a) for r, a in zip(references, answers, strict=True)] == [None] * len(todo)
-            assert await engines.idle()
-            assert await tight.reset_prefix_cache()
+            await until(lambda: all_reset(tight, pair.decode))
             if preemptions() > before:
-                break
-        assert preemptions() > before, "the pool should be too small"
-
-    engines.runner.run(run())
+                return
+        raise AssertionError("the pool should be too small")
+    finally:
+        tight.shutdown()

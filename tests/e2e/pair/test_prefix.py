@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing.engines import Answer, Pair, generate
 from testing.identity import BLOCK_TOKENS, MAX_TOKENS, difference, random_prompt
-from tests.e2e.pair.conftest import Engines, alone, answers
+from tests.e2e.pair.conftest import Engines, all_reset, alone, answers, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 # Two layers per group, four heads in total, K and V of 32 float32 each.
 BLOCK_BYTES = BLOCK_TOKENS * 2 * 4 * 2 * 32 * 4
@@ -42,40 +40,25 @@ class Seen:
 
 
 def seen(engines: Engines, start: int) -> Seen:
-    events = engines.events()[start:]
-
-    def of(name: str) -> list[dict[str, Any]]:
-        return [event for event in events if event["event"] == name]
-
     return Seen(
-        asked=[[event["blocks"][group] for group in "012"] for event in of("receive")],
-        written=[sum(event["bytes"].get(group, 0) for event in of("write")) for group in "012"],
-        computed=[event["tokens"] for event in of("chunk") if event["rank"] == 0],
-        failures=[event["failure"] for event in of("received")],
+        asked=[[event["blocks"][group] for group in "012"] for event in engines.events(start, "receive")],
+        written=[sum(event["bytes"].get(group, 0) for event in engines.events(start, "write")) for group in "012"],
+        computed=[event["tokens"] for event in engines.events(start, "chunk") if event["rank"] == 0],
+        failures=[event["failure"] for event in engines.events(start, "received")],
     )
 
 
-def check_moved(found: Seen, blocks: list[int], decode_ranks: int, requests: int = 1) -> None:
+def check_moved(found: Seen, blocks: list[int], pair: Pair, requests: int = 1) -> None:
     """Check that every decode rank requested exactly these blocks and each was written once."""
-    assert found.asked == [blocks] * decode_ranks * requests
+    ranks = pair.decode.vllm_config.parallel_config.tensor_parallel_size
+    assert found.asked == [blocks] * ranks * requests
     assert found.written == [count * BLOCK_BYTES * requests for count in blocks]
-    assert found.failures == [None] * decode_ranks * requests
+    assert found.failures == [None] * ranks * requests
 
 
-async def forget(engine: AsyncLLM, within_s: float = 60.0) -> None:
+async def forget(engine: AsyncLLM) -> None:
     """Clear an engine's prefix cache once the engine holds no blocks."""
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not await engine.reset_prefix_cache():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.1)
-
-
-async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Wait for an event that must come; the limit only ends a failing test."""
-    deadline = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.02)
+    await until(lambda: all_reset(engine))
 
 
 # vLLM uses one prefix length that all groups have, in whole blocks. Of windows it keeps the blocks
@@ -113,7 +96,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_only_what_decode_lacks_is_moved(engines: Engines, name: str) -> None:
+async def test_only_what_decode_lacks_is_moved(engines: Engines, name: str) -> None:
     """With a cached prefix, decode requests exactly the needed blocks after it in every group."""
     direction, first_tokens, generated, repeated, new, moved, blocks = TURNS[name]
     pair: Pair = getattr(engines, direction)
@@ -127,21 +110,14 @@ def test_only_what_decode_lacks_is_moved(engines: Engines, name: str) -> None:
         await generate(pair.decode, first[:repeated] + random_prompt(100, seed=78), 1)
         return await generate(pair.decode, first, generated)
 
-    async def run() -> Seen:
-        assert await engines.idle()
-        turn = await first_turn()
-        second = [*first, *turn.tokens][:repeated] + random_prompt(new, seed=71)
-        assert await engines.idle()
-        reference = await alone(pair, second)
-        await first_turn()
-        start = len(engines.events())
-        answer = await pair.together(second, MAX_TOKENS)
-        assert difference(reference, answer) is None
-        found = seen(engines, start)
-        assert await engines.idle()
-        return found
-
-    check_moved(engines.runner.run(run()), blocks, pair.decode.vllm_config.parallel_config.tensor_parallel_size)
+    turn = await first_turn()
+    second = [*first, *turn.tokens][:repeated] + random_prompt(new, seed=71)
+    assert await engines.idle()
+    reference = await alone(pair, second)
+    await first_turn()
+    start = len(engines.events())
+    assert difference(reference, await pair.together(second, MAX_TOKENS)) is None
+    check_moved(seen(engines, start), blocks, pair)
 
 
 # name: tokens that prefill has produced before, that decode has computed, prompt tokens, ends of
@@ -162,140 +138,90 @@ HELD = {
 
 @pytest.mark.parametrize("order", ["together", "in_turn"])
 @pytest.mark.parametrize("name", HELD)
-def test_nothing_is_computed_or_sent_twice(engines: Engines, name: str, order: str) -> None:
-    """Prefill computes tokens that it has not cached and sends blocks that decode has not cached,
-    once.
-    """
+async def test_nothing_is_computed_or_sent_twice(engines: Engines, name: str, order: str) -> None:
+    """Prefill computes what it has not cached and sends blocks that decode has not cached, once."""
     there, here, tokens, chunks, blocks = HELD[name]
-    pair = engines.one_to_two
-    prompt = random_prompt(tokens, seed=72)
-
-    async def run() -> Seen:
-        assert await engines.idle()
-        reference = await alone(pair, prompt)
-        await pair.in_turn(prompt[:there], 1)
-        await forget(pair.decode)
-        if here:
-            await generate(pair.decode, prompt[:here], 1)
-        start = len(engines.events())
-        answer = await getattr(pair, order)(prompt, MAX_TOKENS)
-        assert difference(reference, answer) is None
-        found = seen(engines, start)
-        assert await engines.idle()
-        return found
-
-    found = engines.runner.run(run())
+    pair, prompt = engines.one_to_two, random_prompt(tokens, seed=72)
+    reference = await alone(pair, prompt)
+    await pair.in_turn(prompt[:there], 1)
+    await forget(pair.decode)
+    if here:
+        await generate(pair.decode, prompt[:here], 1)
+    start = len(engines.events())
+    assert difference(reference, await getattr(pair, order)(prompt, MAX_TOKENS)) is None
+    found = seen(engines, start)
     assert found.computed == chunks
-    check_moved(found, blocks, 2)
+    check_moved(found, blocks, pair)
 
 
 @pytest.mark.parametrize("direction", ["one_to_two", "two_to_one"])
-def test_the_choices_of_a_request_share_one_transfer(engines: Engines, direction: str) -> None:
+async def test_the_choices_of_a_request_share_one_transfer(engines: Engines, direction: str) -> None:
     """Of 699 tokens 22 blocks move once, with windows from block 571 // 32 = 17 on."""
     pair: Pair = getattr(engines, direction)
-    prompt = random_prompt(700, seed=75)
-
-    async def run() -> Seen:
-        assert await engines.idle()
-        reference = await answers(pair.decode, prompt, MAX_TOKENS, 3, None)
-        assert await engines.idle()
-        start, transfer_id = len(engines.events()), uuid.uuid4().hex
-        leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        prefill = asyncio.ensure_future(answers(pair.prefill, prompt, 1, 1, leg))
-        choices = await answers(pair.decode, prompt, MAX_TOKENS, 3, {**pair.address, "transfer_id": transfer_id})
-        await prefill
-        assert choices == reference
-        found = seen(engines, start)
-        assert await engines.idle()
-        return found
-
-    found = engines.runner.run(run())
-    check_moved(found, [5, 5, 22], pair.decode.vllm_config.parallel_config.tensor_parallel_size)
+    prompt, transfer_id = random_prompt(700, seed=75), uuid.uuid4().hex
+    reference = await answers(pair.decode, prompt, MAX_TOKENS, 3, None)
+    assert await engines.idle()
+    start = len(engines.events())
+    leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    prefill = asyncio.ensure_future(answers(pair.prefill, prompt, 1, 1, leg))
+    fetch = {**pair.address, "transfer_id": transfer_id}
+    assert await answers(pair.decode, prompt, MAX_TOKENS, 3, fetch) == reference
+    await prefill
+    check_moved(seen(engines, start), [5, 5, 22], pair)
 
 
-def test_the_dropped_token_is_in_no_cached_block(engines: Engines) -> None:
-    """A prompt produced without its last token ends at a block boundary; prefill later misses that
-    block.
-    """
+async def test_the_dropped_token_is_in_no_cached_block(engines: Engines) -> None:
+    """A prompt produced without its last token ends at a block; prefill misses that block."""
     pair = engines.one_to_two
     first = random_prompt(320, seed=73)
     longer = first + random_prompt(80, seed=74)
-
-    async def run() -> None:
-        assert await engines.idle()
-        reference = await generate(pair.prefill, longer, MAX_TOKENS)
-        await forget(pair.prefill)
-        await pair.in_turn(first, 2)
-        answer = await generate(pair.prefill, longer, MAX_TOKENS)
-        assert difference(reference, answer) is None
-        assert answer.cached_tokens == 288
-        assert await engines.idle()
-
-    engines.runner.run(run())
+    reference = await generate(pair.prefill, longer, MAX_TOKENS)
+    await forget(pair.prefill)
+    await pair.in_turn(first, 2)
+    answer = await generate(pair.prefill, longer, MAX_TOKENS)
+    assert difference(reference, answer) is None
+    assert answer.cached_tokens == 288
 
 
 @pytest.mark.parametrize("order", ["together", "in_turn"])
-def test_who_needs_nothing_lets_go_at_once(engines: Engines, order: str) -> None:
-    """Decode has cached all but the last token: nothing moves, and prefill frees its blocks before
-    the lease ends.
-    """
-    pair = engines.one_to_two
-    prompt = random_prompt(321, seed=75)
+async def test_who_needs_nothing_lets_go_at_once(engines: Engines, order: str) -> None:
+    """Decode has cached all but the last token: prefill frees its blocks before the lease ends."""
+    pair, prompt = engines.one_to_two, random_prompt(321, seed=75)
+    reference = await alone(pair, prompt)
+    await generate(pair.decode, prompt, 1)
+    start = len(engines.events())
+    assert difference(reference, await getattr(pair, order)(prompt, MAX_TOKENS)) is None
+    found = seen(engines, start)
+    assert (found.asked, found.written) == ([], [0, 0, 0])
+    producer = pair.address["remote_engine_id"]
 
-    async def run() -> None:
-        assert await engines.idle()
-        reference = await alone(pair, prompt)
-        await generate(pair.decode, prompt, 1)
-        start = len(engines.events())
-        answer = await getattr(pair, order)(prompt, MAX_TOKENS)
-        assert difference(reference, answer) is None
-        found = seen(engines, start)
-        assert (found.asked, found.written) == ([], [0, 0, 0])
-        producer = pair.address["remote_engine_id"]
+    def names() -> list[str]:
+        return [event["event"] for event in engines.events(start) if event["engine"] == producer]
 
-        def names() -> list[str]:
-            return [event["event"] for event in engines.events()[start:] if event["engine"] == producer]
-
-        await until(lambda: names().count("cancel") == 2)
-        # The lease would also free them, but long after this prompt's chunk.
-        await pair.in_turn(random_prompt(40, seed=76), 1)
-        until_freed = names()[: names().index("sent")]
-        assert until_freed.count("chunk") == 2, "256 and 64 tokens of the first prompt, nothing of the second"
-        assert until_freed.count("cancel") == 2
-        assert await engines.idle()
-
-    engines.runner.run(run())
+    await until(lambda: names().count("cancel") == 2)
+    # The lease would also free them, but long after this prompt's chunk.
+    await pair.in_turn(random_prompt(40, seed=76), 1)
+    until_freed = names()[: names().index("sent")]
+    assert until_freed.count("chunk") == 2, "256 and 64 tokens of the first prompt, nothing of the second"
+    assert until_freed.count("cancel") == 2
 
 
-def test_one_prompt_twice_at_a_time(engines: Engines) -> None:
-    """Two requests with one prompt: prefill computes it once, and each receives all of its own
-    blocks.
-    """
-    pair = engines.one_to_two
-    prompt = random_prompt(700, seed=77)
-
-    async def run() -> Seen:
-        assert await engines.idle()
-        reference = await alone(pair, prompt)
-        start = len(engines.events())
-        transfers = [uuid.uuid4().hex for _ in range(2)]
-        # Both requests wait for KV, so neither finds the other's blocks in decode's cache. Decode
-        # allocates blocks at once for a request whose prompt is already computed.
-        params = pair.address | {"remote_num_tokens": len(prompt) - 1}
-        answers = [
-            asyncio.ensure_future(generate(pair.decode, prompt, MAX_TOKENS, params | {"transfer_id": transfer}))
-            for transfer in transfers
-        ]
-        await until(lambda: len(seen(engines, start).asked) == 4)
-        legs = [{"do_remote_decode": True, "transfer_id": transfer} for transfer in transfers]
-        await asyncio.gather(*(generate(pair.prefill, prompt, 1, leg, logprobs=None) for leg in legs))
-        assert [difference(reference, await answer) for answer in answers] == [None, None]
-        found = seen(engines, start)
-        assert await engines.idle()
-        return found
-
-    found = engines.runner.run(run())
-    check_moved(found, [5, 5, 22], 2, requests=2)
+async def test_one_prompt_twice_at_a_time(engines: Engines) -> None:
+    """Prefill computes the prompt once, and each request receives all of its own blocks."""
+    pair, prompt = engines.one_to_two, random_prompt(700, seed=77)
+    reference = await alone(pair, prompt)
+    start, transfers = len(engines.events()), [uuid.uuid4().hex for _ in range(2)]
+    # Both requests wait for KV, so neither finds the other's blocks in decode's cache. Decode
+    # allocates blocks at once for a request whose prompt is already computed.
+    params = pair.address | {"remote_num_tokens": len(prompt) - 1}
+    both = [generate(pair.decode, prompt, MAX_TOKENS, params | {"transfer_id": one}) for one in transfers]
+    waiting = [asyncio.ensure_future(one) for one in both]
+    await until(lambda: len(seen(engines, start).asked) == 4)
+    legs = [{"do_remote_decode": True, "transfer_id": one} for one in transfers]
+    await asyncio.gather(*(generate(pair.prefill, prompt, 1, leg, logprobs=None) for leg in legs))
+    assert [difference(reference, await answer) for answer in waiting] == [None, None]
+    found = seen(engines, start)
+    check_moved(found, [5, 5, 22], pair, requests=2)
     # The first request uses all tokens of each step up to its last one, when the second finds 21
     # blocks of it: 699 - 672 tokens are left.
     assert found.computed == [256, 512, 699, 699]

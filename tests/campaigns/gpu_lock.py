@@ -1,9 +1,9 @@
 """Resolve requirements-gpu.lock with uv, or check it with pip.
 
-    python -m tests.campaigns.dependencies.gpu_lock resolve --uv build/lock/bin/uv
-    python -m tests.campaigns.dependencies.gpu_lock check --python build/lock/bin/python
+    python -m tests.campaigns.gpu_lock resolve --uv build/lock/bin/uv
+    python -m tests.campaigns.gpu_lock check --python build/lock/bin/python
 
-(``make lock-gpu``, ``make check-lock-gpu``.) ``resolve`` reads the wheels' metadata only. It keeps
+``resolve`` reads the wheels' metadata only. It keeps
 the releases of the current lock, and uses those of requirements-cpu.lock for new packages where the
 requirements allow them. So a second run changes nothing, and GPU engines run with the packages that
 the suite tests. ``check`` lets pip add dependencies to the lock and fails if it does. With an index
@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[3]
+PROJECT = Path(__file__).resolve().parents[2]
 CPU_LOCK, GPU_LOCK = PROJECT / "requirements-cpu.lock", PROJECT / "requirements-gpu.lock"
 CONSTRAINTS = "cuda-python>=13\n"
 """cuda-python 12 installs CUDA 12's modules over those of cuda-bindings 13, which the CUDA 13
@@ -72,18 +72,8 @@ def resolve(uv: str) -> None:
         # uv prefers the versions that it finds in its output file.
         wanted = preferred(CPU_LOCK.read_text(), present)
         out.write_text("".join(f"{package}=={version}\n" for package, version in wanted.items()))
-        command = [
-            uv,
-            "pip",
-            "compile",
-            "pyproject.toml",
-            "--extra",
-            "gpu",
-            "--extra",
-            "serve",
-            "--constraints",
-            str(constraints),
-        ]
+        extras = ("--extra", "gpu", "--extra", "serve")
+        command = [uv, "pip", "compile", "pyproject.toml", *extras, "--constraints", str(constraints)]
         subprocess.run(
             [*command, *PLATFORM, *FORMAT, "-o", str(out)], cwd=PROJECT, check=True, stdout=subprocess.DEVNULL
         )

@@ -1,1 +1,0 @@
-"""Change every setting of a running service; compare the restarts with `configs/changes.py`."""

@@ -1,0 +1,84 @@
+"""Campaigns that are programs of their own, or tests that have a longer form."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.campaigns.runner import ROOT, Report
+
+NOISE = re.compile(r"resource_tracker|site-packages/|^\s|\b(INFO|WARNING) \d\d-\d\d |NIXL INFO|shards:")
+"""Log lines of engines, which would displace a program's own last lines."""
+
+
+def program(report: Report, *words: str, lines: int = 8, **environment: str) -> None:
+    """Run a Python module with these words; its last lines are the row, a failure is a problem."""
+    command = [sys.executable, "-m", *words]
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    (report.folder / "output.log").write_text(ran.stdout)
+    last = [line.rstrip() for line in ran.stdout.splitlines() if line.strip() and not NOISE.search(line)][-lines:]
+    report.row(command=" ".join(words), status=ran.returncode, output=last)
+    report.check(ran.returncode == 0, f"{' '.join(words)} ended with {ran.returncode}: {' | '.join(last[-3:])}")
+
+
+def plans(report: Report) -> None:
+    program(report, "pytest", "-q", "tests/planning/test_oracle.py", TANDEM_PLANS="1")
+
+
+def corruption(report: Report) -> None:
+    program(report, "pytest", "-q", "tests/transport/test_corruption.py", TANDEM_CORRUPTION="1")
+
+
+def cuts(report: Report) -> None:
+    program(report, "pytest", "-q", "tests/e2e/test_streams.py", TANDEM_STREAMS="1")
+
+
+def explore(report: Report, *, part: str = "1/1") -> None:
+    program(report, "tests.campaigns.protocol.explore", "--part", part)
+
+
+def schedules(report: Report, *, count: int = 100_000, steps: int = 12_000, seed: int = 1) -> None:
+    simulated = ("tests.campaigns.schedules.schedules", "--schedules", str(count), "--seed", str(seed))
+    program(report, *simulated)
+    for drafts in ("0", "3"):
+        scheduled = ("tests.campaigns.schedules.scheduling", "--steps", str(steps), "--seed", str(seed))
+        program(report, *scheduled, "--drafts", drafts)
+
+
+def store_faults(report: Report, *, count: int = 10_000, seed: int = 1) -> None:
+    program(report, "tests.campaigns.store.campaign", "--seed", str(seed), "--faults", str(count))
+
+
+def store_schedules(report: Report, *, steps: int = 48_000, seed: int = 1) -> None:
+    program(report, "tests.campaigns.store.scheduling", "--steps", str(steps), "--seed", str(seed))
+
+
+def store_conversations(report: Report, *, only: str = "") -> None:
+    program(report, "tests.campaigns.store.conversation", *_only(only))
+
+
+def store_restart(report: Report, *, only: str = "", count: int = 25) -> None:
+    program(report, "tests.campaigns.store.restart", *_only(only), "--prompts", str(count))
+
+
+def store_kills(report: Report, *, only: str = "", kills: int = 10) -> None:
+    program(report, "tests.campaigns.store.kills", *_only(only), "--restarts", str(kills))
+
+
+def _only(names: str) -> tuple[str, ...]:
+    return ("--only", *names.split()) if names else ()
+
+
+def gpu_check(report: Report) -> None:
+    program(report, "tests.campaigns.gpu", lines=20)

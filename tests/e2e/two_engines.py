@@ -1,0 +1,185 @@
+"""The router over real engines in this process, without Ray; engines die at given tokens.
+
+This tests the router, vLLM's serving layer, and engines that repeat tokens that were sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actors.engine.arguments import engine_environment
+from actors.engine.vllm_engine import VllmEngine
+from actors.errors import EngineDownError
+from actors.request import TRANSFER_FIELD, Call, Endpoint, ResponseStart, StreamChunk
+from actors.router.client_request import ClientRequest
+from actors.router.router import Router
+from configs.settings.base import RoleName
+from configs.settings.router import RouterLimits, RoutingSettings
+from configs.settings.service import ServiceSettings
+from testing.streams import FRONTEND
+from tests.actors.fleet import Handle, Replica, router_of
+
+SETTINGS = ServiceSettings(
+    engine={
+        "max_model_len": 1024,
+        "block_size": 16,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+    },
+    frontend=FRONTEND,
+)
+HEADERS = ((b"content-type", b"application/json"), (b"x-request-id", b"the-same"))
+ATTEMPTS = 30
+
+
+@dataclass
+class Fault:
+    """An engine's death after ``dies_at`` tokens (None: never), and a change of its calls."""
+
+    dies_at: int | None = None
+    change: Callable[[Call], Call] = lambda call: call
+
+
+async def start(role: RoleName = "decode", settings: ServiceSettings = SETTINGS) -> VllmEngine:
+    """Start an engine as the actor of its role does; the demo model's by default."""
+    os.environ.update(engine_environment(settings, role))
+    return await VllmEngine.start(settings, role, "127.0.0.1")
+
+
+def identity_of(engine: VllmEngine) -> str:
+    return str(engine.described[0]["identity"])
+
+
+def request(endpoint: Endpoint, body: dict[str, Any]) -> ClientRequest:
+    return ClientRequest(endpoint, HEADERS, json.dumps(body).encode(), body)
+
+
+async def _answer(engine: VllmEngine, call: Call, fault: Fault) -> AsyncGenerator[Any, None]:
+    tokens = 0
+    async with aclosing(engine.serve(fault.change(call))) as items:
+        async for item in items:
+            if fault.dies_at == 0 and not isinstance(item, ResponseStart):
+                raise EngineDownError("as if killed")
+            yield item
+            tokens += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
+            if fault.dies_at and tokens >= fault.dies_at:
+                raise EngineDownError("as if killed")
+
+
+def serve(
+    engine: VllmEngine, fault: Fault, waits_for: asyncio.Event | None = None, sets: asyncio.Event | None = None
+) -> Any:
+    """Return a replica's method.
+
+    ``sets``       event of the first token, for a prefill engine
+    ``waits_for``  the same, for decode: both are on one machine, where the KV moves at once
+    """
+
+    async def method(call: Call, _: int) -> AsyncGenerator[Any, None]:
+        async with aclosing(_answer(engine, call, fault)) as items:
+            async for item in items:
+                if waits_for is not None and isinstance(item, StreamChunk):
+                    await asyncio.wait_for(waits_for.wait(), 60)
+                    await asyncio.sleep(0.002)  # until the router has read it
+                yield item
+                if sets is not None and isinstance(item, StreamChunk):
+                    sets.set()
+        if sets is not None and TRANSFER_FIELD in json.loads(call.body):
+            await asyncio.sleep(60)  # as `Prefill.call_and_hold`
+
+    return method
+
+
+# ---- streams over one engine that acts as two ---------------------------------------------------
+
+
+class NothingLeftError(AssertionError):
+    """In all attempts, the chunk that had the token of the death had all remaining tokens too."""
+
+
+async def stream(
+    engine: VllmEngine,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    dies_at: int | None = None,
+    heir: VllmEngine | None = None,
+    heirs_identity: str | None = None,
+) -> bytes:
+    """Return the client's stream if the first engine dies after `dies_at` tokens.
+
+    ``heir``            engine that acts as the second one; None: `engine`
+    ``heirs_identity``  identity in the heir's metadata; None: its own
+
+    vLLM joins outputs that the serving layer has not read, and sends nothing for tokens that a tool
+    parser holds back. So the chunk with this token may have all remaining tokens, and nothing is
+    left to resume. Raises NothingLeftError if this is so in each of ATTEMPTS streams.
+    """
+    heir = heir or engine
+    limits = RouterLimits(request_timeout_s=60, prefill_wait_s=0.01)
+    for _ in range(ATTEMPTS):
+        second = Replica("heir", serve(heir, Fault()), identity=heirs_identity or identity_of(heir))
+        first = Replica("mortal", serve(engine, Fault(dies_at)), identity=identity_of(engine))
+        decode = Handle([second, first])
+        decode.in_order = True
+        router = router_of(limits, Handle([]), decode)
+        async with router.answer(request(endpoint, body)) as answer:
+            sent = b"".join([some async for some in answer.body()])
+            assert answer.start.streams, sent
+        resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": "resumed"})
+        if bool(resumed) == (dies_at is not None):
+            return sent
+    raise NothingLeftError(f"no chunk ended at or after token {dies_at} and before the last token")
+
+
+# ---- a prefill and a decode engine --------------------------------------------------------------
+
+
+@dataclass
+class EnginePair:
+    prefill: VllmEngine
+    decode: VllmEngine
+
+    async def close(self) -> None:
+        await self.prefill.close()
+        await self.decode.close()
+
+    async def idle(self, within_s: float = 60.0) -> bool:
+        """Return whether all blocks of both pools are freed within a limited time."""
+        give_up_at = asyncio.get_running_loop().time() + within_s
+        llms = (self.prefill._llm, self.decode._llm)  # noqa: SLF001 - no public way to the block pools
+        while not all([await llm.reset_prefix_cache() for llm in llms]):
+            if asyncio.get_running_loop().time() > give_up_at:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def router(self, first_token: str, *faults: Fault) -> tuple[Router, Handle, Handle]:
+        """A router whose engines have these faults: prefill's, then those of decode replicas."""
+        own, *others = faults or (Fault(),)
+        limits = RouterLimits(
+            request_timeout_s=60, first_token=first_token, routing=RoutingSettings(policy="always_remote")
+        )
+        sampled = asyncio.Event()
+        waits_for = sampled if first_token == "prefill" else None
+        p = Handle([Replica("p", serve(self.prefill, own, sets=sampled), identity=identity_of(self.prefill))])
+        replicas = [
+            Replica(f"d{index}", serve(self.decode, fault, waits_for), identity=identity_of(self.decode))
+            for index, fault in enumerate(others or [Fault()])
+        ]
+        d = Handle(replicas[::-1])
+        d.in_order = True
+        p.metadata = {"producer": asdict(self.prefill.producer())}
+
+        async def discard(slot: Any, method: str, transfer_id: str) -> None:
+            p.discarded.append(transfer_id)
+            await self.prefill.discard(transfer_id)
+
+        p.ask = discard  # type: ignore[method-assign]
+        return router_of(limits, p, d), p, d
