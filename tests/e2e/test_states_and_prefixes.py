@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import generate
 from testing.identity import MAX_TOKENS, difference, prompts, random_prompt
 from testing.models import falcon_h1
+from testing.trace import read_trace
 from tests.campaigns.shapes.pairs import Case, Shape, alone, engines
 
 pytestmark = pytest.mark.engine

@@ -16,10 +16,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.environment import ENVIRONMENT
 from testing.identity import BLOCK_TOKENS, random_prompt
 from testing.models import WINDOW_TOKENS, gemma3
+from testing.trace import read_trace
 from tests.campaigns.shapes.pairs import Case, Shape, alone, engines
 
 pytestmark = pytest.mark.engine

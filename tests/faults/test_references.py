@@ -53,37 +53,3 @@ def test_blocks_are_altered_group_by_group() -> None:
     assert altered("a block missing", GENUINE, random.Random(0), 80)["remote_block_ids"] == [[4, 5], []]
     with pytest.raises(NotApplicable):
         altered("block ids reversed", GENUINE | {"remote_block_ids": [[4], [9]]}, random.Random(0), 80)
-
-
-class Recorder:
-    """Replacement of the router: every prefill answers with a reference that names its request."""
-
-    def __init__(self) -> None:
-        self.used: list[tuple[str, str]] = []
-
-    async def in_turn(self, trial: Trial, between: Meanwhile | None = None) -> None:
-        trial.params = {"reference of": trial.request_id}
-        if between is None:
-            await self.decode(trial, trial.params)
-        elif (params := await between(trial)) is not None:
-            await self.decode(trial, params)
-
-    async def decode(self, trial: Trial, params: Mapping[str, Any]) -> None:
-        self.used.append((trial.request_id, params["reference of"]))
-
-
-@pytest.mark.parametrize("variant", [variant for variant in REFERENCES if variant not in SINGLE])
-async def test_a_reference_goes_with_its_request_s_id(variant: str) -> None:
-    """A replay also replays the reference: for some connectors the id is the reference."""
-    router = Recorder()
-
-    def start(trial: Trial, work: Awaitable[None]) -> asyncio.Task[None]:
-        return asyncio.ensure_future(work)
-
-    async def restart() -> None:
-        pass
-
-    questions = [Question(f"{number}", 1, "") for number in range(4)]
-    await send(variant, cast(Router, router), questions, random.Random(0), -1.5, restart, 80, start)
-    assert router.used
-    assert all(request == reference for request, reference in router.used)

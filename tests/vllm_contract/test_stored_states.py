@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from connectors.errors import UnsupportedCacheError
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.store_connector import TandemStoreConnector
+from testing.connector_state import snapshot
 from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
 
 CONNECTORS = [TandemConnector, TandemStoreConnector]
@@ -70,4 +71,4 @@ def test_a_store_alone_is_no_part_of_a_transfer(tmp_path: Path) -> None:
         connector.on_new_request(request)
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
         assert connector.request_finished_all_groups(request, ([1],)) == (False, None)
-    assert not connector.scheduler.snapshot().has_orders
+    assert not snapshot(connector.scheduler).has_orders

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from connectors.vllm_hma.worker_side.trace import read_trace
 from testing.engines import Answer, Pair, describe, generate, start_engine
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference
+from testing.trace import read_trace
 
 IDLE_S = 20.0
 

@@ -165,7 +165,7 @@ def adapters(report: Report, *, count: int = 500, pairs: str = "1:1,1:2", damage
     folder = report.folder
     model = llama(folder / "model")
     cases = adapter_cases(count, folder, model)
-    # One slot more than adapters: `actors/upstream/vllm_cpu_kernels.py`.
+    # One slot more than adapters: `actors/upstream/cpu_build/vllm_cpu_kernels.py`.
     engine = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": ADAPTERS + 1}
 
     async def play(shape: Shape, trace: Path) -> tuple[dict[str, Any], list[Answer]]:
