@@ -2,10 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from actors.engine.engine_actor import EngineActor
+from actors.engine.asgi_call import Notices
+from actors.engine.engine_actor import CallItem, EngineActor
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
+from actors.engine.split.split_call import SplitCall
+from actors.request import Call
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server_connection import ServedStream
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
@@ -30,6 +37,17 @@ class Decode(EngineActor):
         await self.warm_up_new_pairs()
         looking = every(WARM_UP_INTERVAL_S, self.warm_up_new_pairs)
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
+
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
+        """Return the items that answer a request; with an order, a prefill engine is called."""
+        if request.prefill is None:
+            return super().serve_request(rank, request, stream)
+        heartbeats = partial(self.engine.heartbeats, rank)
+        split = SplitCall(request.call, request.prefill, self._channels, partial(self._serve, rank), heartbeats)
+        return split.items(self.accepted(rank))
+
+    def _serve(self, rank: int, call: Call, notices: Notices, began_at: float) -> AsyncGenerator[Any, None]:
+        return self.engine.serve(call, rank, notices, began_at)
 
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
         """Fetch the probes of a starting prefill replica, which calls all decode replicas.

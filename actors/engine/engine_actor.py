@@ -21,18 +21,20 @@ from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError
 from actors.process import prepare_process
-from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.request import Accepted, Call, Heartbeat, PrefillReport, ResponseStart, StreamChunk
+from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
+from actors.rpc.server_connection import ServedStream
 from actors.telemetry.engine_status import read_status
-from actors.tls import TlsFiles, rpc_files, server_context
+from actors.tls import ClientTls, TlsFiles, rpc_files, server_context
 from configs.settings.base import ROLES, RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
+CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | PrefillReport | bytes
 
 PEERS_S = 5.0
 """Timeout in seconds of the `adapters` calls to other replicas; PeerReplicas adds CALL_MARGIN_S."""
@@ -105,12 +107,13 @@ class EngineActor:
             metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
-        """Open an RPC server for each rank.
+        """Open an RPC server for each rank, and prepare the connections to other engines.
 
         Raises ConfigurationError if the TLS files cannot be loaded, and EngineStartError if a
         server's address cannot be used.
         """
         tls = None if files is None else server_context(files)
+        self._channels = Channels(None if files is None else ClientTls(files))
         slots = settings.max_ongoing_sequences or self.engine.slots
         host = settings.rpc_host or self._node_ip
         self.engines = engine_names(self.replica, len(self.engine.ranks))
@@ -148,16 +151,20 @@ class EngineActor:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
         return ranked_metadata(self._rank_metadata)
 
-    def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
         """Return the items that answer a request to the RPC server of `rank`."""
         return self.call(rank, request.call)
+
+    def accepted(self, rank: int) -> Accepted:
+        """Return the first item of the answer to a call."""
+        return Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
         """Yield Accepted, then the answer of `rank` to `call`.
 
         Closing the generator aborts the request in the engine.
         """
-        yield Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
+        yield self.accepted(rank)
         async with aclosing(self.engine.serve(call, rank)) as answer:
             async for item in answer:
                 yield item
@@ -218,5 +225,7 @@ class EngineActor:
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await asyncio.gather(*(server.close() for server in getattr(self, "_rpc_servers", ())))
+        if (channels := getattr(self, "_channels", None)) is not None:
+            channels.close()
         if hasattr(self, "engine"):
             await self.engine.close()

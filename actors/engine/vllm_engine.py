@@ -10,8 +10,8 @@ import logging
 import math
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
 from functools import partial
 from http import HTTPStatus
@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from actors.engine.adapters import EngineAdapters
 from actors.engine.arguments import engine_arguments
-from actors.engine.asgi_call import AsgiApp, call_asgi
+from actors.engine.asgi_call import AsgiApp, Notices, call_asgi
 from actors.engine.chat_template import REMEDY, renders_time, template_of
 from actors.engine.heartbeat import HUNG_MARGIN_S, HeartbeatMonitor
 from actors.engine.node_failures import new_engine_id
 from actors.engine.startup.gpu_defaults import set_gpu_defaults
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
-from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart
+from actors.telemetry.timestamps import CallTimestamps
 from actors.upstream.vllm_cpu_kernels import (
     adapter_problem,
     cache_problem,
@@ -215,9 +216,11 @@ class VllmEngine:
         return engine
 
     async def serve(
-        self, call: Call, rank: int = 0
-    ) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
-        """Run `call` through vLLM's application on `rank`; yield the items of the answer.
+        self, call: Call, rank: int = 0, notices: Notices | None = None, began_at: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Run `call` through vLLM's application on `rank`; yield items of the answer and notices.
+
+        ``began_at``  monotonic time from which the timings count; None: from now
 
         Closing the generator aborts the request. Raises EngineDownError if the engine dies,
         CannotResumeError if it cannot continue `call.replay_log`. These errors bypass vLLM's
@@ -227,30 +230,30 @@ class VllmEngine:
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
+        notices = Notices() if notices is None else notices
         first_token: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        served = ServedCall(replay=call.replay_log, data_parallel_rank=rank, first_token=first_token)
+        first_token.add_done_callback(lambda _: notices.put(Heartbeat(tokens=True)))
+        served = ServedCall(
+            replay=call.replay_log,
+            data_parallel_rank=rank,
+            first_token=first_token,
+            timestamps=CallTimestamps(began_at),
+        )
         streams = False
         try:
-            async with aclosing(
-                call_asgi(
-                    self._app,
-                    call,
-                    context=served.context(),
-                    heartbeats=self._heartbeats[rank],
-                    first_token=first_token,
-                )
-            ) as answer:
-                async for item in answer:
-                    self._check_alive()
-                    served.check()
-                    match item:
-                        case bytes():
-                            yield served.chunk(item)
-                        case ResponseStart(streams=False):
-                            yield ResponseStart(item.status, item.headers, served.timestamps.take_timings())
-                        case _:
-                            streams = streams or isinstance(item, ResponseStart)
-                            yield item
+            with self.heartbeats(rank, notices.beat):
+                async with aclosing(call_asgi(self._app, call, context=served.context(), notices=notices)) as answer:
+                    async for item in answer:
+                        self._check_alive()
+                        served.check()
+                        match item:
+                            case bytes():
+                                yield served.chunk(item)
+                            case ResponseStart(streams=False):
+                                yield ResponseStart(item.status, item.headers, served.timestamps.take_timings())
+                            case _:
+                                streams = streams or isinstance(item, ResponseStart)
+                                yield item
         except Exception as error:
             # In a started stream, vLLM's responses API raises EngineDeadError to its caller
             # (vllm/entrypoints/openai/responses/api_router.py). The router can retry after
@@ -261,6 +264,10 @@ class VllmEngine:
             if refusal is None:
                 raise
             yield refusal
+
+    def heartbeats(self, rank: int, beat: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `beat` after each answer of the engine core of `rank`, until the block ends."""
+        return self._heartbeats[rank].subscribed(beat)
 
     def producer(self, rank: int = 0) -> ProducerAddress:
         """Return incarnation and side channel of `rank`, from the connector's `describe` reply.

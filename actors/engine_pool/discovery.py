@@ -14,7 +14,9 @@ from itertools import groupby
 from typing import Any
 
 from actors.policy.stores import EngineStore
+from actors.request import ProducerAddress
 from actors.rpc.address import RpcAddress
+from actors.rpc.messages import PrefillCandidate
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class EngineReplica:
         """The engine's KV store (`VllmEngine.described`); None without one."""
         described = self.metadata.get("store")
         return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
+
+    def candidate(self, name: str) -> PrefillCandidate:
+        """Return this prefill engine, whose id is `name`, for a decode engine."""
+        return PrefillCandidate(name, self.address, ProducerAddress.from_params(self.metadata["producer"]))
 
     @property
     def identity(self) -> str:

@@ -207,6 +207,10 @@ class SlotPool:
                 self._looking.cancel()
                 self._looking = None
 
+    def add(self, name: str, sequences: int) -> None:
+        """Count slots that another engine uses for this router, also beyond the engine's number."""
+        self._taken[name] += sequences
+
     def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
         """Release the slots of a call, and grant free slots to waiting requests.
 

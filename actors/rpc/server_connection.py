@@ -38,6 +38,9 @@ class ServedStream:
     ``expects_refusal``  whether the router believes the engine full (`RpcRequest.maybe_full`)
     """
 
+    done = False
+    """Whether the caller has cancelled the call with the KV in place, or discards it itself."""
+
     def __init__(self, connection: "ServerConnection", number: int, expects_refusal: bool) -> None:
         self.task: asyncio.Task[Any] | None = None
         self._connection = connection
@@ -102,7 +105,9 @@ class ServerConnection(asyncio.Protocol):
                     case Ask(number, method, arguments):
                         stream = self._open_stream(number)
                         self._run(stream, self._answer(method, arguments), reply=True)
-                    case CancelStream(number):
+                    case CancelStream(number, done):
+                        # A caller of version 1 calls the method `discard` if decode has no KV.
+                        self._streams[number].done = done or self._protocol.version == 1
                         self._cancel(number)
                     case Credit(number):
                         self._streams[number].credited()

@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from actors.engine.asgi_call import AsgiApp
+from actors.engine.decode import Decode
 from actors.engine.engine_actor import CallItem
 from actors.engine.prefill import Prefill
 from actors.engine.vllm_engine import StopFlag, VllmEngine
@@ -53,10 +54,8 @@ class NoLLM:
         """Do nothing: this engine holds no KV."""
 
 
-class Instant(Prefill):
-    """Either role's actor, complete but for the engine. Routers use only `call` of a decode
-    actor.
-    """
+class Instant(Prefill, Decode):
+    """Either role's actor, complete but for the engine: a decode actor calls prefill."""
 
     async def __init__(self, role: RoleName, slots: int = SLOTS) -> None:  # type: ignore[misc]
         await self.open(role, serve.get_replica_context().replica_id.unique_id, instant(), "nothing to replay", slots)

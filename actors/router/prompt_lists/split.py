@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from actors.raw_json import as_written, write
 from actors.router.client_request import ClientRequest
-from actors.router.raw_json import write
 from actors.router.request_shaping import why_local
 
 REQUEST_ID = b"x-request-id"
@@ -29,7 +29,7 @@ def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRe
         return []
     if not isinstance(request.body.get("stream"), bool | None):
         return []  # vLLM converts such a `stream`
-    fields = request.fields
+    fields = as_written(request.raw)
     written = fields["prompt"]
     each: list[Any] = (
         msgspec.json.decode(written, type=list[msgspec.Raw]) if isinstance(written, msgspec.Raw) else prompts
