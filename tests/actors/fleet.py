@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,10 @@ class Connection:
         self._handle = handle
         self._replica = replica
         self._task: asyncio.Task[None] | None = None
-        self._transfer_id: str | None = None
+        self._discards = False
+        """Whether the caller has cancelled the call without KV."""
 
     def call(self, request: RpcRequest, listener: Any) -> int:
-        self._transfer_id = request.transfer_id
         self._task = asyncio.create_task(self._run(request, listener), name=f"call to {self._replica.name}")
         self._handle.running += 1
         self._task.add_done_callback(self._ended)
@@ -91,10 +91,8 @@ class Connection:
 
     def cancel(self, stream: int, done: bool = False) -> None:
         assert self._task is not None
-        if not self._task.done():
-            self._task.cancel()
-            if self._transfer_id is not None and not done:
-                self._handle.discarded.append(self._transfer_id)
+        self._discards = not done
+        self._task.cancel()
 
     def grant(self, stream: int, size: int) -> None:
         """Do nothing: this connection has no credit."""
@@ -111,6 +109,7 @@ class Connection:
         try:
             async with aclosing(self._items(request)) as items:
                 async for item in items:
+                    self._handle.on_item()
                     listener.received(item)
                     await asyncio.sleep(0)
         except EngineDownError as error:
@@ -129,10 +128,14 @@ class Connection:
             yield accepted
             items = replica.run(request.call)
         else:
-            items = SplitCall(request.call, request.prefill, self, self._serve, _no_beats).items(accepted)
-        async with aclosing(items):
-            async for item in items:
-                yield item
+            items = SplitCall(request.call, request.prefill, self, self._serve, _beats).items(accepted)
+        try:
+            async with aclosing(items):
+                async for item in items:
+                    yield item
+        finally:
+            if request.transfer_id is not None and self._discards:  # as `Prefill.call_and_hold`
+                self._handle.discarded.append(request.transfer_id)
 
     def to(self, address: RpcAddress) -> Any:
         """Return a connection from this decode engine to a prefill engine."""
@@ -156,6 +159,7 @@ class Connection:
         try:
             async with aclosing(self._replica.run(call)) as items:
                 async for item in items:
+                    self._handle.on_item()
                     notices.put(item)
                     await asyncio.sleep(0)
         except Exception as problem:
@@ -163,8 +167,20 @@ class Connection:
         notices.put(_End(error))
 
 
-def _no_beats(_: Callable[[], None]) -> AbstractContextManager[None]:
-    return nullcontext()
+@contextmanager
+def _beats(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` at intervals, as an engine whose core answers."""
+
+    async def run() -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            beat()
+
+    running = asyncio.create_task(run(), name="beats")
+    try:
+        yield
+    finally:
+        running.cancel()
 
 
 class NoSlots:
@@ -230,6 +246,8 @@ class Handle:
         self.prefill: Handle | None = None
         """The handle of prefill, if this is decode's."""
         self.role = "decode"
+        self.on_item: Callable[[], None] = lambda: None
+        """Called before each item of a replica is passed on."""
         self.metadata = METADATA
         """Metadata of each replica."""
         self._turn = 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.request import Endpoint, ProducerAddress
-from actors.router.raw_json import as_written, write
+from actors.raw_json import as_written, write
 from actors.router.request_shaping import decode_leg, prefill_leg, why_local
 from app.http.errors import BadRequestError
 from app.http.parsing import check_prompts, parse_body

@@ -22,6 +22,9 @@ from actors.rpc.client import Channel
 from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
 from actors.rpc.protocol import GRANT_BYTES, item_bytes
 
+BODY_S = 0.01
+"""Longest wait in seconds for the body of an answer whose start has arrived."""
+
 BROKEN = frozenset({"full", "leaving", "rejected", "failed", "silent", "late"})
 """Outcomes after which the call delivers no KV, or not all of it."""
 
@@ -84,6 +87,11 @@ class PrefillCall:
                 self._report("accepted", ongoing=ongoing)
             case ResponseStart():
                 self._start = item
+                if item.status < 400 and not self._order.samples:
+                    # The prompt is computed. The body, with its token count, normally follows.
+                    self._silence.close()
+                    self._deadline.cancel()
+                    self._deadline = asyncio.get_running_loop().call_later(BODY_S, self._body, b"")
             case bytes() | StreamChunk():
                 self._body(item)
             case Heartbeat():
@@ -130,10 +138,10 @@ class PrefillCall:
         else:
             self._first.append(Relayed(item))
             if isinstance(item, StreamChunk):
-                for relayed in (Relayed(start), *self._first):
-                    self._notices.put(relayed)
                 tokens = item.prompt_tokens if isinstance(item, FirstTokenChunk) else None
                 self._report("computed", prompt_tokens=tokens, timings=item.timings)
+                for relayed in (Relayed(start), *self._first):
+                    self._notices.put(relayed)
             elif self._channel is None or b'"error"' in item:  # an event may report the error, with HTTP 200
                 self._report("rejected", message=repr(item))
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from actors.raw_json import as_written, write
 from actors.request import Endpoint, ProducerAddress
-from actors.router.raw_json import as_written, write
 from actors.router.request_shaping import OUTPUT_ONLY, decode_leg, prefill_leg, why_local
 
 COMPLETIONS: Endpoint = "/v1/completions"

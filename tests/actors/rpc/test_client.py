@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from actors.router.dispatch.leg import Leg
 
 from actors.engine_pool.engines import EngineCall, Slot
 from actors.engine_pool.slots import SlotPool
 from actors.errors import DeadlineError, EngineDownError, EngineError, SilentError
 from actors.request import Accepted
-from actors.router.dispatch.leg import Leg
 from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import LENGTH, EndStream, Reply, RpcRefused, RpcWelcome, StreamItem, encode
