@@ -20,7 +20,7 @@ from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
 
-OUTCOMES = {"full": "refused", "leaving": "refused", "silent": "failed"}
+COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "silent": "failed"}
 """Outcomes of `tandem_prefill_legs`, where they differ from those of reports."""
 
 
@@ -137,7 +137,7 @@ class Attempt:
         if before is not None and before.replica != report.replica:
             self._tried_s = report.tried_s
             if before.outcome in ("failed", "silent", "late"):
-                self._fleet.metrics.retries.labels("prefill", OUTCOMES.get(before.outcome, before.outcome)).inc()
+                self._fleet.metrics.retries.labels("prefill", COUNTED_AS.get(before.outcome, before.outcome)).inc()
         slot, prefill = self._prefill_slot, self._fleet.prefill
         if slot is not None:
             if slot.replica_id != report.replica:
@@ -165,8 +165,7 @@ class Attempt:
                     if outcome != "rejected":
                         self._fleet.feedback.failed(report.replica, outcome == "silent")
         if before is None or (before.replica, before.outcome) != (report.replica, "computed"):
-            counted = "done" if report.outcome == "computed" else OUTCOMES.get(report.outcome, report.outcome)
-            self._fleet.metrics.prefill_legs.labels(counted).inc()
+            self._fleet.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
         if self._delivered:
             self.accounted.set()
 
