@@ -24,7 +24,9 @@ from actors.engine.engine_actor import CallItem
 from actors.engine.prefill import Prefill
 from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.engine_pool.serve_discovery import DiscoveryRouter
-from actors.request import Call, ProducerAddress
+from actors.request import ProducerAddress
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server_connection import ServedStream
 from app.main import DeployedModel, router_deployment
 from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
@@ -72,11 +74,14 @@ class Instant(Prefill, Decode):
         self.engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), cannot_resume, None, "nobody")
         await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=slots, rpc_host="127.0.0.1"))
 
-    async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
         """Serve a call, which `running` counts until it ends."""
+        return self._counted(super().serve_request(rank, request, stream))
+
+    async def _counted(self, items: AsyncGenerator[CallItem, None]) -> AsyncGenerator[CallItem, None]:
         self.running += 1
         try:
-            async with aclosing(super().call(rank, call)) as answer:
+            async with aclosing(items) as answer:
                 async for item in answer:
                     yield item
         finally:

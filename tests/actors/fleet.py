@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -136,6 +136,7 @@ class Connection:
         finally:
             if request.transfer_id is not None and self._discards:  # as `Prefill.call_and_hold`
                 self._handle.discarded.append(request.transfer_id)
+                await self._handle.discard(request.transfer_id)
 
     def to(self, address: RpcAddress) -> Any:
         """Return a connection from this decode engine to a prefill engine."""
@@ -181,6 +182,10 @@ def _beats(beat: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         running.cancel()
+
+
+async def _nothing(_: str) -> None:
+    """Do nothing: these engines have no KV."""
 
 
 class NoSlots:
@@ -235,6 +240,8 @@ class Handle:
         self.taken = 0
         self.running = 0
         self.discarded: list[str] = []
+        self.discard: Callable[[str], Awaitable[None]] = _nothing
+        """Frees the KV of a transfer in a real engine."""
         self.delivered: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Event of each transfer, set when its KV has arrived."""
         self.in_order = False

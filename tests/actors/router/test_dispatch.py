@@ -418,6 +418,16 @@ async def test_only_engines_of_one_identity_are_paired(prefill: str, reason: str
     assert [bool(replica.calls) for replica in p.replicas] == [identity == "m" for identity in prefill]
 
 
+async def test_a_decode_engine_of_an_earlier_release_serves_alone():
+    """Its routers called prefill, so it would ignore the order."""
+    router, p, d = fleet([well], [OK])
+    d.replicas[0].version = 1
+    answer, _ = await ask(router, request(stream=False))
+    assert (answer.local_reason, p.calls) == ("older_engine", [])
+    assert TRANSFER_FIELD not in json.loads(d.calls[0].body)
+    await at_rest(p, d)
+
+
 async def test_a_failed_prefill_engine_is_no_match(caplog: pytest.LogCaptureFixture):
     """The request does not wait for a slot that no engine can have."""
     router, p, d = fleet([dies, well], [OK, OK])

@@ -97,7 +97,7 @@ class Engine:
     async def serve_request(self, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[object, None]:
         if request.prefill is not None:
             split = SplitCall(request.call, request.prefill, self.channels, self.answer, lambda _: nullcontext())
-            answer = split.items(Accepted("fake"))
+            answer: AsyncGenerator[Any, None] = split.items(Accepted("fake"))
         else:
             yield Accepted("fake")
             answer = self.answer(request.call, Notices(), 0)
