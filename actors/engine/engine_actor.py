@@ -43,8 +43,8 @@ PEERS_S = 5.0
 class EngineActor:
     """Actor that hosts one engine. Subclasses set the role.
 
-    Each data-parallel rank of the engine has an RPC server of its own. So a router treats each rank
-    as an engine with its own address, slots and load (docs/decisions/0047).
+    Each data-parallel rank has an RPC server, so a router treats it as an engine
+    (docs/decisions/0047).
     """
 
     role: RoleName
@@ -53,10 +53,10 @@ class EngineActor:
     async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
         """Start the engine; Serve marks the replica ready when this returns.
 
-        Serve may build the application on a node without this role's environment variables. So a
-        secret in the settings or in this process's environment takes precedence over
-        `fallback_secret`. Raises SettingsError if the secret in the environment is too short, and
-        EngineStartError with the cause if the start fails.
+        Serve may build the application on a node without this role's environment, so a secret in
+        the settings or in this process's environment precedes `fallback_secret`. Raises
+        SettingsError if that secret is too short, and EngineStartError with the cause if the start
+        fails.
         """
         keep_serve_log()
         prepare_process(self.role.capitalize())
@@ -79,15 +79,14 @@ class EngineActor:
     async def _watch_nodes(self, settings: ServiceSettings) -> None:
         """Report nodes that are lost from now on to the engine, in a task.
 
-        Call this before the first contact with another engine. Raises EngineStartError as
-        `grace_s`.
+        Call this before the first contact with another engine.
         """
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
 
     async def _follow_peers(self) -> None:
-        """Apply the peers' adapter changes, now and in a task every SYNC_INTERVAL_S seconds."""
+        """Apply the peers' adapter changes, now and every SYNC_INTERVAL_S seconds."""
         peers = [PeerReplicas(role, PEERS_S) for role in ROLES]
 
         async def sync() -> None:
@@ -98,11 +97,9 @@ class EngineActor:
         self._tasks.append(asyncio.create_task(every(SYNC_INTERVAL_S, sync), name="follows-adapters-of-peers"))
 
     async def adapters(self) -> AdapterStates:
-        """Return the last change of each adapter."""
         return self.engine.adapters.states()
 
     def _describe_ranks(self) -> None:
-        """Add each rank's identity and KV store to its metadata for routers."""
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
             metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
 
@@ -133,7 +130,6 @@ class EngineActor:
             self._rank_metadata.append(replica_metadata(address, settings.max_queued_requests, slots=slots))
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """Return the methods available to routers on the RPC server of `rank`, by name."""
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "metrics": self.metrics,
             "status": self.status,
@@ -156,7 +152,6 @@ class EngineActor:
         return self.call(rank, request.call)
 
     def accepted(self, rank: int) -> Accepted:
-        """Return the first item of the answer to a call."""
         return Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
@@ -197,10 +192,7 @@ class EngineActor:
         }
 
     async def engine_names(self) -> list[str]:
-        """Return the ids of the ranks, as routers use them.
-
-        Raises EngineDownError as `check_health` does.
-        """
+        """Return the ids of the ranks; raises EngineDownError as `check_health` does."""
         await self.engine.check_health()
         return self.engines
 
@@ -212,10 +204,6 @@ class EngineActor:
         await self.engine.check_health()
 
     async def _drain(self) -> None:
-        """Refuse new calls and wait until the running calls have ended.
-
-        Returns at once if the start has failed.
-        """
         await asyncio.gather(*(server.drain() for server in getattr(self, "_rpc_servers", ())))
 
     async def __del__(self) -> None:

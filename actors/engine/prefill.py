@@ -41,7 +41,6 @@ class Prefill(EngineActor):
         return super()._router_methods(rank) | {"discard": partial(self.discard, rank)}
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the replica's metadata with the address of each rank's producer."""
         ranks = zip(self._rank_metadata, self._producers, strict=True)
         return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
@@ -89,10 +88,8 @@ class Prefill(EngineActor):
             logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank whose engine id is not in `known`, in parallel.
-
-        Return the transfer parameters of the probes (`ProbeParams`), without those that take longer
-        than `probe_timeout_s`. Logs timeouts; raises other errors.
+        """Compute a probe on each rank whose engine id is not in `known`; return their
+        `ProbeParams`. Logs timeouts; raises other errors.
         """
         ranks = [
             rank
@@ -109,7 +106,6 @@ class Prefill(EngineActor):
         return [probe for probe in probes if not isinstance(probe, BaseException)]
 
     async def _warm_up_pairs(self) -> None:
-        """Make all ranks of running decode replicas fetch a probe of each rank of this replica."""
         decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("engine_names")
         names = [name for names in replicas for name in names]

@@ -68,10 +68,7 @@ PROBE_TOKENS = [0, 1]
 
 @dataclass
 class StopFlag:
-    """Stand-in for the HTTP server on which vLLM's error handlers set `should_exit`.
-
-    They set it when the engine has died. `VllmEngine.close` sets it too.
-    """
+    """Stand-in for vLLM's HTTP server: its error handlers set the flag when the engine has died."""
 
     should_exit: bool = False
 
@@ -79,8 +76,7 @@ class StopFlag:
 class VllmEngine:
     """A running engine. `start` creates it, `close` ends its processes.
 
-    An engine has one engine core, or one for each data-parallel rank. A rank has its own scheduler,
-    cache and connector, so each call specifies a rank.
+    Each data-parallel rank has its own engine core and connector, so a call specifies a rank.
     """
 
     def __init__(
@@ -100,9 +96,7 @@ class VllmEngine:
 
         ``stack``          its `aclose` ends the application and the engine's processes
         ``cannot_resume``  why the engine cannot repeat a replay log; None if it can
-        ``load``           measures the load; None if the role is not autoscaled
         ``supervisor``     token with which the connector accepts reports of lost engines
-        ``ranks``          number of data-parallel ranks
         ``hung_s``         seconds without an answer of an engine core after which it counts as hung
         """
         self._llm = llm
@@ -122,17 +116,15 @@ class VllmEngine:
 
     @property
     def adapters(self) -> EngineAdapters:
-        """LoRA adapters of this engine."""
         assert self._adapters is not None, "`start` sets it"
         return self._adapters
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
-        """Start the engine's processes and vLLM's OpenAI application.
+        """Start the engine's processes and vLLM's OpenAI application: tens of seconds, or minutes.
 
-        Takes tens of seconds, for large models minutes. Raises EngineStartError if vLLM's CPU build
-        cannot run the model, its cache or its adapters, vLLM's own error if vLLM does not start,
-        and TimeoutError if a rank does not answer its first request.
+        Raises EngineStartError if vLLM's CPU build cannot run the model, its cache or its adapters,
+        vLLM's own error, and TimeoutError if a rank does not answer its first request.
         """
         if settings.role(role).num_gpus:
             set_gpu_defaults()
@@ -270,10 +262,7 @@ class VllmEngine:
         return self._heartbeats[rank].subscribed(beat)
 
     def producer(self, rank: int = 0) -> ProducerAddress:
-        """Return incarnation and side channel of `rank`, from the connector's `describe` reply.
-
-        Raises EngineStartError for an invalid reply.
-        """
+        """Return the address of `rank` for decode; raises EngineStartError for an invalid reply."""
         described = self.described[rank]
         try:
             return ProducerAddress.from_params(described)
@@ -284,19 +273,15 @@ class VllmEngine:
             ) from error
 
     async def describe_connector(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        """Return the connector's reply to `describe` on `rank`; empty if it sent none.
-
-        Runs one short request. Raises TimeoutError after `timeout_s`.
-        """
+        """Return the connector's reply to `describe`; raises TimeoutError after `timeout_s`."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
         return await self._probe(params, timeout_s, rank) or {}
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        """Compute a prompt of a few tokens on `rank`; return the transfer parameters for its KV.
-
-        Raises TimeoutError after `timeout_s`.
+        """Compute a prompt of a few tokens; return the transfer parameters for its KV. Raises
+        TimeoutError after `timeout_s`.
         """
         from vllm import SamplingParams
 
@@ -304,19 +289,14 @@ class VllmEngine:
         return await self._probe(params, timeout_s, rank) or {}
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
-        """Fetch a probe's KV from its prefill engine; compute the probe if the transfer fails.
-
-        Raises TimeoutError after `timeout_s`.
+        """Fetch a probe's KV, or compute it if the transfer fails. Raises TimeoutError after
+        `timeout_s`.
         """
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s, rank)
 
     async def _probe(self, params: Any, timeout_s: float, rank: int) -> dict[str, Any] | None:
-        """Run one short request on `rank`; return the `kv_transfer_params` of its last output.
-
-        Raises TimeoutError after `timeout_s`.
-        """
         found = None
         async with asyncio.timeout(timeout_s):
             request_id = f"probe-{uuid.uuid4().hex}"
@@ -327,9 +307,8 @@ class VllmEngine:
         return found
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
-        """Tell the connector of `rank` to free the KV of this transfer. Runs no forward pass.
-
-        Returns when the message to the engine core is sent, before the connector frees the KV.
+        """Tell the connector of `rank` to free the KV of this transfer. Runs no forward pass;
+        returns before the connector frees it.
         """
         await self._llm.notify_kv_transfer_request_rejected(
             f"discard-{uuid.uuid4().hex}",
@@ -338,10 +317,7 @@ class VllmEngine:
         )
 
     async def lose(self, engines: str) -> None:
-        """Report to the connectors of all ranks that engines with the id prefix `engines` are lost.
-
-        Runs no forward pass. Returns when the messages to the engine cores are sent.
-        """
+        """Report lost engines, by id prefix, to all ranks' connectors. Runs no forward pass."""
         for rank in self.ranks:
             await self._llm.notify_kv_transfer_request_rejected(
                 f"lose-{uuid.uuid4().hex}",
@@ -350,16 +326,12 @@ class VllmEngine:
             )
 
     def load(self) -> dict[str, float]:
-        """Return the fields of PrefillLoad and DecodeLoad that the engine measures, by name.
-
-        Empty if the role is not autoscaled.
+        """Return the measured fields of PrefillLoad and DecodeLoad; empty if the role is not
+        autoscaled.
         """
         return self._load.read(self._llm) if self._load is not None else {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the ranks' incarnation ids and identities, the first served model name and the
-        parallel sizes.
-        """
         config = self._llm.vllm_config
         engine, start = config.kv_transfer_config.engine_id, config.instance_id
         # vLLM (`run_engine_core` in vllm/v1/engine/core.py) and the connector compose the ids in
@@ -375,7 +347,6 @@ class VllmEngine:
 
     @property
     def slots(self) -> int:
-        """Default number of sequences that one data-parallel rank accepts at once."""
         config = self._llm.vllm_config
         # vLLM adds up the blocks of all ranks (`_apply_ready_response` in
         # vllm/v1/engine/core_client.py).
@@ -387,7 +358,6 @@ class VllmEngine:
         return self._stop_flag.should_exit or self._llm.errored
 
     async def check_health(self) -> None:
-        """Raise EngineDownError if the engine has died, is closed, or hangs."""
         self._check_alive()
         unanswered_s = max(heartbeats.unanswered_s for heartbeats in self._heartbeats)
         if unanswered_s > self._hung_s:
@@ -401,7 +371,6 @@ class VllmEngine:
             raise EngineDownError("the vLLM engine of this actor has died or is closed; see its log for the cause")
 
     async def close(self) -> None:
-        """End the engine's processes; requests in flight fail with EngineDownError."""
         self._stop_flag.should_exit = True
         for heartbeats in self._heartbeats:
             heartbeats.close()
@@ -409,10 +378,7 @@ class VllmEngine:
 
 
 def engine_config(engine_args: "AsyncEngineArgs") -> "VllmConfig":
-    """Return vLLM's configuration for `engine_args`.
-
-    Batch sizes that `engine_args` leaves open have the defaults of `vllm serve`.
-    """
+    """Return vLLM's configuration, with the batch sizes of `vllm serve` as defaults."""
     from vllm.usage.usage_lib import UsageContext
 
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -421,8 +387,8 @@ def engine_config(engine_args: "AsyncEngineArgs") -> "VllmConfig":
 def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
     """Return the number of sequences that one data-parallel rank accepts at once.
 
-    `max_num_seqs` sequences run. The same number waits in the engine, so that the next step can
-    replace a finished sequence. Each sequence needs at least one of `kv_blocks` blocks; 0: unknown.
+    `max_num_seqs` run, and as many wait in the engine, so that the next step can replace one. Each
+    needs at least one of `kv_blocks` blocks; 0: unknown.
     """
     return max(min(2 * max_num_seqs, kv_blocks), 1) if kv_blocks else 2 * max_num_seqs
 
@@ -430,8 +396,7 @@ def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
 def _refusal(error: Exception) -> bytes | None:
     """Return an error event if vLLM refused the request after its stream started, else None.
 
-    vLLM's completions and chat endpoints send such an event themselves. Its Responses API raises an
-    exception instead, which would break the stream.
+    vLLM's Responses API raises an exception instead of sending one, which would break the stream.
     """
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
@@ -445,10 +410,6 @@ def _refusal(error: Exception) -> bytes | None:
 
 
 def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
-    """Return vLLM's KVTransferConfig for Tandem's connector, with a new engine id.
-
-    The connector accepts reports of lost engines only if they contain this `supervisor` token.
-    """
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
@@ -464,10 +425,8 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 
 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
-    """Return the arguments of vLLM's application.
-
-    `frontend` takes precedence over `engine_args`, and both over vLLM's defaults. Imports the tool
-    parser plugin, if one is set.
+    """Return the arguments of vLLM's application; `frontend` precedes `engine_args`. Imports the
+    tool parser plugin.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath

@@ -1,6 +1,7 @@
 """A router's call to an engine: its items, timeouts and timestamps."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -34,6 +35,8 @@ from actors.rpc.messages import RpcFailure, RpcRequest
 from actors.rpc.protocol import GRANT_BYTES, item_bytes
 from actors.telemetry.latency_breakdown import CallTimes
 from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
 """Start of a response and its items: those of a stream so far, else the whole body."""
@@ -120,8 +123,11 @@ class EngineCall:
                 self._slot.served = True
                 self._slots.record_accepted(self._slot.replica_id, ongoing)
             case PrefillReport():
-                if self._watcher is not None:
-                    self._watcher.reported(item)
+                try:
+                    if self._watcher is not None:
+                        self._watcher.reported(item)
+                except Exception:  # would close the connection, with the calls of others
+                    logger.exception("cannot apply a report about prefill; ignoring it: %r", item)
             case Heartbeat(tokens=tokens):
                 if tokens:
                     self._first_token()

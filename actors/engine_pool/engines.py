@@ -1,8 +1,7 @@
 """A router's pool of the engines of one role: takes slots and sends calls to RPC servers.
 
-Serve starts and stops replicas and reports the running ones. Calls do not pass through Serve
-(docs/decisions/0036). As in `discovery.py`, an engine is a replica or one of its data-parallel
-ranks.
+Serve starts and stops replicas and reports them; calls do not pass through it
+(docs/decisions/0036).
 """
 
 import asyncio
@@ -51,10 +50,10 @@ class EnginePool:
         """True while this router is stopping."""
 
     def leave(self) -> None:
-        """Keep the engines running until this stopping router closes its connections.
+        """Keep the engines until this stopping router closes its connections.
 
-        The router still receives requests. Serve may stop the engines at the same time, and then no
-        longer lists them.
+        It still receives requests. Serve may stop the engines at the same time, and no longer list
+        them.
         """
         self.leaving = True
         self._follow_replicas()
@@ -65,7 +64,6 @@ class EnginePool:
         self._slots.changed()
 
     async def _keep(self, name: str, address: RpcAddress) -> None:
-        """Keep one engine running until this router closes its connections."""
         try:
             await self._ask(address, KEEP, ())
         except EngineError:
@@ -76,7 +74,7 @@ class EnginePool:
         self._slots.record_leaving(name)
 
     def _engines(self) -> Mapping[str, EngineReplica]:
-        """Return Serve's list of running engines; a stopping router also uses the last of them."""
+        """Return Serve's list; a stopping router also uses the last one that had engines."""
         running = replicas_of(self._handle.deployment_id) or {}
         return running if running or not self.leaving else last_replicas_of(self._handle.deployment_id)
 
@@ -88,10 +86,8 @@ class EnginePool:
         part: bool = False,
         identity: str | None = None,
     ) -> Slot:
-        """Take slots for `sequences` on an engine outside `avoid`, with `identity` if it is given.
+        """Take slots for `sequences` as `SlotPool.take` does.
 
-        Chooses the engine as `SlotPool.take` does, and waits without a deadline. Release the slots
-        with `give_back`. `part` marks a later prompt of a list, which does not count as waiting.
         Raises OverloadedError if `max_queued_requests` requests already wait, but not for a `part`
         or while no engine runs.
         """
@@ -108,10 +104,7 @@ class EnginePool:
         sequences: int = 1,
         identity: str | None = None,
     ) -> Slot | None:
-        """Take slots for `sequences` on an engine outside `avoid`, with `identity` if it is given.
-
-        Return None if the request must wait.
-        """
+        """Take slots without a wait; None if the request must wait."""
         self._follow_replicas()
         name = self._slots.take_now(avoid, prefer, sequences, identity)
         return None if name is None else self._slot(name, sequences)
@@ -123,7 +116,7 @@ class EnginePool:
             )
 
     def _slot(self, name: str, sequences: int) -> Slot | None:
-        """Return the taken slots of engine `name`, or give them back if its replica has stopped."""
+        """Return the taken slots of engine `name`; give them back if it has stopped."""
         try:
             engine = self._engines().get(name)
             if engine is not None:
@@ -135,7 +128,6 @@ class EnginePool:
         return None
 
     def give_back(self, slot: Slot) -> None:
-        """Release the slots of `slot` after the end of its call, or if no call is sent."""
         self._slots.give_back(slot.replica_id, slot.sequences, served=slot.served)
 
     def move(self, slot: Slot, name: str) -> None:
@@ -178,19 +170,16 @@ class EnginePool:
         return running
 
     def ongoing(self) -> Mapping[str, int] | None:
-        """Return the known number of ongoing sequences of each engine that accepts calls, by id.
-
-        None before Serve's first report.
+        """Return the ongoing sequences by engine that accepts calls; None before Serve's first
+        report.
         """
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
     def stores(self) -> dict[str, EngineStore]:
-        """Return the KV stores, by id of the running engine that uses the store."""
         self._read_metadata()
         return self._stores
 
     def identities(self) -> dict[str, str]:
-        """Return the identities of all running engines, by id."""
         self._read_metadata()
         return self._identities
 
@@ -203,10 +192,7 @@ class EnginePool:
             self._identities = {name: one.identity for name, one in engines.items()}
 
     def same_replica(self, name: str) -> frozenset[str]:
-        """Return the ids of the ranks in the replica of engine `name`, including `name`.
-
-        Only `name` if the engine has stopped.
-        """
+        """Return the ids of the ranks in the replica of engine `name`, `name` included."""
         engines = self._engines()
         if name not in engines:
             return frozenset({name})
@@ -214,31 +200,24 @@ class EnginePool:
 
     @property
     def replica_count(self) -> int:
-        """Number of replicas of which at least one data-parallel rank accepts calls."""
         engines = replicas_of(self._handle.deployment_id) or {}
         return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})
 
     def has_engines(self, avoid: AbstractSet[str] = frozenset(), identity: str | None = None) -> bool:
-        """Return whether an engine outside `avoid`, and of `identity` if given, accepts calls."""
         identities = self.identities()
         usable = self._slots.ongoing().keys() - avoid
         return any(identity is None or identities.get(name) == identity for name in usable)
 
     @property
     def slots(self) -> int:
-        """Number of slots of all running engines."""
         return sum(engine.slots for engine in self._engines().values())
 
     @property
     def slots_taken(self) -> int:
-        """Number of sequences for which this router holds slots."""
         return self._slots.taken
 
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
-        """Return the results of a method of all replicas, without those that fail or time out.
-
-        Calls the first data-parallel rank of each replica, and logs failures.
-        """
+        """Return the results of a method of all replicas; log those that fail or time out."""
         replies = await self.tell_all(method, timeout_s)
         for name, reply in replies.items():
             if isinstance(reply, Exception):
@@ -246,10 +225,8 @@ class EnginePool:
         return [reply for reply in replies.values() if not isinstance(reply, Exception)]
 
     async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
-        """Return the result or the exception of a method of each replica, by id of its first rank.
-
-        Calls the first data-parallel rank of each replica, which answers for all ranks. The
-        exception is DeadlineError for a replica that does not answer within `timeout_s`.
+        """Return the result or the exception of a method of each replica, by id of its first rank,
+        which answers for all ranks. DeadlineError: no answer within `timeout_s`.
         """
         engines = replicas_of(self._handle.deployment_id) or {}
         replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
@@ -271,11 +248,9 @@ class EnginePool:
         return await self._channels.to(address).ask(method, *arguments)
 
     def snapshot(self) -> ChannelsSnapshot:
-        """Return the numbers of open and idle connections."""
         return self._channels.snapshot()
 
     async def close(self) -> None:
-        """Close all connections and stop listening for changes of replicas."""
         self._channels.close()
         if self._unsubscribe is not None:
             self._unsubscribe()

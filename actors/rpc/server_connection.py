@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from actors.request import Accepted, Item, ResponseStart
+from actors.request import Accepted, Item, PrefillReport, ResponseStart
 from actors.rpc.messages import Ask, CancelStream, Credit, Open, RpcFailure, RpcProtocolError, RpcRequest
 from actors.rpc.protocol import PIECE_BYTES, EngineProtocol, item_bytes, pieces
 from connectors.open_files import report_few_left
@@ -16,7 +16,7 @@ HELLO_S = 5.0
 """Timeout in seconds for the authentication of a new connection."""
 
 LINGER_S = 0.002
-"""Maximum delay in seconds of `Accepted` and `ResponseStart`.
+"""Maximum delay in seconds of `Accepted`, `PrefillReport` and `ResponseStart`.
 
 They are sent with the next item if it follows in this time, because each frame wakes the router's
 process.
@@ -51,10 +51,10 @@ class ServedStream:
     async def send(self, item: Item) -> None:
         """Send the next item of the answer. Waits for credit and for room in the socket's buffer.
 
-        Delays `Accepted` and `ResponseStart` by up to LINGER_S, unless the router believes this
-        engine full.
+        Delays `Accepted`, `PrefillReport` and `ResponseStart` by up to LINGER_S, unless the caller
+        believes this engine full.
         """
-        lazy = isinstance(item, Accepted | ResponseStart) and not self._expects_refusal
+        lazy = isinstance(item, Accepted | PrefillReport | ResponseStart) and not self._expects_refusal
         for piece in pieces(item):
             while not self._connection.sent(self.number, piece, lazy):
                 self._credit = asyncio.get_running_loop().create_future()

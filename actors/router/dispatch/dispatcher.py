@@ -106,7 +106,6 @@ class Dispatcher:
                     self.decode_failed(error)
 
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
-        """Return the request's timestamps up to the answer of `attempt`."""
         assert self._began_at is not None, "call `open` first"
         decode, prefill, retried_at = attempt.times
         by_prefill = attempt.sampled_by == "prefill"
@@ -145,15 +144,11 @@ class Dispatcher:
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
-        """Exclude a prefill replica, with all its ranks, after it failed as the only engine.
-
-        Also reports the failure to the routing policy.
-        """
+        """Exclude a prefill replica, with all its ranks, after it failed as the only engine."""
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
         self._fleet.feedback.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
-        """Reset the count of failed decode attempts after a new event for the client."""
         self._decode_tries = 0
 
     async def _open_once(self, replay_log: ReplayLog) -> Attempt:
@@ -332,12 +327,10 @@ class Dispatcher:
         return bool(self._others() or self._last_error)
 
     def _others(self) -> AbstractSet[str]:
-        """Return the decode replicas that this request may still try."""
         return (self._fleet.decode.ongoing() or {}).keys() - self._avoided()
 
     @asynccontextmanager
     async def _begin(self, decision: Decision) -> AsyncGenerator[Attempt, None]:
-        """Yield an attempt, which an error closes."""
         attempt = Attempt(self._fleet, self.request.prompt, decision)
         if self._began_at is None:
             self._began_at = attempt.began_at
