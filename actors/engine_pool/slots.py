@@ -110,7 +110,7 @@ class SlotPool:
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
 
     def changed(self) -> None:
-        """Forget stopped replicas, and grant slots on new ones; call it after a change of `look`."""
+        """Forget stopped replicas, and grant slots on new ones, after a change of `look`."""
         here = self._look().keys()
         self._leaving &= here
         for known in (self._others, self._full):

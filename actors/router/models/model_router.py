@@ -21,7 +21,7 @@ from actors.router.prompt_lists.split import parent_id, split
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings.base import ROLES, RoleName
+from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits
 from connectors.errors import TandemError
 
@@ -65,19 +65,8 @@ class ModelRouter:
         self._decode = engines.decode
         self._limits = limits
         prefill, decode = engines.prefill, engines.decode
-        self.feedback = RoutingFeedback(
-            limits().routing,
-            metrics,
-            prefill.ongoing,
-            decode.ongoing,
-            lambda: prefill.stores() | decode.stores(),
-            self._identities,
-        )
+        self.feedback = RoutingFeedback(limits().routing, metrics, prefill, decode)
         self._fleet = Fleet(prefill, decode, metrics, self.feedback)
-
-    def _identities(self) -> dict[str, str]:
-        prefill, decode = (self.pools[role].identities() for role in ROLES)
-        return prefill | decode if len({*prefill.values(), *decode.values()}) > 1 else {}
 
     @property
     def limits(self) -> RouterLimits:
