@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -24,6 +24,9 @@ from actors.request import Accepted, Call, Heartbeat, Item, PrefillReport, Respo
 from actors.rpc.address import RpcAddress
 from actors.rpc.client import Channel
 from actors.rpc.messages import PrefillOrder, RpcRequest
+
+ANSWER_S = 0.5
+"""Longest wait in seconds for prefill's answer after the end of decode's."""
 
 BACK_OFF_S = 0.05
 """Initial pause in seconds after all candidates have refused a call. Doubles each time."""
@@ -109,7 +112,7 @@ class SplitCall:
                         if not self._is_answered and prefill is not None and prefill.broken:
                             break
                     else:
-                        for one in held:
+                        for one in (*held, *await self._last_reports(notices)):
                             yield one
                         return
                 assert prefill is not None
@@ -146,6 +149,16 @@ class SplitCall:
         )
         prefill.send(self._connections.to(candidate.address), request)
         return prefill
+
+    async def _last_reports(self, notices: Notices) -> list[PrefillReport]:
+        """Wait for prefill's answer, which may follow decode's: it updates the routing policy."""
+        reports, prefill = [], self._prefill
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                while self._has_kv and prefill is not None and prefill.outcome == "accepted":
+                    reports.append(await notices.get())
+        reports += iter(notices.pop, None)
+        return [item for item in reports if isinstance(item, PrefillReport)]
 
     async def _leave(self, prefill: PrefillCall, notices: Notices) -> list[PrefillReport]:
         """End a broken call; return its unread reports.
