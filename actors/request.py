@@ -203,7 +203,7 @@ class TokenChunk(StreamChunk, frozen=True, array_like=True, tag=3):
 
 
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
-    """Chunk with the first token, from a prefill engine that the router asked to sample it."""
+    """Chunk with the first token, from a prefill engine that was asked to sample it."""
 
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""
@@ -213,5 +213,44 @@ class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):
     """See `TokenChunk.source`."""
 
 
-Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | bytes
+PrefillOutcome = Literal["accepted", "full", "leaving", "computed", "rejected", "failed", "silent", "late", "alone"]
+"""What has become of a prefill call, or of the prompt.
+
+    accepted  the engine computes the prompt
+    full      it has no free slot
+    leaving   it is stopping
+    computed  the prompt is computed; decode may still lack KV
+    rejected  the engine answered with a 4xx status, or without the first token
+    failed    the engine died, answered with a 5xx status or had an internal error
+    silent    it sent nothing for `silence_timeout_s`
+    late      it did not answer within `prefill_timeout_s`
+    alone     no further prefill engine is called: decode computes the prompt
+"""
+
+
+class PrefillReport(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Report of a decode engine about its call to a prefill engine (`RpcRequest.prefill`).
+
+    Durations are in seconds of the decode engine's clock.
+
+    ``replica``        id of the prefill engine; empty if the outcome is `alone`
+    ``tried_s``        from the acceptance of decode's call to the beginning of this try
+    ``took_s``         from the beginning of this try to this outcome
+    ``ongoing``        number of the prefill engine's ongoing sequences, if it has `accepted`
+    ``prompt_tokens``  number of tokens of the prompt, if it is computed and the engine reports it
+    ``timings``        timings of the prefill engine, if the prompt is computed
+    ``message``        cause of a failure; of `alone`: the reason of the local request
+    """
+
+    replica: str
+    outcome: PrefillOutcome
+    tried_s: float
+    took_s: float
+    ongoing: int = 0
+    prompt_tokens: int | None = None
+    timings: EngineTimings | None = None
+    message: str = ""
+
+
+Item = Accepted | Heartbeat | ResponseStart | TokenChunk | FirstTokenChunk | PrefillReport | bytes
 """Item of an answer; `bytes` is a part of the body without tokens or timings."""

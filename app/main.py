@@ -130,8 +130,8 @@ class HttpRouter(RouterReplica):
             settings.limits(),
             *(
                 ModelEngines(
-                    EnginePool(one.prefill, client),
-                    EnginePool(one.decode, client),
+                    EnginePool("prefill", one.prefill, client),
+                    EnginePool("decode", one.decode, client),
                     one.names,
                     one.allows_adapters,
                     one.adapters,

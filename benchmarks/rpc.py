@@ -80,7 +80,7 @@ class Steps:
 async def serve(steps: Steps, host: Connection) -> None:
     """Run the engine's side until the router has all tokens; report its processor time."""
 
-    async def answer(_: RpcRequest) -> AsyncGenerator[Any, None]:
+    async def answer(_: RpcRequest, __: Any) -> AsyncGenerator[Any, None]:
         yield Accepted("e", 1)
         yield ResponseStart(200, EVENTS)
         await steps.join()
@@ -102,7 +102,7 @@ async def read(address: Any, streams: int, steps: int) -> float:
     engines_module.replicas_of = lambda _: known  # type: ignore[assignment]
     handle: Any = SimpleNamespace(deployment_id="e")
     handle.options = lambda: handle
-    pool = EnginePool(handle)
+    pool = EnginePool("decode", handle)
     began_s = 0.0
 
     async def one() -> None:

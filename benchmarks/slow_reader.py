@@ -35,7 +35,8 @@ import uvloop
 from actors.engine.asgi_call import call_asgi
 from actors.engine_pool import engines as engines_module
 from actors.engine_pool.discovery import EngineReplica
-from actors.engine_pool.engines import EngineCall, EnginePool
+from actors.engine_pool.engine_call import EngineCall
+from actors.engine_pool.engines import EnginePool
 from actors.request import Accepted, Call
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
@@ -97,7 +98,7 @@ def engine(host: Connection) -> None:
     async def run() -> None:
         application, blocked = Application(), Blocked()
 
-        async def answer(request: RpcRequest) -> AsyncGenerator[Any, None]:
+        async def answer(request: RpcRequest, _: Any) -> AsyncGenerator[Any, None]:
             yield Accepted("e", 1)
             async with aclosing(call_asgi(application, request.call)) as items:
                 async for item in items:
@@ -122,7 +123,7 @@ async def read(address: Any, host: Connection, pause_s: float) -> tuple[int, Blo
     engines_module.replicas_of = lambda _: known  # type: ignore[assignment]
     handle: Any = SimpleNamespace(deployment_id="e")
     handle.options = lambda: handle
-    pool = EnginePool(handle)
+    pool = EnginePool("decode", handle)
     delays_ms: list[float] = []
 
     async def other() -> None:
@@ -153,11 +154,7 @@ async def read(address: Any, host: Connection, pause_s: float) -> tuple[int, Blo
 
 
 async def _bodies(call: EngineCall) -> AsyncGenerator[bytes, None]:
-    while True:
-        try:
-            item = await anext(call)
-        except StopAsyncIteration:
-            return
+    while (item := await call.next()) is not None:
         if isinstance(item, bytes):
             yield item
 

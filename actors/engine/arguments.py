@@ -101,11 +101,7 @@ def frontend_argument_names() -> frozenset[str]:
 
 
 def _fields(module: str, name: str) -> frozenset[str]:
-    """Return the public fields of one of vLLM's dataclasses, read from its source.
-
-    Importing the module takes 8 s of CPU time, in the launcher and again in the process in which
-    Serve builds the application. So it is imported only if its source cannot be analysed.
-    """
+    """Return a vLLM dataclass's public fields, from its source: an import takes 8 s of CPU time."""
     names = fields_in_source(_source(module), name)
     if names is None:
         names = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
@@ -113,10 +109,8 @@ def _fields(module: str, name: str) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """Return a module's source, or "" if no `.py` file has the module's name.
-
-    Unlike `find_spec(module)`, imports no parent package. Raises SettingsError if the top package
-    is not installed.
+    """Return a module's source without importing it, or ""; raises SettingsError without the
+    package.
     """
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
@@ -127,10 +121,7 @@ def _source(module: str) -> str:
 
 
 def fields_in_source(source: str, name: str) -> set[str] | None:
-    """Return the annotated fields of dataclass `name` and of its bases in the same module.
-
-    Return None if the class or one of its bases is not in `source`.
-    """
+    """Return the annotated fields of dataclass `name` and of its bases; None if one is missing."""
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         return None

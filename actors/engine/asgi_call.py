@@ -6,13 +6,12 @@ effect of a client's disconnect.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import ExitStack
 from contextvars import Context
 from typing import Any
 from urllib.parse import unquote
 
-from actors.engine.heartbeat import HeartbeatMonitor
 from actors.request import Call, Heartbeat, ResponseStart
 
 Message = MutableMapping[str, Any]
@@ -22,28 +21,55 @@ READY_BYTES = 2**16
 """Number of unread body bytes at which the application's `send` waits."""
 
 
+class Notices:
+    """Queue of items that come beside an application's response."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        """Set by each `put`; its reader clears it."""
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        self.news.set()
+
+    def beat(self) -> None:
+        """Add a heartbeat, unless unread items have the same effect."""
+        if not self._items:
+            self.put(Heartbeat())
+
+    def pop(self) -> Any:
+        """Remove and return the next item; None without one."""
+        return self._items.popleft() if self._items else None
+
+    async def get(self) -> Any:
+        """Wait for the next item, remove and return it."""
+        while not self._items:
+            self.news.clear()
+            await self.news.wait()
+        return self._items.popleft()
+
+
 async def call_asgi(
     app: AsgiApp,
     call: Call,
     disconnect_s: float = 10.0,
     context: Context | None = None,
-    heartbeats: HeartbeatMonitor | None = None,
-    first_token: asyncio.Future[None] | None = None,
-) -> AsyncGenerator[ResponseStart | bytes | Heartbeat, None]:
-    """Yield the start of the response, its body, and `Heartbeat` items from `heartbeats`.
+    notices: Notices | None = None,
+) -> AsyncGenerator[Any, None]:
+    """Yield the start of the response, its body, and the items of `notices`.
 
-    When `first_token` is done, a Heartbeat with `tokens` follows. A response start or body that is
-    ready precedes heartbeats. Joins the body bytes that arrive between two reads; the application's
-    `send` waits while READY_BYTES or more are unread. The application runs in `context`, by default
-    a copy of the caller's context. If the generator is closed early, the application receives
-    `http.disconnect`, and is cancelled if it still runs after `disconnect_s` seconds. Raises the
-    application's exception after the items.
+    A response start or body that is ready precedes notices. Joins the body bytes that arrive
+    between two reads; the application's `send` waits while READY_BYTES or more are unread. The
+    application runs in `context`, by default a copy of the caller's context. If the generator is
+    closed early, the application receives `http.disconnect`, and is cancelled if it still runs
+    after `disconnect_s` seconds. Raises the application's exception after the items.
     """
     start: ResponseStart | None = None
     body: list[bytes] = []
     body_bytes = 0
-    beats = tokens = False
-    news, room = asyncio.Event(), asyncio.Event()
+    notices = Notices() if notices is None else notices
+    news, room = notices.news, asyncio.Event()
     room.set()
     disconnected = asyncio.Event()
     inbox: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -69,23 +95,8 @@ async def call_asgi(
     async def serve() -> None:
         await app(_scope(call), receive, send)
 
-    def beat() -> None:
-        nonlocal beats
-        beats = True
-        news.set()
-
-    def report(_: asyncio.Future[None]) -> None:
-        nonlocal tokens
-        tokens = True
-        news.set()
-
     run = asyncio.create_task(serve(), context=context)
     run.add_done_callback(lambda _: news.set())
-    if first_token is not None:
-        first_token.add_done_callback(report)
-    stack = ExitStack()
-    if heartbeats is not None:
-        stack.enter_context(heartbeats.subscribed(beat))
     try:
         while True:
             if start is not None:
@@ -96,9 +107,8 @@ async def call_asgi(
                 body.clear()
                 room.set()
                 yield ready
-            elif beats or tokens:
-                beat_now, beats, tokens = Heartbeat(tokens), False, False
-                yield beat_now
+            elif (notice := notices.pop()) is not None:
+                yield notice
             elif run.done():
                 break
             else:
@@ -106,7 +116,6 @@ async def call_asgi(
                 await news.wait()
         await run
     finally:
-        stack.close()
         if not run.done():
             disconnected.set()
             room.set()

@@ -2,18 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from actors.engine.engine_actor import EngineActor
+from actors.engine.asgi_call import Notices
+from actors.engine.engine_actor import CallItem, EngineActor
 from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, PeerReplicas, ProbeParams, every, probe_timeout_s
+from actors.engine.split.split_call import SplitCall
+from actors.request import Call
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server_connection import ServedStream
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
 MOST_WARM = 1024
-"""Maximum number of remembered warm-ups per rank. After more, a running engine is warmed up again.
-"""
+"""Number of remembered warm-ups per rank; after more, an engine is warmed up again."""
 
 
 class Decode(EngineActor):
@@ -31,22 +37,28 @@ class Decode(EngineActor):
         looking = every(WARM_UP_INTERVAL_S, self.warm_up_new_pairs)
         self._tasks.append(asyncio.create_task(looking, name="meets-prefill-replicas"))
 
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
+        """Return the items that answer a request; with an order, a prefill engine is called."""
+        if request.prefill is None:
+            return super().serve_request(rank, request, stream)
+        heartbeats = partial(self.engine.heartbeats, rank)
+        split = SplitCall(request.call, request.prefill, self._channels, partial(self._serve, rank), heartbeats)
+        return split.items(self.accepted(rank))
+
+    def _serve(self, rank: int, call: Call, notices: Notices, began_at: float) -> AsyncGenerator[Any, None]:
+        return self.engine.serve(call, rank, notices, began_at)
+
     async def fetch_probes(self, probes: Mapping[str, list[ProbeParams]]) -> None:
-        """Fetch the probes of a starting prefill replica, which calls all decode replicas.
-
-        ``probes``  transfer parameters of the probes for each rank, by the rank's id (`engines`);
-                    ids of other replicas are ignored
-
-        Logs timeouts; raises other errors.
+        """Fetch the probes of a starting prefill replica, which calls all decode replicas with
+        probes by rank id. Logs timeouts; raises other errors.
         """
         ranks = enumerate(self.engines)
         await self._fetch_all([(rank, probe) for rank, name in ranks for probe in probes.get(name, ())])
 
     @property
     def warm(self) -> frozenset[str]:
-        """Ids of the prefill engines with which every rank of this replica has run a probe.
-
-        A probe whose transfer failed counts, too: the rank has computed the probe's prompt.
+        """Ids of the prefill engines with which every rank has run a probe, also if its transfer
+        failed.
         """
         return frozenset.intersection(*map(frozenset, self._warm))
 
@@ -55,18 +67,11 @@ class Decode(EngineActor):
         await asyncio.gather(*(self._warm_up_new_pairs(rank) for rank in range(len(self._warm))))
 
     async def _warm_up_new_pairs(self, rank: int) -> None:
-        """Fetch a probe from each prefill engine that is new to `rank`.
-
-        Logs timeouts; raises other errors.
-        """
         replies = await self._prefill.ask("probes_for", frozenset(self._warm[rank]))
         await self._fetch_all([(rank, probe) for reply in replies for probe in reply])
 
     async def _fetch_all(self, probes: Sequence[tuple[int, ProbeParams]]) -> None:
-        """Fetch probes, each on its rank; log timeouts and raise other errors.
-
-        Fetches in parallel, because an unreachable engine takes the whole timeout.
-        """
+        """Fetch probes in parallel: an unreachable engine takes the whole timeout."""
         fetches = await asyncio.gather(*(self._fetch(rank, probe) for rank, probe in probes), return_exceptions=True)
         for (_, probe), problem in zip(probes, fetches, strict=True):
             if isinstance(problem, TimeoutError):

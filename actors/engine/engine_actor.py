@@ -21,25 +21,27 @@ from actors.engine.vllm_engine import VllmEngine
 from actors.engine_pool.discovery import engine_names, ranked_metadata
 from actors.errors import EngineStartError
 from actors.process import prepare_process
-from actors.request import Accepted, Call, Heartbeat, ResponseStart, StreamChunk
+from actors.request import Accepted, Call, Heartbeat, PrefillReport, ResponseStart, StreamChunk
+from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
+from actors.rpc.server_connection import ServedStream
 from actors.telemetry.engine_status import read_status
-from actors.tls import TlsFiles, rpc_files, server_context
+from actors.tls import ClientTls, TlsFiles, rpc_files, server_context
 from configs.settings.base import RoleName
 from configs.settings.deployment import RoleSettings
 from configs.settings.service import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | bytes
+CallItem = Accepted | Heartbeat | ResponseStart | StreamChunk | PrefillReport | bytes
 
 
 class EngineActor:
     """Actor that hosts one engine. Subclasses set the role.
 
-    Each data-parallel rank of the engine has an RPC server of its own. So a router treats each rank
-    as an engine with its own address, slots and load (docs/decisions/0047).
+    Each data-parallel rank has an RPC server, so a router treats it as an engine
+    (docs/decisions/0047).
     """
 
     role: RoleName
@@ -48,10 +50,10 @@ class EngineActor:
     async def __init__(self, settings: ServiceSettings, fallback_secret: SecretStr) -> None:  # type: ignore[misc]
         """Start the engine; Serve marks the replica ready when this returns.
 
-        Serve may build the application on a node without this role's environment variables. So a
-        secret in the settings or in this process's environment takes precedence over
-        `fallback_secret`. Raises SettingsError if the secret in the environment is too short, and
-        EngineStartError with the cause if the start fails.
+        Serve may build the application on a node without this role's environment, so a secret in
+        the settings or in this process's environment precedes `fallback_secret`. Raises
+        SettingsError if that secret is too short, and EngineStartError with the cause if the start
+        fails.
         """
         keep_serve_log()
         prepare_process(self.role.capitalize())
@@ -75,25 +77,24 @@ class EngineActor:
     async def _watch_nodes(self, settings: ServiceSettings) -> None:
         """Report nodes that are lost from now on to the engine, in a task.
 
-        Call this before the first contact with another engine. Raises EngineStartError as
-        `grace_s`.
+        Call this before the first contact with another engine.
         """
         node_lost_s = grace_s(settings.transfer.node_lost_s)
         lost = watch_nodes(self.engine.lose, node_lost_s, await dead_nodes_now())
         self._tasks = [asyncio.create_task(lost, name="watches-nodes")]
 
     def _describe_ranks(self) -> None:
-        """Add each rank's identity and KV store to its metadata for routers."""
         for described, metadata in zip(self.engine.described, self._rank_metadata, strict=True):
             metadata |= {name: described[name] for name in ("identity", "store") if described.get(name)}
 
     async def _open_rpc_servers(self, settings: RoleSettings, files: TlsFiles | None = None) -> None:
-        """Open an RPC server for each rank.
+        """Open an RPC server for each rank, and prepare the connections to other engines.
 
         Raises ConfigurationError if the TLS files cannot be loaded, and EngineStartError if a
         server's address cannot be used.
         """
         tls = None if files is None else server_context(files)
+        self._channels = Channels(None if files is None else ClientTls(files))
         slots = settings.max_ongoing_sequences or self.engine.slots
         host = settings.rpc_host or self._node_ip
         self.engines = engine_names(self.replica, len(self.engine.ranks))
@@ -113,7 +114,6 @@ class EngineActor:
             self._rank_metadata.append(replica_metadata(address, settings.max_queued_requests, slots=slots))
 
     def _router_methods(self, rank: int) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """Return the methods available to routers on the RPC server of `rank`, by name."""
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "metrics": self.metrics,
             "status": self.status,
@@ -129,16 +129,19 @@ class EngineActor:
         """Return the replica's metadata for routers; Serve's hook, called after the start."""
         return ranked_metadata(self._rank_metadata)
 
-    def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
         """Return the items that answer a request to the RPC server of `rank`."""
         return self.call(rank, request.call)
+
+    def accepted(self, rank: int) -> Accepted:
+        return Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
         """Yield Accepted, then the answer of `rank` to `call`.
 
         Closing the generator aborts the request in the engine.
         """
-        yield Accepted(self.engines[rank], self._rpc_servers[rank].ongoing)
+        yield self.accepted(rank)
         async with aclosing(self.engine.serve(call, rank)) as answer:
             async for item in answer:
                 yield item
@@ -171,10 +174,7 @@ class EngineActor:
         }
 
     async def engine_names(self) -> list[str]:
-        """Return the ids of the ranks, as routers use them.
-
-        Raises EngineDownError as `check_health` does.
-        """
+        """Return the ids of the ranks; raises EngineDownError as `check_health` does."""
         await self.engine.check_health()
         return self.engines
 
@@ -186,10 +186,6 @@ class EngineActor:
         await self.engine.check_health()
 
     async def _drain(self) -> None:
-        """Refuse new calls and wait until the running calls have ended.
-
-        Returns at once if the start has failed.
-        """
         await asyncio.gather(*(server.drain() for server in getattr(self, "_rpc_servers", ())))
 
     async def __del__(self) -> None:
@@ -199,5 +195,7 @@ class EngineActor:
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         await asyncio.gather(*(server.close() for server in getattr(self, "_rpc_servers", ())))
+        if (channels := getattr(self, "_channels", None)) is not None:
+            channels.close()
         if hasattr(self, "engine"):
             await self.engine.close()

@@ -28,23 +28,20 @@ MARGIN_S = 120.0
 
 
 def new_engine_id() -> str:
-    """Return a new engine id with the id of this process's Ray node, if any, as prefix."""
     node = engines_of(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
     return node + uuid.uuid4().hex
 
 
 def engines_of(node_id: str) -> str:
-    """Return the prefix of the ids of all engines on a node."""
     return f"{node_id}."
 
 
 def grace_s(node_lost_s: float | None) -> float:
-    """Return the seconds after which writes from a dead node are presumed stopped.
+    """Return the seconds after which writes from a node that Ray shows as dead are presumed
+    stopped.
 
-    They count from the first reading of Ray's node table in which the node is dead. With None,
-    returns `cut_off_node_s()` + MARGIN_S. Raises EngineStartError if a prefill engine on a cut-off
-    node may run longer than `node_lost_s`: it could write to blocks that decode has given to
-    another request.
+    With None, `cut_off_node_s()` + MARGIN_S. Raises EngineStartError if a prefill engine on a cut-
+    off node may run longer: it could write to blocks that decode has given to another request.
     """
     ends_s = cut_off_node_s()
     if node_lost_s is None:
@@ -70,11 +67,7 @@ class LostNodes:
         self._since: dict[str, float] = {}
 
     def look(self, dead: Iterable[str], now: float) -> list[str]:
-        """Record new dead nodes. Return those recorded for `gone_s` or longer, and not `reported`.
-
-        ``dead``  ids of all nodes that are dead now
-        ``now``   monotonic time in seconds
-        """
+        """Record dead nodes; return those recorded for `gone_s` or longer, and not `reported`."""
         self._reported &= set(dead)  # Ray forgets nodes that died long ago
         for node_id in set(dead) - self._reported:
             self._since.setdefault(node_id, now)
@@ -86,10 +79,8 @@ class LostNodes:
 
 
 async def dead_nodes_now() -> list[str]:
-    """Return the ids of dead nodes. Call this before the engine contacts another engine.
-
-    Empty if Ray's node table cannot be read; `watch_nodes` then reports these nodes too, which is
-    harmless.
+    """Return the ids of dead nodes, before the engine contacts another one. Empty if Ray's table
+    cannot be read: reporting these nodes too is harmless.
     """
     try:
         return await asyncio.to_thread(_dead_nodes)
@@ -99,11 +90,8 @@ async def dead_nodes_now() -> list[str]:
 
 
 async def watch_nodes(report: Callable[[str], Awaitable[None]], gone_s: float, dead_before: Iterable[str]) -> None:
-    """Call `report` with the engine id prefix of each node dead for `gone_s` seconds.
-
-    Runs until cancelled. Logs errors, also those of `report`, and tries again.
-
-    ``dead_before``  dead nodes that never had contact with this engine (`dead_nodes_now`)
+    """Call `report` with the engine id prefix of each node dead for `gone_s` seconds, until
+    cancelled. Logs errors and tries again.
     """
     nodes = LostNodes(dead_before, gone_s)
     while True:

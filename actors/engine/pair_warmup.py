@@ -1,9 +1,9 @@
 """Warm-up of engine pairs: the first handshake and transfer use a probe of a few tokens.
 
-Before Serve marks a new replica ready, each of its ranks tries to exchange a probe with each rank
-of each running replica of the other role. Two replicas that start at the same time do not find each
-other, so decode also looks for new prefill replicas every `WARM_UP_INTERVAL_S` seconds. Without
-warm-up, the first request of a pair waits for the handshake.
+Before Serve marks a new replica ready, each of its ranks exchanges a probe with each rank of each
+running replica of the other role. Two replicas that start together do not find each other, so
+decode also looks for new prefill replicas. Without it, a pair's first request waits for the
+handshake.
 """
 
 import asyncio
@@ -26,23 +26,16 @@ ProbeParams = Mapping[str, Any]
 """`kv_transfer_params` with which a decode engine fetches the KV of a probe."""
 
 FETCH_MARGIN_S = 10.0
-"""Time in seconds that a probe may take in addition to the handshake.
-
-It covers the prompt, the transfer, and the recomputation if the transfer fails.
-"""
+"""Seconds that a probe may take beyond the handshake: prompt, transfer, recomputation."""
 
 CALL_MARGIN_S = 5.0
-"""Time in seconds that Serve may take to call a replica, in addition to the method's own time."""
+"""Seconds that Serve may take to call a replica, beyond the method's own time."""
 
 WARM_UP_INTERVAL_S = 5.0
-"""Interval in seconds at which a decode replica looks for new prefill replicas."""
 
 
 def probe_timeout_s(transfer: TransferSettings) -> float:
-    """Return the timeout of a probe in seconds.
-
-    It exceeds the timeout of a handshake, so that a failing handshake reports its reason first.
-    """
+    """Return a probe's timeout, above a handshake's, which first reports its reason."""
     return transfer.handshake_s + FETCH_MARGIN_S
 
 
@@ -63,15 +56,13 @@ class PeerReplicas:
     """
 
     def __init__(self, role: RoleName, probe_timeout_s: float, handle: DeploymentHandle | None = None) -> None:
-        """Use `handle` for the role, or get it from Serve at the first call."""
         self.role = role
         self.timeout_s = probe_timeout_s + CALL_MARGIN_S
         self._handle = handle
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Return the results of the replicas that reply in time, without those that fail.
-
-        Logs failures. Empty if no replica runs or Serve cannot call any.
+        """Return the results of the replicas that reply in time; log failures. Empty without
+        replicas.
         """
         try:
             if self._handle is None:
@@ -90,10 +81,7 @@ class PeerReplicas:
 
 
 async def every(seconds: float, work: Any) -> None:
-    """Await `work()` repeatedly until cancelled, after a pause of `seconds` each time.
-
-    Logs its exceptions and continues.
-    """
+    """Await `work()` every `seconds` until cancelled; log its exceptions."""
     while True:
         await asyncio.sleep(seconds)
         try:

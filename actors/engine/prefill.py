@@ -13,8 +13,9 @@ from actors.engine.arguments import why_no_first_token
 from actors.engine.engine_actor import CallItem, EngineActor
 from actors.engine.pair_warmup import PeerReplicas, probe_timeout_s
 from actors.engine_pool.discovery import ranked_metadata
-from actors.request import Call, ResponseStart, StreamChunk
+from actors.request import ResponseStart, StreamChunk
 from actors.rpc.messages import RpcRequest
+from actors.rpc.server_connection import ServedStream
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
 
@@ -40,47 +41,55 @@ class Prefill(EngineActor):
         return super()._router_methods(rank) | {"discard": partial(self.discard, rank)}
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the replica's metadata with the address of each rank's producer."""
         ranks = zip(self._rank_metadata, self._producers, strict=True)
         return ranked_metadata([metadata | {"producer": asdict(producer)} for metadata, producer in ranks])
 
-    def serve_request(self, rank: int, request: RpcRequest) -> AsyncGenerator[CallItem, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
         """Return the items that answer a request to the RPC server of `rank`.
 
-        A request with a transfer id is a prefill leg; without one, prefill serves it alone.
+        A request with a transfer id computes a prompt for decode; prefill serves others alone.
         """
         if request.transfer_id is None:
-            return self.call(rank, request.call)
-        return self.call_and_hold(rank, request.call, request.transfer_id, request.hold_s)
+            return super().serve_request(rank, request, stream)
+        return self.call_and_hold(rank, request, request.transfer_id, stream)
 
     async def call_and_hold(
-        self, rank: int, call: Call, transfer_id: str, hold_s: float
+        self, rank: int, request: RpcRequest, transfer_id: str, stream: ServedStream
     ) -> AsyncGenerator[CallItem, None]:
-        """Serve `call`, then keep it ongoing until the router cancels it, for at most `hold_s`.
+        """Serve a call, then keep it ongoing until decode cancels it, for at most `hold_s`.
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
         replica wait for the handover, and the autoscaler counts it. A call that ends with an error
-        status, or with a stream without tokens, has no KV and ends at once.
+        status, or with a stream without tokens, has no KV and ends at once. If the call is
+        cancelled or lost before decode has the KV, discards it.
         """
         self._held.add(transfer_id)
         computed = False
         try:
-            async with aclosing(self.call(rank, call)) as answer:
+            async with aclosing(self.call(rank, request.call)) as answer:
                 async for item in answer:
                     if isinstance(item, ResponseStart):
                         computed = item.status < HTTPStatus.BAD_REQUEST and not item.streams
                     computed = computed or isinstance(item, StreamChunk)
                     yield item
             if computed:
-                await asyncio.sleep(hold_s)
+                await asyncio.sleep(request.hold_s)
+                return
+            stream.done = True
         finally:
             self._held.discard(transfer_id)
+            if not stream.done:
+                await self._discard(rank, transfer_id)
+
+    async def _discard(self, rank: int, transfer_id: str) -> None:
+        try:
+            await self.engine.discard(transfer_id, rank)
+        except Exception as error:
+            logger.warning("cannot discard transfer %s; its lease will expire: %r", transfer_id, error)
 
     async def probes_for(self, known: Collection[str]) -> list[dict[str, Any]]:
-        """Compute a probe on each rank whose engine id is not in `known`, in parallel.
-
-        Return the transfer parameters of the probes (`ProbeParams`), without those that take longer
-        than `probe_timeout_s`. Logs timeouts; raises other errors.
+        """Compute a probe on each rank whose engine id is not in `known`; return their
+        `ProbeParams`. Logs timeouts; raises other errors.
         """
         ranks = [
             rank
@@ -97,7 +106,6 @@ class Prefill(EngineActor):
         return [probe for probe in probes if not isinstance(probe, BaseException)]
 
     async def _warm_up_pairs(self) -> None:
-        """Make all ranks of running decode replicas fetch a probe of each rank of this replica."""
         decode = PeerReplicas("decode", self._probe_s)
         replicas = await decode.ask("engine_names")
         names = [name for names in replicas for name in names]
@@ -106,7 +114,7 @@ class Prefill(EngineActor):
             await decode.ask("fetch_probes", dict(zip(names, probes, strict=True)))
 
     async def discard(self, rank: int, transfer_id: str) -> None:
-        """Tell the connector of `rank` to free the KV of a transfer.
+        """Tell the connector of `rank` to free the KV of a transfer; for routers of version 1.
 
         Ignores transfers without an open call on this replica.
         """

@@ -10,8 +10,8 @@ import logging
 import math
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
 from functools import partial
 from http import HTTPStatus
@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from actors.engine.adapters import EngineAdapters
 from actors.engine.arguments import engine_arguments
-from actors.engine.asgi_call import AsgiApp, call_asgi
+from actors.engine.asgi_call import AsgiApp, Notices, call_asgi
 from actors.engine.chat_template import REMEDY, renders_time, template_of
 from actors.engine.heartbeat import HUNG_MARGIN_S, HeartbeatMonitor
 from actors.engine.node_failures import new_engine_id
 from actors.engine.startup.gpu_defaults import set_gpu_defaults
 from actors.errors import CannotResumeError, EngineDownError, EngineStartError
 from actors.replay_log import ServedCall
-from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart, StreamChunk
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ProducerAddress, ResponseStart
+from actors.telemetry.timestamps import CallTimestamps
 from actors.upstream.vllm_processes.fork_server import may_fork, use_fork_server
 from configs.settings.base import HiddenText, RoleName
 from configs.settings.service import ServiceSettings
@@ -60,10 +61,7 @@ PROBE_TOKENS = [0, 1]
 
 @dataclass
 class StopFlag:
-    """Stand-in for the HTTP server on which vLLM's error handlers set `should_exit`.
-
-    They set it when the engine has died. `VllmEngine.close` sets it too.
-    """
+    """Stand-in for vLLM's HTTP server: its error handlers set the flag when the engine has died."""
 
     should_exit: bool = False
 
@@ -71,8 +69,7 @@ class StopFlag:
 class VllmEngine:
     """A running engine. `start` creates it, `close` ends its processes.
 
-    An engine has one engine core, or one for each data-parallel rank. A rank has its own scheduler,
-    cache and connector, so each call specifies a rank.
+    Each data-parallel rank has its own engine core and connector, so a call specifies a rank.
     """
 
     def __init__(
@@ -92,9 +89,7 @@ class VllmEngine:
 
         ``stack``          its `aclose` ends the application and the engine's processes
         ``cannot_resume``  why the engine cannot repeat a replay log; None if it can
-        ``load``           measures the load; None if the role is not autoscaled
         ``supervisor``     token with which the connector accepts reports of lost engines
-        ``ranks``          number of data-parallel ranks
         ``hung_s``         seconds without an answer of an engine core after which it counts as hung
         """
         self._llm = llm
@@ -114,17 +109,15 @@ class VllmEngine:
 
     @property
     def adapters(self) -> EngineAdapters:
-        """LoRA adapters of this engine."""
         assert self._adapters is not None, "`start` sets it"
         return self._adapters
 
     @classmethod
     async def start(cls, settings: ServiceSettings, role: RoleName, node_ip: str) -> "VllmEngine":
-        """Start the engine's processes and vLLM's OpenAI application.
+        """Start the engine's processes and vLLM's OpenAI application: tens of seconds, or minutes.
 
-        Takes tens of seconds, for large models minutes. Raises EngineStartError if vLLM's CPU build
-        cannot run the model, its cache or its adapters, vLLM's own error if vLLM does not start,
-        and TimeoutError if a rank does not answer its first request.
+        Raises EngineStartError if vLLM's CPU build cannot run the model, its cache or its adapters,
+        vLLM's own error, and TimeoutError if a rank does not answer its first request.
         """
         if settings.role(role).num_gpus:
             set_gpu_defaults()
@@ -210,9 +203,11 @@ class VllmEngine:
         return engine
 
     async def serve(
-        self, call: Call, rank: int = 0
-    ) -> AsyncGenerator[ResponseStart | bytes | StreamChunk | Heartbeat, None]:
-        """Run `call` through vLLM's application on `rank`; yield the items of the answer.
+        self, call: Call, rank: int = 0, notices: Notices | None = None, began_at: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Run `call` through vLLM's application on `rank`; yield items of the answer and notices.
+
+        ``began_at``  monotonic time from which the timings count; None: from now
 
         Closing the generator aborts the request. Raises EngineDownError if the engine dies,
         CannotResumeError if it cannot continue `call.replay_log`. These errors bypass vLLM's
@@ -222,30 +217,30 @@ class VllmEngine:
         """
         if call.replay_log and self._cannot_resume is not None:
             raise CannotResumeError(self._cannot_resume)
+        notices = Notices() if notices is None else notices
         first_token: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        served = ServedCall(replay=call.replay_log, data_parallel_rank=rank, first_token=first_token)
+        first_token.add_done_callback(lambda _: notices.put(Heartbeat(tokens=True)))
+        served = ServedCall(
+            replay=call.replay_log,
+            data_parallel_rank=rank,
+            first_token=first_token,
+            timestamps=CallTimestamps(began_at),
+        )
         streams = False
         try:
-            async with aclosing(
-                call_asgi(
-                    self._app,
-                    call,
-                    context=served.context(),
-                    heartbeats=self._heartbeats[rank],
-                    first_token=first_token,
-                )
-            ) as answer:
-                async for item in answer:
-                    self._check_alive()
-                    served.check()
-                    match item:
-                        case bytes():
-                            yield served.chunk(item)
-                        case ResponseStart(streams=False):
-                            yield ResponseStart(item.status, item.headers, served.timestamps.take_timings())
-                        case _:
-                            streams = streams or isinstance(item, ResponseStart)
-                            yield item
+            with self.heartbeats(rank, notices.beat):
+                async with aclosing(call_asgi(self._app, call, context=served.context(), notices=notices)) as answer:
+                    async for item in answer:
+                        self._check_alive()
+                        served.check()
+                        match item:
+                            case bytes():
+                                yield served.chunk(item)
+                            case ResponseStart(streams=False):
+                                yield ResponseStart(item.status, item.headers, served.timestamps.take_timings())
+                            case _:
+                                streams = streams or isinstance(item, ResponseStart)
+                                yield item
         except Exception as error:
             # In a started stream, vLLM's responses API raises EngineDeadError to its caller
             # (vllm/entrypoints/openai/responses/api_router.py). The router can retry after
@@ -257,11 +252,12 @@ class VllmEngine:
                 raise
             yield refusal
 
-    def producer(self, rank: int = 0) -> ProducerAddress:
-        """Return incarnation and side channel of `rank`, from the connector's `describe` reply.
+    def heartbeats(self, rank: int, beat: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `beat` after each answer of the engine core of `rank`, until the block ends."""
+        return self._heartbeats[rank].subscribed(beat)
 
-        Raises EngineStartError for an invalid reply.
-        """
+    def producer(self, rank: int = 0) -> ProducerAddress:
+        """Return the address of `rank` for decode; raises EngineStartError for an invalid reply."""
         described = self.described[rank]
         try:
             return ProducerAddress.from_params(described)
@@ -272,19 +268,15 @@ class VllmEngine:
             ) from error
 
     async def describe_connector(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        """Return the connector's reply to `describe` on `rank`; empty if it sent none.
-
-        Runs one short request. Raises TimeoutError after `timeout_s`.
-        """
+        """Return the connector's reply to `describe`; raises TimeoutError after `timeout_s`."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: {"do_remote_decode": True, "describe": True}})
         return await self._probe(params, timeout_s, rank) or {}
 
     async def produce_probe(self, timeout_s: float, rank: int = 0) -> dict[str, Any]:
-        """Compute a prompt of a few tokens on `rank`; return the transfer parameters for its KV.
-
-        Raises TimeoutError after `timeout_s`.
+        """Compute a prompt of a few tokens; return the transfer parameters for its KV. Raises
+        TimeoutError after `timeout_s`.
         """
         from vllm import SamplingParams
 
@@ -292,19 +284,14 @@ class VllmEngine:
         return await self._probe(params, timeout_s, rank) or {}
 
     async def consume_probe(self, params: Mapping[str, Any], timeout_s: float, rank: int = 0) -> None:
-        """Fetch a probe's KV from its prefill engine; compute the probe if the transfer fails.
-
-        Raises TimeoutError after `timeout_s`.
+        """Fetch a probe's KV, or compute it if the transfer fails. Raises TimeoutError after
+        `timeout_s`.
         """
         from vllm import SamplingParams
 
         await self._probe(SamplingParams(max_tokens=1, extra_args={TRANSFER_FIELD: dict(params)}), timeout_s, rank)
 
     async def _probe(self, params: Any, timeout_s: float, rank: int) -> dict[str, Any] | None:
-        """Run one short request on `rank`; return the `kv_transfer_params` of its last output.
-
-        Raises TimeoutError after `timeout_s`.
-        """
         found = None
         async with asyncio.timeout(timeout_s):
             request_id = f"probe-{uuid.uuid4().hex}"
@@ -315,9 +302,8 @@ class VllmEngine:
         return found
 
     async def discard(self, transfer_id: str, rank: int = 0) -> None:
-        """Tell the connector of `rank` to free the KV of this transfer. Runs no forward pass.
-
-        Returns when the message to the engine core is sent, before the connector frees the KV.
+        """Tell the connector of `rank` to free the KV of this transfer. Runs no forward pass;
+        returns before the connector frees it.
         """
         await self._llm.notify_kv_transfer_request_rejected(
             f"discard-{uuid.uuid4().hex}",
@@ -326,10 +312,7 @@ class VllmEngine:
         )
 
     async def lose(self, engines: str) -> None:
-        """Report to the connectors of all ranks that engines with the id prefix `engines` are lost.
-
-        Runs no forward pass. Returns when the messages to the engine cores are sent.
-        """
+        """Report lost engines, by id prefix, to all ranks' connectors. Runs no forward pass."""
         for rank in self.ranks:
             await self._llm.notify_kv_transfer_request_rejected(
                 f"lose-{uuid.uuid4().hex}",
@@ -338,16 +321,12 @@ class VllmEngine:
             )
 
     def load(self) -> dict[str, float]:
-        """Return the fields of PrefillLoad and DecodeLoad that the engine measures, by name.
-
-        Empty if the role is not autoscaled.
+        """Return the measured fields of PrefillLoad and DecodeLoad; empty if the role is not
+        autoscaled.
         """
         return self._load.read(self._llm) if self._load is not None else {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the ranks' incarnation ids and identities, the first served model name and the
-        parallel sizes.
-        """
         config = self._llm.vllm_config
         engine, start = config.kv_transfer_config.engine_id, config.instance_id
         # vLLM (`run_engine_core` in vllm/v1/engine/core.py) and the connector compose the ids in
@@ -363,7 +342,6 @@ class VllmEngine:
 
     @property
     def slots(self) -> int:
-        """Default number of sequences that one data-parallel rank accepts at once."""
         config = self._llm.vllm_config
         # vLLM adds up the blocks of all ranks (`_apply_ready_response` in
         # vllm/v1/engine/core_client.py).
@@ -375,7 +353,6 @@ class VllmEngine:
         return self._stop_flag.should_exit or self._llm.errored
 
     async def check_health(self) -> None:
-        """Raise EngineDownError if the engine has died, is closed, or hangs."""
         self._check_alive()
         unanswered_s = max(heartbeats.unanswered_s for heartbeats in self._heartbeats)
         if unanswered_s > self._hung_s:
@@ -389,7 +366,6 @@ class VllmEngine:
             raise EngineDownError("the vLLM engine of this actor has died or is closed; see its log for the cause")
 
     async def close(self) -> None:
-        """End the engine's processes; requests in flight fail with EngineDownError."""
         self._stop_flag.should_exit = True
         for heartbeats in self._heartbeats:
             heartbeats.close()
@@ -397,10 +373,7 @@ class VllmEngine:
 
 
 def engine_config(engine_args: "AsyncEngineArgs") -> "VllmConfig":
-    """Return vLLM's configuration for `engine_args`.
-
-    Batch sizes that `engine_args` leaves open have the defaults of `vllm serve`.
-    """
+    """Return vLLM's configuration, with the batch sizes of `vllm serve` as defaults."""
     from vllm.usage.usage_lib import UsageContext
 
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -409,8 +382,8 @@ def engine_config(engine_args: "AsyncEngineArgs") -> "VllmConfig":
 def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
     """Return the number of sequences that one data-parallel rank accepts at once.
 
-    `max_num_seqs` sequences run. The same number waits in the engine, so that the next step can
-    replace a finished sequence. Each sequence needs at least one of `kv_blocks` blocks; 0: unknown.
+    `max_num_seqs` run, and as many wait in the engine, so that the next step can replace one. Each
+    needs at least one of `kv_blocks` blocks; 0: unknown.
     """
     return max(min(2 * max_num_seqs, kv_blocks), 1) if kv_blocks else 2 * max_num_seqs
 
@@ -418,8 +391,7 @@ def slots_of(max_num_seqs: int, kv_blocks: int) -> int:
 def _refusal(error: Exception) -> bytes | None:
     """Return an error event if vLLM refused the request after its stream started, else None.
 
-    vLLM's completions and chat endpoints send such an event themselves. Its Responses API raises an
-    exception instead, which would break the stream.
+    vLLM's Responses API raises an exception instead of sending one, which would break the stream.
     """
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
@@ -433,10 +405,6 @@ def _refusal(error: Exception) -> bytes | None:
 
 
 def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, supervisor: str) -> Any:
-    """Return vLLM's KVTransferConfig for Tandem's connector, with a new engine id.
-
-    The connector accepts reports of lost engines only if they contain this `supervisor` token.
-    """
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
@@ -452,10 +420,8 @@ def kv_transfer_config(settings: ServiceSettings, role: RoleName, node_ip: str, 
 
 
 def _frontend_namespace(engine_args: Any, frontend: dict[str, Any]) -> argparse.Namespace:
-    """Return the arguments of vLLM's application.
-
-    `frontend` takes precedence over `engine_args`, and both over vLLM's defaults. Imports the tool
-    parser plugin, if one is set.
+    """Return the arguments of vLLM's application; `frontend` precedes `engine_args`. Imports the
+    tool parser plugin.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath

@@ -1,9 +1,8 @@
 """Registry of the running engines, and the order in which a router prefers them for a slot.
 
-An engine is a replica, or one data-parallel rank of a replica with several (docs/decisions/0047).
-
-`serve_discovery.py` fills the registry in each router's process from Ray Serve's replica list,
-which is the only source (docs/decisions/0036).
+An engine is a replica, or one of its data-parallel ranks (docs/decisions/0047).
+`serve_discovery.py` fills the registry from Ray Serve's replica list, the only source
+(docs/decisions/0036).
 """
 
 from collections import defaultdict
@@ -14,20 +13,19 @@ from itertools import groupby
 from typing import Any
 
 from actors.policy.stores import EngineStore
+from actors.request import ProducerAddress
 from actors.rpc.address import RpcAddress
+from actors.rpc.messages import PrefillCandidate
 
 
 @dataclass(frozen=True)
 class EngineReplica:
-    """A running replica or one data-parallel rank of it, from the replica's metadata in Serve.
+    """A running engine, from the replica's metadata in Serve.
 
-    ``address``   address of its RPC server
     ``slots``     number of ongoing sequences at which it refuses further calls
     ``queue``     number of requests that may wait in one router for engines of its role
-    ``metadata``  all metadata of the replica or rank: from `replica_metadata`, and `producer`
-                  of a prefill engine
-    ``replica``   id of the replica; the ranks of a replica end together
-    ``rank``      data-parallel rank in the replica
+    ``metadata``  from `replica_metadata`, and `producer` of a prefill engine
+    ``replica``   id of the replica; its ranks end together
     """
 
     address: RpcAddress
@@ -39,43 +37,36 @@ class EngineReplica:
 
     @property
     def store(self) -> EngineStore | None:
-        """The engine's KV store (`VllmEngine.described`); None without one."""
         described = self.metadata.get("store")
         return None if described is None else EngineStore(*(described[name] for name in EngineStore._fields))
 
+    def candidate(self, name: str) -> PrefillCandidate:
+        """Return this prefill engine, whose id is `name`, for a decode engine."""
+        return PrefillCandidate(name, self.address, ProducerAddress.from_params(self.metadata["producer"]))
+
     @property
     def identity(self) -> str:
-        """Digest of what engines must share to exchange KV or to continue each other's streams.
-
-        Model and draft by content, dtypes and releases (`engine_identity` in
-        `connectors/protocol/agent_metadata.py`). Empty for an engine of an earlier release.
+        """Digest of what engines must share to exchange KV or to continue each other's streams
+        (`engine_identity` in `connectors/protocol/agent_metadata.py`). Empty for an earlier
+        release.
         """
         return str(self.metadata.get("identity", ""))
 
 
 def engine_names(replica: str, ranks: int) -> list[str]:
-    """Return the engine ids of a replica's ranks, as routers use them."""
     return [f"{replica}-dp{rank}" for rank in range(ranks)] if ranks > 1 else [replica]
 
 
 def ranked_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a replica's metadata for Serve from its ranks' metadata; `publish` splits it again.
-
-    The result is the first rank's metadata. For several ranks, the entry `ranks` has the metadata
-    of each.
-    """
+    """Return a replica's metadata for Serve: the first rank's, and all ranks' as `ranks`."""
     return dict(ranks[0]) | ({"ranks": list(ranks)} if len(ranks) > 1 else {})
 
 
 def rank(
     ongoing: Mapping[str, int], turn: int, avoid: AbstractSet[str] = frozenset(), prefer: Sequence[str] = ()
 ) -> list[str]:
-    """Return the engine ids in `ongoing` that are not in `avoid`, best first.
-
-    Those in `prefer` come first, in that order, then those with the fewest ongoing sequences.
-    `turn` rotates engines with equal numbers.
-
-    ``ongoing``  number of ongoing sequences by engine id
+    """Return the engine ids in `ongoing` that are not in `avoid`, best first: those in `prefer`,
+    then those with the fewest ongoing sequences, equal ones rotated by `turn`.
     """
     ranked = [name for name in prefer if name in ongoing and name not in avoid]
     names_left = sorted(ongoing.keys() - avoid - set(ranked), key=lambda name: (ongoing[name], name))
@@ -92,10 +83,9 @@ _LISTENERS: defaultdict[Hashable, list[Callable[[], None]]] = defaultdict(list)
 
 
 def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the engines of a deployment in the registry, then call its listeners.
+    """Replace the engines of a deployment, by replica id, then call its listeners.
 
-    `metadata` is by replica id. Excludes replicas of an older release without an RPC server, which
-    Serve is replacing.
+    Excludes replicas of an older release without an RPC server, which Serve is replacing.
     """
     engines: dict[str, EngineReplica] = {}
     for replica, one in metadata.items():
@@ -112,10 +102,7 @@ def publish(deployment: Hashable, metadata: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def subscribe(deployment: Hashable, listener: Callable[[], None]) -> Callable[[], None]:
-    """Register `listener`; `publish` calls it in Serve's thread for each update of the deployment.
-
-    Return a function that removes the listener.
-    """
+    """Let `publish` call `listener` in Serve's thread; return a function that removes it."""
     _LISTENERS[deployment].append(listener)
     return lambda: _LISTENERS[deployment].remove(listener)
 
@@ -126,5 +113,5 @@ def replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica] | None:
 
 
 def last_replicas_of(deployment: Hashable) -> Mapping[str, EngineReplica]:
-    """Return a deployment's engines in Serve's last list that had any; they may have stopped."""
+    """Return the engines in Serve's last list that had any; they may have stopped."""
     return _LAST.get(deployment, {})

@@ -1,175 +1,40 @@
 """A router's pool of the engines of one role: takes slots and sends calls to RPC servers.
 
-Serve starts and stops replicas and reports the running ones. Calls do not pass through Serve
-(docs/decisions/0036). As in `discovery.py`, an engine is a replica or one of its data-parallel
-ranks.
+Serve starts and stops replicas and reports them; calls do not pass through it
+(docs/decisions/0036).
 """
 
 import asyncio
 import logging
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from actors.engine_pool.discovery import EngineReplica, last_replicas_of, replicas_of, subscribe
+from actors.engine_pool.engine_call import EngineCall, Slot, Watcher
 from actors.engine_pool.slots import SlotPool
-from actors.errors import CannotResumeError, DeadlineError, EngineDownError, EngineError, RefusedError
-from actors.moving_timer import MovingTimer
+from actors.errors import DeadlineError, EngineDownError, EngineError
 from actors.policy.stores import EngineStore
-from actors.request import Accepted, Call, Heartbeat, Item
+from actors.request import Call, PrefillReport
 from actors.rpc.address import RpcAddress
-from actors.rpc.client import Channel, Channels, ChannelsSnapshot
-from actors.rpc.messages import KEEP, RpcFailure, RpcRequest
-from actors.rpc.protocol import GRANT_BYTES, item_bytes
+from actors.rpc.client import Channels, ChannelsSnapshot
+from actors.rpc.messages import KEEP, PrefillCandidate, PrefillOrder, RpcRequest
 from actors.tls import ClientTls
-from connectors.errors import TandemError
+from configs.settings.base import RoleName
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Slot:
-    """Slots for one call of `sequences` sequences on one engine, whose id is `replica_id`."""
-
-    replica_id: str
-    address: RpcAddress
-    metadata: Mapping[str, Any]
-    sequences: int = 1
-    maybe_full: bool = False
-    """True if the router believes the engine full: other routers may hold its slots."""
-    served: bool = False
-    """True once the engine's Accepted for the call has been read."""
-
-    @property
-    def identity(self) -> str:
-        """Identity of the engine (`EngineReplica.identity`)."""
-        return str(self.metadata.get("identity", ""))
-
-
-class EngineCall:
-    """A running call. `next` returns its items; read them to the end or cancel the call.
-
-    `next` and `anext` raise EngineDownError if the connection cannot be opened or is lost, if the
-    engine has died or is stopping, or if the call is cancelled; RefusedError if the engine refuses
-    the call; CannotResumeError if the engine cannot continue the replay log; EngineError after
-    another error in the engine's actor.
-    """
-
-    def __init__(self, slot: Slot, slots: SlotPool) -> None:
-        self.sent_at = time.monotonic()
-        """Monotonic time just before `send`; see `Items.sent_at` in `router/dispatch/leg.py`."""
-        self._slot = slot
-        self._slots = slots
-        self._items: deque[Item] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer = MovingTimer(self._expired)
-        self._channel: Channel | None = None
-        self._stream = 0
-        self._consumed_bytes = 0
-        self._is_over = False
-        self._lost: str | None = None
-        self._failure: RpcFailure | None = None
-
-    def send(self, channel: Channel, request: RpcRequest) -> None:
-        """Send the call on `channel`."""
-        self._channel = channel
-        self._stream = channel.call(request, self)
-
-    @property
-    def waits(self) -> bool:
-        """True while the call runs and no item except heartbeats is queued."""
-        return not self._is_over and all(isinstance(item, Heartbeat) for item in self._items)
-
-    def received(self, item: Item) -> None:
-        """Queue an item; the credit of the stream limits the size of the queue."""
-        self._items.append(item)
-        self._wake()
-
-    def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
-        """End the call; `lost` or `failure` is the reason if its answer is incomplete."""
-        self._channel = None
-        self._is_over = True
-        self._lost = lost
-        self._failure = failure
-        self._timer.close()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _expired(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(TimeoutError())
-
-    async def __anext__(self) -> Item:
-        return await self.next()
-
-    async def next(self, until: float | None = None) -> Item:
-        """Return the next item.
-
-        Raises StopAsyncIteration at the end of the call, and TimeoutError if no item arrives until
-        the event loop's clock shows `until`.
-        """
-        while not self._items:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise self._error(failure)
-            if self._is_over:
-                if self._lost is None:
-                    raise StopAsyncIteration
-                raise EngineDownError(f"{self._slot.replica_id}: {self._lost}")
-            self._waiter = asyncio.get_running_loop().create_future()
-            self._timer.set(until)
-            try:
-                await self._waiter
-            finally:
-                self._timer.set(None)
-        item = self._items.popleft()
-        self._consumed_bytes += item_bytes(item)
-        if self._consumed_bytes >= GRANT_BYTES and self._channel is not None:
-            self._channel.grant(self._stream, self._consumed_bytes)
-            self._consumed_bytes = 0
-        if isinstance(item, Accepted):
-            self._slot.served = True
-            self._slots.record_accepted(self._slot.replica_id, item.ongoing)
-        return item
-
-    def cancel(self) -> None:
-        """Cancel the call, here and in the engine, unless it has ended."""
-        if self._channel is not None:
-            self._channel.cancel(self._stream)
-        if not self._is_over:
-            self.ended("the call was cancelled")
-
-    def _error(self, failure: RpcFailure) -> TandemError:
-        match failure.kind:
-            case "full":
-                self._slots.record_full(self._slot.replica_id)
-                return RefusedError(failure.message)
-            case "leaving":
-                self._slots.record_leaving(self._slot.replica_id)
-                return RefusedError(failure.message)
-            case "engine_down":
-                return EngineDownError(f"{self._slot.replica_id}: {failure.message}")
-            case "cannot_resume":
-                return CannotResumeError(failure.message)
-            case _:
-                return EngineError(failure.message)
 
 
 class EnginePool:
     """The engines of one role."""
 
-    def __init__(self, handle: DeploymentHandle, tls: ClientTls | None = None) -> None:
+    def __init__(self, role: RoleName, handle: DeploymentHandle, tls: ClientTls | None = None) -> None:
+        self._role = role
         # A handle with options receives Serve's updates of replicas at once, a plain handle only
         # after its first call.
         self._handle = handle.options()
@@ -185,10 +50,10 @@ class EnginePool:
         """True while this router is stopping."""
 
     def leave(self) -> None:
-        """Keep the engines running until this stopping router closes its connections.
+        """Keep the engines until this stopping router closes its connections.
 
-        The router still receives requests. Serve may stop the engines at the same time, and then no
-        longer lists them.
+        It still receives requests. Serve may stop the engines at the same time, and no longer list
+        them.
         """
         self.leaving = True
         self._follow_replicas()
@@ -199,7 +64,6 @@ class EnginePool:
         self._slots.changed()
 
     async def _keep(self, name: str, address: RpcAddress) -> None:
-        """Keep one engine running until this router closes its connections."""
         try:
             await self._ask(address, KEEP, ())
         except EngineError:
@@ -210,7 +74,7 @@ class EnginePool:
         self._slots.record_leaving(name)
 
     def _engines(self) -> Mapping[str, EngineReplica]:
-        """Return Serve's list of running engines; a stopping router also uses the last of them."""
+        """Return Serve's list; a stopping router also uses the last one that had engines."""
         running = replicas_of(self._handle.deployment_id) or {}
         return running if running or not self.leaving else last_replicas_of(self._handle.deployment_id)
 
@@ -222,10 +86,8 @@ class EnginePool:
         part: bool = False,
         identity: str | None = None,
     ) -> Slot:
-        """Take slots for `sequences` on an engine outside `avoid`, with `identity` if it is given.
+        """Take slots for `sequences` as `SlotPool.take` does.
 
-        Chooses the engine as `SlotPool.take` does, and waits without a deadline. Release the slots
-        with `give_back`. `part` marks a later prompt of a list, which does not count as waiting.
         Raises OverloadedError if `max_queued_requests` requests already wait, but not for a `part`
         or while no engine runs.
         """
@@ -242,10 +104,7 @@ class EnginePool:
         sequences: int = 1,
         identity: str | None = None,
     ) -> Slot | None:
-        """Take slots for `sequences` on an engine outside `avoid`, with `identity` if it is given.
-
-        Return None if the request must wait.
-        """
+        """Take slots without a wait; None if the request must wait."""
         self._follow_replicas()
         name = self._slots.take_now(avoid, prefer, sequences, identity)
         return None if name is None else self._slot(name, sequences)
@@ -257,7 +116,7 @@ class EnginePool:
             )
 
     def _slot(self, name: str, sequences: int) -> Slot | None:
-        """Return the taken slots of engine `name`, or give them back if its replica has stopped."""
+        """Return the taken slots of engine `name`; give them back if it has stopped."""
         try:
             engine = self._engines().get(name)
             if engine is not None:
@@ -269,34 +128,58 @@ class EnginePool:
         return None
 
     def give_back(self, slot: Slot) -> None:
-        """Release the slots of `slot` after the end of its call, or if no call is sent."""
         self._slots.give_back(slot.replica_id, slot.sequences, served=slot.served)
 
-    def dispatch(self, slot: Slot, call: Call, transfer_id: str | None = None, hold_s: float = 0.0) -> EngineCall:
-        """Send a call to the engine of `slot`.
+    def move(self, slot: Slot, name: str) -> None:
+        """Move the slots of `slot` to engine `name`, which decode calls in place of the other one.
 
-        Only a prefill leg has a transfer id. After an answer with KV, the engine counts the leg as
-        ongoing until the call is cancelled, for at most `hold_s` seconds.
+        The engine may then have more sequences than slots: it refuses the call if it is full.
         """
-        request = RpcRequest(call, self._router, self._slots.waiting, transfer_id, hold_s, slot.maybe_full)
-        running = EngineCall(slot, self._slots)
+        self.give_back(slot)
+        self._slots.add(name, slot.sequences)
+        slot.replica_id, slot.served = name, False
+
+    def record(self, slot: Slot, report: PrefillReport) -> None:
+        """Record what the engine of `slot` answered to decode's call."""
+        match report.outcome:
+            case "accepted":
+                slot.served = True
+                self._slots.record_accepted(slot.replica_id, report.ongoing)
+            case "full":
+                self._slots.record_full(slot.replica_id)
+            case "leaving":
+                self._slots.record_leaving(slot.replica_id)
+
+    def candidate(self, name: str) -> PrefillCandidate | None:
+        """Return prefill engine `name` for an order; None if it has stopped."""
+        engine = self._engines().get(name)
+        return None if engine is None else engine.candidate(name)
+
+    @property
+    def caller(self) -> tuple[str, int]:
+        """Id of this pool, and number of requests that wait for its slots (`RpcRequest`)."""
+        return self._router, self._slots.waiting
+
+    def dispatch(
+        self, slot: Slot, call: Call, watcher: Watcher | None = None, prefill: PrefillOrder | None = None
+    ) -> EngineCall:
+        """Send a call to the engine of `slot`, with an order to have its prompt computed."""
+        request = RpcRequest(call, *self.caller, maybe_full=slot.maybe_full, prefill=prefill)
+        running = EngineCall(self._role, slot, self._slots, watcher)
         running.send(self._channels.to(slot.address), request)
         return running
 
     def ongoing(self) -> Mapping[str, int] | None:
-        """Return the known number of ongoing sequences of each engine that accepts calls, by id.
-
-        None before Serve's first report.
+        """Return the ongoing sequences by engine that accepts calls; None before Serve's first
+        report.
         """
         return None if replicas_of(self._handle.deployment_id) is None else self._slots.ongoing()
 
     def stores(self) -> dict[str, EngineStore]:
-        """Return the KV stores, by id of the running engine that uses the store."""
         self._read_metadata()
         return self._stores
 
     def identities(self) -> dict[str, str]:
-        """Return the identities of all running engines, by id."""
         self._read_metadata()
         return self._identities
 
@@ -309,10 +192,7 @@ class EnginePool:
             self._identities = {name: one.identity for name, one in engines.items()}
 
     def same_replica(self, name: str) -> frozenset[str]:
-        """Return the ids of the ranks in the replica of engine `name`, including `name`.
-
-        Only `name` if the engine has stopped.
-        """
+        """Return the ids of the ranks in the replica of engine `name`, `name` included."""
         engines = self._engines()
         if name not in engines:
             return frozenset({name})
@@ -320,38 +200,24 @@ class EnginePool:
 
     @property
     def replica_count(self) -> int:
-        """Number of replicas of which at least one data-parallel rank accepts calls."""
         engines = replicas_of(self._handle.deployment_id) or {}
         return len({one.replica for name, one in engines.items() if name in self._slots.ongoing()})
 
     def has_engines(self, avoid: AbstractSet[str] = frozenset(), identity: str | None = None) -> bool:
-        """Return whether an engine outside `avoid`, and of `identity` if given, accepts calls."""
         identities = self.identities()
         usable = self._slots.ongoing().keys() - avoid
         return any(identity is None or identities.get(name) == identity for name in usable)
 
     @property
     def slots(self) -> int:
-        """Number of slots of all running engines."""
         return sum(engine.slots for engine in self._engines().values())
 
     @property
     def slots_taken(self) -> int:
-        """Number of sequences for which this router holds slots."""
         return self._slots.taken
 
-    async def ask(self, slot: Slot, method: str, *arguments: object) -> Any:
-        """Return the result of a method of the engine of `slot`.
-
-        Raises EngineDownError or EngineError as `Channel.ask` does.
-        """
-        return await self._ask(slot.address, method, arguments)
-
     async def ask_all(self, method: str, timeout_s: float) -> list[Any]:
-        """Return the results of a method of all replicas, without those that fail or time out.
-
-        Calls the first data-parallel rank of each replica, and logs failures.
-        """
+        """Return the results of a method of all replicas; log those that fail or time out."""
         replies = await self.tell_all(method, timeout_s)
         for name, reply in replies.items():
             if isinstance(reply, Exception):
@@ -359,10 +225,8 @@ class EnginePool:
         return [reply for reply in replies.values() if not isinstance(reply, Exception)]
 
     async def tell_all(self, method: str, timeout_s: float, *arguments: object) -> dict[str, Any]:
-        """Return the result or the exception of a method of each replica, by id of its first rank.
-
-        Calls the first data-parallel rank of each replica, which answers for all ranks. The
-        exception is DeadlineError for a replica that does not answer within `timeout_s`.
+        """Return the result or the exception of a method of each replica, by id of its first rank,
+        which answers for all ranks. DeadlineError: no answer within `timeout_s`.
         """
         engines = replicas_of(self._handle.deployment_id) or {}
         replicas = {name: engine for name, engine in engines.items() if engine.rank == 0}
@@ -384,11 +248,9 @@ class EnginePool:
         return await self._channels.to(address).ask(method, *arguments)
 
     def snapshot(self) -> ChannelsSnapshot:
-        """Return the numbers of open and idle connections."""
         return self._channels.snapshot()
 
     async def close(self) -> None:
-        """Close all connections and stop listening for changes of replicas."""
         self._channels.close()
         if self._unsubscribe is not None:
             self._unsubscribe()

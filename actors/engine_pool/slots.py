@@ -1,12 +1,10 @@
 """Slots of one router on the engines of one role, granted in order of arrival.
 
-A request that may not use the engines with free slots does not block later requests.
-
-A slot is permission to run one sequence. A call with several sequences needs one free slot and may
-exceed the engine's number of slots; otherwise all calls with one sequence would overtake it. The
-engine also refuses calls when all its slots are taken: other routers use the same engine, and this
-router learns their load only from the engine's replies. A replica in this module is an engine of
-`discovery.py`: a replica or one of its data-parallel ranks.
+A request that may not use the engines with free slots does not block later ones. A call with
+several sequences needs one free slot and may exceed the engine's number; otherwise calls with one
+sequence would always overtake it. The engine refuses calls when its slots are taken: this router
+learns the load of other routers only from its replies. A replica here is an engine of
+`discovery.py`.
 """
 
 import asyncio
@@ -22,25 +20,17 @@ from actors.errors import OverloadedError
 logger = logging.getLogger(__name__)
 
 REFUSED_S = 0.05
-"""Initial back-off in seconds after an engine refused a call because all its slots were taken.
-
-Doubles after each refused probe, up to MOST_REFUSED_S.
-"""
+"""Initial back-off in seconds for a full engine; doubles after each refused probe."""
 
 MOST_REFUSED_S = 1.0
 
 LOOK_AGAIN_S = 0.05
-"""Interval in seconds of the periodic attempts to grant slots to waiting requests.
-
-Such an attempt finds new engines, and full engines after their back-off. Each slot given back
-causes an attempt at once.
+"""Interval in seconds at which waiting requests find new engines, and full ones after their back-
+off.
 """
 
 REMEMBERED_S = 5.0
-"""Age in seconds from which this router ignores the last `Accepted.ongoing` of an engine.
-
-From that number, the router computes how many sequences of other routers the engine has.
-"""
+"""Age in seconds from which the last `Accepted.ongoing` of an engine is ignored."""
 
 
 @dataclass(eq=False)
@@ -57,27 +47,19 @@ class SlotWaiter:
 
 @dataclass
 class FullReplica:
-    """A replica believed full. One request at a time may probe it, with back-off.
-
-    When an accepted call of this router to it ends, another request may probe it at once.
-
-    ``ask_at``  time on the event loop's clock from which a request may probe it
-    ``wait_s``  current back-off in seconds
+    """A replica believed full. One request at a time may probe it, from `ask_at` on; another one at
+    once when an accepted call ends there.
     """
 
     ask_at: float
     wait_s: float = REFUSED_S
     asked: bool = False
-    """True while a request probes the replica, unless another call has ended there meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsableReplicas:
-    """Replicas for which a slot can be granted: number of ongoing sequences by id.
-
-    ``free``     replicas with a free slot
-    ``full``     replicas believed full that a request may probe now
-    ``engines``  all replicas when this object was created
+    """Replicas for which a slot can be granted, with their ongoing sequences: `free` ones, and
+    `full` ones that may be probed. `engines` are all replicas at that time.
     """
 
     free: dict[str, int]
@@ -87,12 +69,7 @@ class UsableReplicas:
 
 @dataclass(frozen=True, slots=True)
 class SlotPoolSnapshot:
-    """Ids of replicas by state.
-
-    ``loaded``   those that have reported their load, perhaps longer ago than REMEMBERED_S
-    ``full``     believed full
-    ``leaving``  stopping
-    """
+    """Ids of replicas that have reported their load, are believed full, or are stopping."""
 
     loaded: frozenset[str]
     full: frozenset[str]
@@ -115,32 +92,25 @@ class SlotPool:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a slot; each later prompt of a list counts as one."""
+        """Number of waiting requests; each later prompt of a list counts as one."""
         return len(self._waiting)
 
     @property
     def taken(self) -> int:
-        """Number of sequences for which this router holds slots."""
         return self._taken.total()
 
     def snapshot(self) -> SlotPoolSnapshot:
-        """Return the ids of replicas by state."""
         return SlotPoolSnapshot(frozenset(self._others), frozenset(self._full), frozenset(self._leaving))
 
     def ongoing(self) -> dict[str, int]:
-        """Return the known number of ongoing sequences of each replica that accepts calls.
-
-        It is the number of this router's sequences, plus the number of other routers' sequences if
-        the replica accepted a call of this router within REMEMBERED_S.
+        """Return the known number of ongoing sequences of each replica that accepts calls: this
+        router's, plus those of others if the replica accepted a call within REMEMBERED_S.
         """
         now = _now()
         return {name: self._ongoing(name, now) for name in self._look() if name not in self._leaving}
 
     def changed(self) -> None:
-        """Forget stopped replicas, and grant slots on new replicas to waiting requests.
-
-        Call this after a change of the replicas that `look` returns.
-        """
+        """Forget stopped replicas, and grant slots on new ones, after a change of `look`."""
         here = self._look().keys()
         self._leaving &= here
         for known in (self._others, self._full):
@@ -149,7 +119,6 @@ class SlotPool:
         self._serve_waiting()
 
     def maybe_full(self, name: str) -> bool:
-        """Return whether the replica is believed full, so that it may refuse a granted call."""
         return name in self._full
 
     def take_now(
@@ -159,11 +128,10 @@ class SlotPool:
         sequences: int = 1,
         identity: str | None = None,
     ) -> str | None:
-        """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
+        """Take slots for `sequences` on a replica outside `avoid`; None if the request must wait.
 
-        Prefers the first free replica of `prefer`, else the least busy free one. If none is free,
-        takes a replica that is believed full and may be probed, in the same order. With `identity`,
-        takes only replicas of this identity. Returns None if the request must wait.
+        Prefers the first free replica of `prefer`, else the least busy free one, else one that is
+        believed full and may be probed. With `identity`, takes only replicas of this identity.
         """
         return None if self._waiting else self._grant(avoid, prefer, sequences, identity, self._usable())
 
@@ -175,10 +143,9 @@ class SlotPool:
         part: bool = False,
         identity: str | None = None,
     ) -> str:
-        """Take slots for `sequences` on a replica outside `avoid`; return the replica's id.
+        """Take slots as `take_now` does; wait without a deadline.
 
-        Chooses the replica as `take_now` does. Waits without a deadline. `part` marks a later
-        prompt of a list, which does not count as waiting: a list counts as one request. Raises
+        `part` marks a later prompt of a list, which does not count as waiting. Raises
         OverloadedError if as many requests wait as the replicas allow (`EngineReplica.queue`), but
         not for a `part` or without replicas.
         """
@@ -207,12 +174,12 @@ class SlotPool:
                 self._looking.cancel()
                 self._looking = None
 
-    def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
-        """Release the slots of a call, and grant free slots to waiting requests.
+    def add(self, name: str, sequences: int) -> None:
+        """Count slots that another engine uses for this router, also beyond the engine's number."""
+        self._taken[name] += sequences
 
-        ``served``  whether the replica accepted the call. If it did and is believed full, a request
-                    may probe it at once
-        """
+    def give_back(self, name: str, sequences: int = 1, served: bool = True) -> None:
+        """Release the slots of a call, which the replica has `served` or not."""
         self._taken[name] -= sequences
         if not self._taken[name]:
             del self._taken[name]
@@ -222,16 +189,12 @@ class SlotPool:
         self._serve_waiting()
 
     def record_accepted(self, name: str, ongoing: int) -> None:
-        """Record that a replica accepted a call and has `ongoing` sequences from all routers.
-
-        The replica is then no longer believed full.
-        """
+        """Record that a replica accepted a call and has `ongoing` sequences from all routers."""
         self._others[name] = (max(ongoing - self._taken[name], 0), _now())
         self._full.pop(name, None)
         self._serve_waiting()
 
     def record_full(self, name: str) -> None:
-        """Record that a replica refused a call because all its slots are taken."""
         now = _now()
         known = self._full.setdefault(name, FullReplica(now + REFUSED_S))
         if known.asked:  # else the call was sent before the replica was believed full
@@ -240,7 +203,6 @@ class SlotPool:
             known.ask_at = now + known.wait_s
 
     def record_leaving(self, name: str) -> None:
-        """Record that a replica is stopping and accepts no more calls."""
         self._leaving.add(name)
 
     def _ongoing(self, name: str, now: float) -> int:
@@ -248,7 +210,6 @@ class SlotPool:
         return self._taken[name] + (others if now - said_at < REMEMBERED_S else 0)
 
     def _usable(self) -> UsableReplicas:
-        """Return the replicas for which a slot can be granted now."""
         # Serve's thread may replace the mapping of `look` at any time.
         usable, now = UsableReplicas({}, {}, self._look()), _now()
         for name in usable.engines:
@@ -273,10 +234,7 @@ class SlotPool:
         identity: str | None,
         usable: UsableReplicas,
     ) -> str | None:
-        """Take slots on the best replica of `usable`, update `usable`, and return the replica's id.
-
-        Return None if `usable` has no replica of `identity` outside `avoid`.
-        """
+        """Take slots on the best replica of `usable`, and update it; None if no replica fits."""
         if identity is not None:
             avoid = avoid | {name for name, one in usable.engines.items() if one.identity != identity}
         for replicas in (usable.free, usable.full):

@@ -1,15 +1,17 @@
 """Answer to a client request. If the engine of a stream fails, another may continue it."""
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import suppress
 from functools import cached_property
+from http import HTTPStatus
 from typing import Any
 
 from actors.errors import CannotResumeError, HandoverError, UnavailableError
 from actors.replay_log import RecordedGroups
-from actors.request import FirstTokenChunk, StreamChunk, TokenChunk, TokenGroup, TokenSource
+from actors.request import FirstTokenChunk, ResponseStart, StreamChunk, TokenChunk, TokenGroup, TokenSource
 from actors.router.client_request import ClientRequest
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.dispatcher import Dispatcher
@@ -51,6 +53,8 @@ class Answer:
         request = attempts.request
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
         self._has_tokens = False
+        self._awaits_decode = False
+        """Whether prefill has sampled the first token, and decode's stream has not started."""
         self._first_group: TokenGroup | None = None
         """First token if prefill sampled it and decode has not repeated it yet, else None."""
 
@@ -98,15 +102,15 @@ class Answer:
 
         The decode engine sends its timings with the first bytes.
         """
-        return self._first.prefill is None or self._first.prefill.accounted
+        return self._first.accounted.is_set()
 
     async def account(self, at_most_s: float) -> None:
         """Wait until `accounted` is true, at most `at_most_s` seconds.
 
         The prefill engine's timings may arrive after the first token.
         """
-        if self._first.prefill is not None:
-            await self._first.prefill.account(at_most_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._first.accounted.wait(), at_most_s)
 
     async def body(self) -> AsyncGenerator[bytes, None]:
         """Yield whole events of a stream, or the complete body of an answer that is not streamed.
@@ -124,25 +128,26 @@ class Answer:
         comments = b""
         ready = b""
         while self._attempt.start.streams:
-            released = False
             try:
-                if self._attempt.sampled_by == "prefill" and self._attempt.prefill is not None:
-                    async with aclosing(self._from_prefill(stream)) as first:
-                        async for events in first:
-                            yield events
-                    if stream.done:
-                        self._metrics.first_tokens.labels("ended").inc()
-                        return
-                    if stream.sent == 0:
-                        # Prefill has sent no whole event, so the client receives decode's token.
-                        self._attempt.sampled_by, self._first_group = "decode", None
-                        self._forget_tokens()
-                    stream.restart()
                 known = len(replay_log)
                 items = deque(self._attempt.items)
                 while (item := items.popleft() if items else await self._next()) is not None:
+                    if isinstance(item, ResponseStart):
+                        self._take_over(item, stream)
+                        known = len(replay_log)
+                        comments = b""
+                        continue
                     self._attempt.passed_on(item)
-                    if self._resumable and isinstance(item, TokenChunk | FirstTokenChunk):
+                    if isinstance(item, FirstTokenChunk):
+                        self._awaits_decode = True
+                        self._check_origin(item, continues=False)
+                        if self._source is not None:
+                            replay_log.extend(item.groups)
+                            self._first_group = item.groups[0]
+                            self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
+                    if self._awaits_decode and self._source is None:
+                        continue  # decode could not verify that it continues this token
+                    if self._resumable and isinstance(item, TokenChunk):
                         # A resumed stream starts with the groups of the replay log.
                         repeated = min(known, len(item.groups))
                         if item.groups and known == len(replay_log):
@@ -163,12 +168,12 @@ class Answer:
                         self._has_tokens = True
                     ready += events
                     # Under load, joining the data of several tokens reduces the cost of each token.
-                    if ready and (sent == 0 or self._attempt.decode.waits or len(ready) >= MOST_BYTES):
+                    if ready and (sent == 0 or self._attempt.call.waits or len(ready) >= MOST_BYTES):
                         yield ready
                         ready = b""
-                        if not released:
-                            self._attempt.release()
-                            released = True
+                    if stream.done and self._awaits_decode:
+                        self._metrics.first_tokens.labels("ended").inc()
+                        break
                 error = UnavailableError("the engine closed a stream before its end; try again")
             except UnavailableError as death:
                 error = death
@@ -184,33 +189,23 @@ class Answer:
             await self._resume(error, stream, replay_log)
         yield b"".join(_bytes_of(item) for item in self._attempt.items)
 
-    async def _from_prefill(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
-        """Yield the events of prefill's first token until decode takes over or the stream ends.
+    def _take_over(self, start: ResponseStart, stream: EventStream) -> None:
+        """Begin with decode's stream after prefill's first token, which decode repeats.
 
-        If the engine cannot tell which adapter sampled the token, yields nothing: decode could not
-        verify that it continues this token. Raises the errors of `Dispatcher.first_token`.
+        Raises HandoverError if decode answered with status 429 or 5xx, and CannotResumeError if it
+        answered otherwise and not with a stream.
         """
-        comments, verifiable = b"", True
-        async with aclosing(self._attempts.first_token(self._attempt)) as items:
-            async for item in items:
-                if isinstance(item, TokenChunk | FirstTokenChunk):
-                    self._check_origin(item, continues=False)
-                    if verifiable := self._source is not None:
-                        self._replay_log.extend(item.groups)
-                        self._first_group = item.groups[0]
-                if not verifiable:
-                    continue
-                events = comments + stream.feed(_bytes_of(item))
-                if stream.sent == 0:
-                    comments = events  # comments do not start the response: its status may change
-                    continue
-                comments = b""
-                if events:
-                    self._has_tokens = True
-                    self._attempts.timing.extend(self._attempts.limits.idle_timeout_s)
-                    yield events
-                if stream.done:
-                    return
+        if not start.streams:
+            answered = f"decode answered HTTP {start.status} after prefill's first token"
+            if start.status == HTTPStatus.TOO_MANY_REQUESTS or start.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise HandoverError(answered)
+            raise CannotResumeError(f"{answered}; send the request again")
+        self._awaits_decode = False
+        if stream.sent == 0:
+            # Prefill has sent no whole event, so the client receives decode's token.
+            self._attempt.sampled_by, self._first_group = "decode", None
+            self._forget_tokens()
+        stream.restart()
 
     def _forget_tokens(self) -> None:
         """Forget the recorded tokens and their prompt: the client has not received them."""
@@ -258,15 +253,15 @@ class Answer:
         if expected is not None:
             self._metrics.first_tokens.labels("repeated").inc()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Cancel the running calls of the request."""
-        await self._attempt.close()
+        self._attempt.close()
 
     async def _next(self) -> Any:
         limits, timing = self._attempts.limits, self._attempts.timing
-        if self._has_tokens and self._attempt.decode.waits:
+        if self._has_tokens and self._attempt.call.waits:
             timing.extend(limits.idle_timeout_s)
-        return await self._attempt.decode.next(limits.silence_timeout_s, timing.ends_at)
+        return await self._attempt.call.next(limits.silence_timeout_s, timing.ends_at)
 
     async def _resume(self, error: UnavailableError, stream: EventStream, replay_log: RecordedGroups) -> None:
         """Make another attempt at the request after `error`.
@@ -286,6 +281,7 @@ class Answer:
                 self._forget_tokens()  # the client has received nothing: a new answer may differ
             else:
                 identity = _check_resumable(self._attempts.request, replay_log, self._source)
+            self._awaits_decode = False
             self._first_group = None  # the next engine repeats the replay log
             if isinstance(error, HandoverError):
                 logger.warning("trying to continue a stream with another attempt: %s", error)
@@ -293,7 +289,7 @@ class Answer:
                 self._attempts.prefill_failed(alone, error)
             else:
                 self._attempts.decode_failed(error)
-            await self._attempt.close()
+            self._attempt.close()
             self._attempt = await self._attempts.open(replay_log.replay_log(), identity)
             start = self._attempt.start
             if stream.sent == 0:

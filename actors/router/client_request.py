@@ -10,7 +10,6 @@ from typing import Any
 from actors.large_json import OFF_LOOP_BYTES
 from actors.policy.prompts import Prompt, read_prompt
 from actors.request import Endpoint, Headers
-from actors.router.raw_json import as_written
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,17 @@ class ClientRequest:
         return read_prompt(self.body)
 
     async def prepare(self) -> None:
-        """Compute `prompt` and `fields` in a thread if the body is large."""
+        """Compute `prompt` in a thread if the body is large."""
         if len(self.raw) > OFF_LOOP_BYTES:
-            # Not through the properties: before Python 3.12 a cached_property holds one lock for
-            # all instances while it computes (https://github.com/python/cpython/issues/87634).
-            prompt, fields = await asyncio.to_thread(lambda: (read_prompt(self.body), as_written(self.raw, self.body)))
-            vars(self).update(prompt=prompt, fields=fields)
+            # Not through the property: before Python 3.12 a cached_property holds one lock for all
+            # instances while it computes (https://github.com/python/cpython/issues/87634).
+            vars(self).update(prompt=await asyncio.to_thread(read_prompt, self.body))
 
     def with_metadata(self, **changes: Any) -> "ClientRequest":
         """Return a copy with `changes` of attributes other than the body; keeps computed values."""
         assert not changes.keys() & {"raw", "body"}
         copy = replace(self, **changes)
-        vars(copy).update({name: vars(self)[name] for name in ("prompt", "fields") if name in vars(self)})
+        vars(copy).update({name: vars(self)[name] for name in ("prompt",) if name in vars(self)})
         return copy
 
     @property
@@ -68,14 +66,9 @@ class ClientRequest:
         items = self.body.get("items")  # /generative_scoring: vLLM starts all items at once
         return max(self.prompt.answers, len(items) if isinstance(items, list) else 1)
 
-    @cached_property
-    def fields(self) -> Mapping[str, Any]:
-        """Fields of the body with the client's encoding, for the legs (`as_written`)."""
-        return as_written(self.raw, self.body)
-
     @property
     def request_id(self) -> str:
-        """X-Request-Id of the legs: the client's, else "" if the body has an id, else generated."""
+        """X-Request-Id for engines: the client's, else "" if the body has an id, else generated."""
         return dict(self.headers).get(b"x-request-id", b"").decode("latin-1")
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from actors.raw_json import as_written, write
 from actors.request import Headers, ResponseStart
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
-from actors.router.raw_json import write
 from actors.router.request_shaping import why_local
 
 REQUEST_ID = b"x-request-id"
@@ -44,7 +44,7 @@ def split(request: ClientRequest, most_bytes: float = math.inf) -> list[ClientRe
         return []
     if why_local(request.endpoint, {**request.body, "prompt": "any"}) is not None:
         return []
-    fields = request.fields
+    fields = as_written(request.raw)
     written = fields["prompt"]
     encoded = isinstance(written, msgspec.Raw)
     each: list[Any] = msgspec.json.decode(written, type=list[msgspec.Raw]) if encoded else prompts

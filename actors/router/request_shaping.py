@@ -1,67 +1,16 @@
-"""Derive the bodies of both legs from a client's request, or why one engine must serve it. Pure.
+"""Decide from a client's request which engines may serve it. Pure."""
 
-Both legs carry transfer parameters with the same single-use transfer id. The rest of the decode leg
-is the client's request. The prefill leg has the same prompt, asks for one token, and omits fields
-that concern only the output. If prefill samples the first token, its leg is the client's request,
-too. The router then adds the same `seed` to both legs if they need one (`needs_seed`).
-"""
-
-import json
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from actors.request import TRANSFER_FIELD, Body, Endpoint, ProducerAddress
-
-OUTPUT_ONLY = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "best_of",
-        "frequency_penalty",
-        "ignore_eos",
-        "include",
-        "include_stop_str_in_output",
-        "length_penalty",
-        "logit_bias",
-        "logits_processors",
-        "logprob_token_ids",
-        "logprobs",
-        "min_p",
-        "min_tokens",
-        "presence_penalty",
-        "repetition_penalty",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "seed",
-        "stop",
-        "stop_sequences",
-        "stop_token_ids",
-        "stream_options",
-        "structured_outputs",
-        "suffix",
-        "thinking_token_budget",
-        "top_k",
-        "top_logprobs",
-        "top_p",
-    }
-)
-"""Fields that change the output and not the prompt; omitted by `prefill_leg`."""
-
-
-ONE_TOKEN: Mapping[Endpoint, Body] = {
-    "/v1/completions": {"n": 1, "max_tokens": 1},
-    "/v1/chat/completions": {"n": 1, "max_tokens": 1, "max_completion_tokens": 1},
-    "/v1/responses": {"max_output_tokens": 1, "store": False},
-    "/v1/messages": {"max_tokens": 1},
-}
-"""Fields that limit a prefill leg to one token of one choice, not stored, by endpoint."""
+from actors.request import Body, Endpoint
 
 TOKENS_ONLY: frozenset[Endpoint] = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 """Endpoints that only tokenize, detokenize or count tokens."""
 
-SPLIT_ENDPOINTS = frozenset(ONE_TOKEN)
+SPLIT_ENDPOINTS: frozenset[Endpoint] = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+)
 """Endpoints whose requests a prefill and a decode engine can serve together."""
 
 
@@ -196,59 +145,3 @@ def _why_local_response(body: Body) -> str | None:
         return "tools_of_the_server"  # the engine calls the tools itself and continues with another prompt
     given = body.get("input")
     return None if isinstance(given, str) or (isinstance(given, list) and given) else "malformed"
-
-
-def prefill_leg(endpoint: Endpoint, body: Body, transfer_id: str) -> dict[str, Any]:
-    """Return the body for a prefill engine that only computes the prompt and keeps its KV.
-
-    It has the client's prompt, asks for one token and no stream, and has transfer parameters.
-    """
-    leg = {field: value for field, value in body.items() if field not in OUTPUT_ONLY}
-    leg |= {"stream": False, "temperature": 0.0, **ONE_TOKEN[endpoint]}
-    if endpoint == "/v1/messages" and _names_tool(leg.get("tool_choice")):
-        # vLLM parses the arguments of a named tool as JSON (anthropic/serving.py), and one token is
-        # not valid JSON. `any` gives the same prompt in all templates but Kimi K3's; there the
-        # digests of the prompts differ, and decode computes the prompt.
-        leg["tool_choice"] = {"type": "any"}
-    leg[TRANSFER_FIELD] = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "transfer_id": transfer_id,
-    }
-    return leg
-
-
-def _names_tool(choice: Any) -> bool:
-    """Return whether an Anthropic `tool_choice`, plain or encoded, names a tool."""
-    if isinstance(choice, msgspec.Raw):
-        # `json` has parsed the body. `msgspec.Raw` also copies values that msgspec cannot decode,
-        # such as invalid Unicode or 1e999.
-        choice = json.loads(bytes(choice))
-    return isinstance(choice, Mapping) and choice.get("type") == "tool"
-
-
-def first_token_leg(body: Body, transfer_id: str) -> dict[str, Any]:
-    """Return the body for a prefill engine that samples the first token.
-
-    It is the client's body and the transfer parameters. The engine itself limits the answer to one
-    token (`actors/upstream/vllm_output_processor.py`).
-    """
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id, "first_token": True}
-    return {**body, TRANSFER_FIELD: params}
-
-
-def decode_leg(body: Body, transfer_id: str, producer: ProducerAddress, prompt_multiple: int = 0) -> dict[str, Any]:
-    """Return the body for the decode engine: the client's body and the transfer parameters.
-
-    ``prompt_multiple``  the producer's `first_token_multiple` if it samples the first token, else 0
-    """
-    params = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": transfer_id,
-        **vars(producer),
-    }
-    del params["first_token_multiple"]
-    if prompt_multiple:
-        params["prompt_multiple"] = prompt_multiple
-    return {**body, TRANSFER_FIELD: params}

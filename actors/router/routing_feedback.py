@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
+from actors.engine_pool.engines import EnginePool
 from actors.policy.decision import Decision
 from actors.policy.planner import Planner
-from actors.policy.stores import EngineStore
 from actors.router.client_request import ClientRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.router import RoutingSettings
@@ -43,37 +43,14 @@ class Deferred:
                 logger.exception("cannot update the routing policy with a measured cost; ignoring the measurement")
 
 
-Ongoing = Callable[[], Mapping[str, int] | None]
-"""Function that returns the number of ongoing sequences of each replica of a role, by replica id.
-
-Returns None while the replicas are unknown.
-"""
-
-
-Stores = Callable[[], Mapping[str, EngineStore]]
-"""Function that returns the KV store of each replica that has one, by replica id."""
-
-
-Identities = Callable[[], Mapping[str, str]]
-"""Function that returns the identity of each replica, by replica id; empty if all are equal."""
-
-
 class RoutingFeedback:
     """Connection of a router to the routing policy, for decisions and for reports of failures."""
 
     def __init__(
-        self,
-        settings: RoutingSettings,
-        metrics: RouterMetrics,
-        prefill: Ongoing,
-        decode: Ongoing,
-        stores: Stores,
-        identities: Identities = dict,
+        self, settings: RoutingSettings, metrics: RouterMetrics, prefill: EnginePool, decode: EnginePool
     ) -> None:
         self._prefill = prefill
         self._decode = decode
-        self._stores = stores
-        self._identities = identities
         self.planner = Planner(settings, Deferred())
         """Routing policy; `Attempt` (`dispatch/attempt.py`) reports each outcome to it."""
         self._metrics = metrics
@@ -95,17 +72,18 @@ class RoutingFeedback:
         ``failed_prefill``  prefill replicas that must not be chosen
         ``failed_decode``   decode replicas that must not be chosen
         """
+        identities = self._prefill.identities() | self._decode.identities()
         decision = self.planner.decide(
             request.prompt,
-            self._prefill(),
-            self._decode(),
+            self._prefill.ongoing(),
+            self._decode.ongoing(),
             _now(),
             whole=whole,
             session=request.session,
             avoid=failed_prefill | failed_decode,
             prefill_failed=bool(failed_prefill),
-            stores=self._stores(),
-            identities=self._identities(),
+            stores=self._prefill.stores() | self._decode.stores(),
+            identities=identities if len(set(identities.values())) > 1 else {},
         )
         self._metrics.decisions.labels(decision.route, decision.reason).inc()
         if logger.isEnabledFor(logging.DEBUG):

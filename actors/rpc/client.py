@@ -104,10 +104,13 @@ class Channel(asyncio.Protocol):
         finally:
             self.cancel(stream)
 
-    def cancel(self, stream: int) -> None:
-        """Cancel a call or method; its listener receives nothing more."""
+    def cancel(self, stream: int, done: bool = False) -> None:
+        """Cancel a call or method; its listener receives nothing more.
+
+        ``done``  whether decode has the KV that the call computed
+        """
         if self._listeners.pop(stream, None) is not None:
-            self._protocol.cancel(stream)
+            self._protocol.cancel(stream, done)
             self._flush()
             self._rest_if_idle()
 

@@ -11,13 +11,51 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.request import Call, Item
+from actors.request import Call, Item, ProducerAddress
+from actors.rpc.address import RpcAddress
 
 LENGTH = struct.Struct(">I")
 """Header of a frame: number of bytes that follow."""
 
 KEEP = "keep"
 """Method of an engine with which a stopping router keeps it until the connection closes."""
+
+
+class PrefillCandidate(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill engine that may compute a prompt: its id, and the addresses of its RPC server and
+    of its KV.
+    """
+
+    replica: str
+    address: RpcAddress
+    producer: ProducerAddress
+
+
+class PrefillOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Order to a decode engine to have a prefill engine compute the prompt of a call.
+
+    ``candidates``         prefill engines of decode's identity, best first; the router holds a slot
+                           on the first one
+    ``router``, ``queued`` as in `RpcRequest`, for the calls to prefill engines
+    ``samples``            whether prefill samples the first token of the answer
+    ``seed``               seed to add to the request; None: as the client wrote it
+    ``attempts``           number of failed prefill calls after which decode computes the prompt
+    ``timeout_s``          longest time from a prefill call to its answer
+    ``silence_s``          longest time without an item of a prefill call before its answer
+    ``refused_s``          longest time from the first refusal to the last
+    ``hold_s``             longest time for which a prefill engine holds computed KV
+    """
+
+    candidates: tuple[PrefillCandidate, ...]
+    router: str
+    queued: int
+    samples: bool
+    seed: int | None
+    attempts: int
+    timeout_s: float
+    silence_s: float
+    refused_s: float
+    hold_s: float
 
 
 @dataclass(frozen=True)
@@ -27,10 +65,12 @@ class RpcRequest:
     ``router``       id of the router's engine pool, new at each start of the router
     ``queued``       number of the router's requests that wait for a slot of this role; of a list
                      of prompts, each waiting prompt counts
-    ``transfer_id``  transfer of a prefill leg; None for other calls
-    ``hold_s``       longest time in seconds for which a prefill leg stays ongoing after its answer
+    ``transfer_id``  transfer of a call that computes a prompt for decode; None for other calls
+    ``hold_s``       longest time in seconds for which such a call stays ongoing after its answer
     ``maybe_full``   whether the router believes the engine full, so that `Accepted` must not be
                      delayed
+    ``prefill``      order to have the prompt computed elsewhere; only for decode engines whose
+                     metadata has version 2 or later
     """
 
     call: Call
@@ -39,6 +79,7 @@ class RpcRequest:
     transfer_id: str | None = None
     hold_s: float = 0.0
     maybe_full: bool = False
+    prefill: PrefillOrder | None = None
 
 
 class RpcFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -97,9 +138,13 @@ class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag=5):
     rest.
 
     May arrive after the stream has ended.
+
+    ``done``  whether the KV that the call computed has arrived at decode. Otherwise a prefill
+              engine discards it
     """
 
     stream: int
+    done: bool = False
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=6):

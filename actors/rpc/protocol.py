@@ -36,7 +36,10 @@ from actors.rpc.messages import (
     encode,
 )
 
-NEWEST_VERSION = 1
+NEWEST_VERSION = 2
+"""Version 2: a decode engine calls prefill (`RpcRequest.prefill`), and ends that call itself
+(`CancelStream.done`).
+"""
 OLDEST_VERSION = 1
 
 WINDOW_BYTES = 2**18
@@ -284,10 +287,12 @@ class RouterProtocol(_Endpoint):
         self._outgoing.append(Ask(stream, method, arguments))
         return stream
 
-    def cancel(self, stream: int) -> None:
+    def cancel(self, stream: int, done: bool = False) -> None:
         """Cancel a stream; if its Open or Ask is still queued, remove it and send no CancelStream.
 
         Ignores streams that have ended or are cancelled.
+
+        ``done``  whether decode has the KV that the call computed
         """
         if self._states.get(stream) not in (StreamState.OPEN, StreamState.ASKED):
             return
@@ -298,7 +303,7 @@ class RouterProtocol(_Endpoint):
             self._move(stream, StreamState.ENDED)
         else:
             self._move(stream, StreamState.CANCELLED)
-            self._outgoing.append(CancelStream(stream))
+            self._outgoing.append(CancelStream(stream, done))
 
     def grant(self, stream: int, size: int) -> None:
         """Queue Credit for `size` consumed bytes; ignore cancelled and ended streams.

@@ -21,6 +21,7 @@ import msgspec
 from actors.errors import CannotResumeError, EngineDownError
 from actors.rpc.address import RpcAddress, enable_keepalive
 from actors.rpc.messages import KEEP, RpcFailure, RpcRequest
+from actors.rpc.protocol import NEWEST_VERSION
 from actors.rpc.server_connection import ServedStream, ServerConnection
 
 logger = logging.getLogger(__name__)
@@ -69,13 +70,13 @@ class RpcServer:
 
     def __init__(
         self,
-        serve: Callable[[RpcRequest], AsyncGenerator[Any, None]],
+        serve: Callable[[RpcRequest, ServedStream], AsyncGenerator[Any, None]],
         slots: int,
         methods: Mapping[str, Callable[..., Awaitable[Any]]] | None = None,
     ) -> None:
         """Create the server.
 
-        ``serve``    yields the items that answer a request
+        ``serve``    yields the items that answer a request on a stream
         ``slots``    number of ongoing sequences at which the server refuses requests
         ``methods``  methods available to routers, by name; they need no slot
         """
@@ -207,7 +208,7 @@ class RpcServer:
 
     async def _serve_call(self, request: RpcRequest, stream: ServedStream) -> RpcFailure | None:
         try:
-            async with aclosing(self._serve(request)) as items:
+            async with aclosing(self._serve(request, stream)) as items:
                 async for item in items:
                     await stream.send(item)
         except EngineDownError as error:
@@ -229,4 +230,4 @@ def replica_metadata(address: RpcAddress, queue: int, **more: Any) -> dict[str, 
     ``queue``    number of requests that may wait in one router for engines of the role
     ``more``     further entries
     """
-    return {"rpc": asdict(address), "queue": queue, **more}
+    return {"rpc": asdict(address), "version": NEWEST_VERSION, "queue": queue, **more}

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from actors.request import Accepted, Item, ResponseStart
+from actors.request import Accepted, Item, PrefillReport, ResponseStart
 from actors.rpc.messages import Ask, CancelStream, Credit, Open, RpcFailure, RpcProtocolError, RpcRequest
 from actors.rpc.protocol import PIECE_BYTES, EngineProtocol, item_bytes, pieces
 from connectors.open_files import report_few_left
@@ -16,7 +16,7 @@ HELLO_S = 5.0
 """Timeout in seconds for the authentication of a new connection."""
 
 LINGER_S = 0.002
-"""Maximum delay in seconds of `Accepted` and `ResponseStart`.
+"""Maximum delay in seconds of `Accepted`, `PrefillReport` and `ResponseStart`.
 
 They are sent with the next item if it follows in this time, because each frame wakes the router's
 process.
@@ -38,6 +38,9 @@ class ServedStream:
     ``expects_refusal``  whether the router believes the engine full (`RpcRequest.maybe_full`)
     """
 
+    done = False
+    """Whether the caller has cancelled the call with the KV in place, or discards it itself."""
+
     def __init__(self, connection: "ServerConnection", number: int, expects_refusal: bool) -> None:
         self.task: asyncio.Task[Any] | None = None
         self._connection = connection
@@ -48,10 +51,10 @@ class ServedStream:
     async def send(self, item: Item) -> None:
         """Send the next item of the answer. Waits for credit and for room in the socket's buffer.
 
-        Delays `Accepted` and `ResponseStart` by up to LINGER_S, unless the router believes this
-        engine full.
+        Delays `Accepted`, `PrefillReport` and `ResponseStart` by up to LINGER_S, unless the caller
+        believes this engine full.
         """
-        lazy = isinstance(item, Accepted | ResponseStart) and not self._expects_refusal
+        lazy = isinstance(item, Accepted | PrefillReport | ResponseStart) and not self._expects_refusal
         for piece in pieces(item):
             while not self._connection.sent(self.number, piece, lazy):
                 self._credit = asyncio.get_running_loop().create_future()
@@ -102,7 +105,9 @@ class ServerConnection(asyncio.Protocol):
                     case Ask(number, method, arguments):
                         stream = self._open_stream(number)
                         self._run(stream, self._answer(method, arguments), reply=True)
-                    case CancelStream(number):
+                    case CancelStream(number, done):
+                        # A caller of version 1 calls the method `discard` if decode has no KV.
+                        self._streams[number].done = done or self._protocol.version == 1
                         self._cancel(number)
                     case Credit(number):
                         self._streams[number].credited()

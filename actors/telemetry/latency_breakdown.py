@@ -65,7 +65,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
-class LegTimestamps:
+class CallTimes:
     """Times of one leg, in seconds of the router's monotonic clock, and its engine's timings.
 
     ``timings``  None if the engine has not reported them
@@ -74,6 +74,13 @@ class LegTimestamps:
     sent_at: float
     answered_at: float
     timings: EngineTimings | None
+
+    @property
+    def reached_at(self) -> float:
+        """Estimated arrival of the call at its engine: half of the network time after `sent_at`."""
+        if self.timings is None:
+            return self.sent_at
+        return self.sent_at + max(self.answered_at - self.sent_at - self.timings.answered_s, 0.0) / 2
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,8 @@ class RequestTimestamps:
     tried_at: float
     retried_at: float
     slots_at: float
-    decode: LegTimestamps
-    prefill: LegTimestamps | None
+    decode: CallTimes
+    prefill: CallTimes | None
     streams: bool
     by_prefill: bool = False
 
@@ -173,7 +180,7 @@ def _decode_chain(timestamps: RequestTimestamps) -> Chain:
     timings = leg.timings
     if timings is None:
         return [(leg.answered_at, "unexplained")]
-    reached_at = _reached_at(leg, timings)
+    reached_at = leg.reached_at
     step: Part = "prefill" if timestamps.prefill is None else "recompute" if timings.kv_failed else "first_step"
     queue: Part = "prefill_queue" if timestamps.by_prefill else "decode_queue"
     chain: Chain = [(reached_at, "hops"), (reached_at + timings.queued_s, "frontend")]
@@ -189,9 +196,9 @@ def _decode_chain(timestamps: RequestTimestamps) -> Chain:
     return chain
 
 
-def _prefill_chain(leg: LegTimestamps, timings: EngineTimings) -> Chain:
+def _prefill_chain(leg: CallTimes, timings: EngineTimings) -> Chain:
     """Return the activity of the prefill leg until the prompt is computed."""
-    reached_at = _reached_at(leg, timings)
+    reached_at = leg.reached_at
     return [
         (reached_at, "hops"),
         (reached_at + timings.queued_s, "frontend"),
@@ -208,12 +215,6 @@ def _store_chain(reached_at: float, timings: EngineTimings, queue: Part) -> Chai
     # A request that was preempted before its first token may fetch again after its first step.
     ended_s = min(timings.store_ended_s, timings.scheduled_s)
     return [(reached_at + min(timings.store_asked_s, ended_s), queue), (reached_at + ended_s, "store")]
-
-
-def _reached_at(leg: LegTimestamps, timings: EngineTimings) -> float:
-    """Return the estimated arrival of the call at its engine: half of the network time later."""
-    network_s = max(leg.answered_at - leg.sent_at - timings.answered_s, 0.0)
-    return leg.sent_at + network_s / 2
 
 
 def _partition(

@@ -60,13 +60,13 @@ class RouterMetrics:
             "Prefill legs by outcome: done (the prompt is computed), refused (the engine has no free slot or is "
             "stopping), rejected (answered with a 4xx status or without the first token), failed (the engine died, was "
             "silent, or had an error, such as a 5xx status), late (no answer within router.prefill_timeout_s), or "
-            "cancelled (the router ended the leg first).",
+            "cancelled (decode ended the leg first).",
             ["outcome"],
             registry=self.registry,
         )
         self.discards = Counter(
             "tandem_discards",
-            "Transfers that the router asked prefill to discard, because their leg ended before decode's answer.",
+            "Transfers that ended before decode had the KV, so that prefill discards them.",
             registry=self.registry,
         )
         self.disconnects = Counter(
@@ -76,7 +76,7 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "tandem_retries",
-            "Legs after whose failure the router looked for another replica. Reasons for prefill: failed, late, silent "
+            "Legs after whose failure another replica was tried. Reasons for prefill: failed, late, silent "
             "(decode sent nothing after the prompt was computed); for decode: unavailable (the engine failed or was "
             "silent).",
             ["leg", "reason"],

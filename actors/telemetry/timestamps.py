@@ -33,15 +33,15 @@ class _FirstToken:
 
 
 class CallTimestamps:
-    """Timings of one call, from its arrival at the actor. `take_timings` returns them once.
+    """Timings of one call, from its arrival or `began_at`. `take_timings` returns them once.
 
     ``request_id``  id of the call's first request to the engine core; None before it is sent
     """
 
-    def __init__(self) -> None:
+    def __init__(self, began_at: float | None = None) -> None:
         self.request_id: str | None = None
         self._sent_at: float | None = None
-        self._began_at = time.monotonic()
+        self._began_at = time.monotonic() if began_at is None else began_at
         self._first: _FirstToken | None = None
         self._taken = False
 

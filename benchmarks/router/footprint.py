@@ -64,7 +64,7 @@ class Engine(Instant):
         discovery.publish(self.role, metadata)
         handle: Any = SimpleNamespace(deployment_id=self.role)
         handle.options = lambda: handle
-        pool = EnginePool(handle)
+        pool = EnginePool("decode", handle)
         stack.push_async_callback(pool.close)
         return pool
 

@@ -19,11 +19,14 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from actors.engine.asgi_call import AsgiApp
+from actors.engine.decode import Decode
 from actors.engine.engine_actor import CallItem
 from actors.engine.prefill import Prefill
 from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.engine_pool.serve_discovery import DiscoveryRouter
-from actors.request import Call, ProducerAddress
+from actors.request import ProducerAddress
+from actors.rpc.messages import RpcRequest
+from actors.rpc.server_connection import ServedStream
 from app.main import DeployedModel, router_deployment
 from app.run import interrupt_on_signals
 from benchmarks.router.engine import WHERE, instant
@@ -53,10 +56,8 @@ class NoLLM:
         """Do nothing: this engine holds no KV."""
 
 
-class Instant(Prefill):
-    """Either role's actor, complete but for the engine. Routers use only `call` of a decode
-    actor.
-    """
+class Instant(Prefill, Decode):
+    """Either role's actor, complete but for the engine: a decode actor calls prefill."""
 
     async def __init__(self, role: RoleName, slots: int = SLOTS) -> None:  # type: ignore[misc]
         await self.open(role, serve.get_replica_context().replica_id.unique_id, instant(), "nothing to replay", slots)
@@ -73,11 +74,14 @@ class Instant(Prefill):
         self.engine = VllmEngine(llm, app, StopFlag(), AsyncExitStack(), cannot_resume, None, "nobody")
         await self._open_rpc_servers(RoleSettings(max_ongoing_sequences=slots, rpc_host="127.0.0.1"))
 
-    async def call(self, rank: int, call: Call) -> AsyncGenerator[CallItem, None]:
+    def serve_request(self, rank: int, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[CallItem, None]:
         """Serve a call, which `running` counts until it ends."""
+        return self._counted(super().serve_request(rank, request, stream))
+
+    async def _counted(self, items: AsyncGenerator[CallItem, None]) -> AsyncGenerator[CallItem, None]:
         self.running += 1
         try:
-            async with aclosing(super().call(rank, call)) as answer:
+            async with aclosing(items) as answer:
                 async for item in answer:
                     yield item
         finally:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from actors.errors import EngineDownError
-from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk, TokenGroup, TokenSource
+from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, TokenChunk, TokenGroup, TokenSource
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from configs.settings.router import RouterLimits, RoutingSettings
@@ -112,7 +112,12 @@ def fed(serve: Any, prefill: Handle) -> Any:
     async def wait(call: Call, turn: int) -> AsyncGenerator[Any, None]:
         if TRANSFER_FIELD.encode() in call.body:  # a form has no `messages`
             transfer = json.loads(call.body)[TRANSFER_FIELD]
-            await prefill.delivered[transfer["transfer_id"]].wait()
+            delivered = asyncio.ensure_future(prefill.delivered[transfer["transfer_id"]].wait())
+            try:
+                while not (await asyncio.wait({delivered}, timeout=0.1))[0]:
+                    yield Heartbeat()
+            finally:
+                delivered.cancel()
         async for item in serve(call, turn):
             yield item
 

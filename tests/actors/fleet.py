@@ -1,28 +1,32 @@
 """Both roles' handles in this process: replicas that are generators, and counts of the router's
 slots.
 
-The router's side is real. `Handle` keeps the contract of `EnginePool`: a slot is held while its
-context is open, a call runs until it ends or is cancelled.
+The router's calls are real, and so are those of decode engines to prefill engines. `Handle` keeps
+the contract of `EnginePool`: a call runs until it ends or is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from actors.errors import EngineDownError
+from actors.engine.asgi_call import Notices
+from actors.engine.split.split_call import SplitCall
+from actors.engine_pool.engine_call import EngineCall, Slot
+from actors.errors import CannotResumeError, EngineDownError, RefusedError
 from actors.policy.stores import EngineStore
-from actors.request import Accepted, Call, Heartbeat, TokenSource
+from actors.request import Accepted, Call, PrefillReport, ProducerAddress, TokenSource
 from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
+from actors.rpc.address import RpcAddress
+from actors.rpc.messages import PrefillCandidate, PrefillOrder, RpcFailure, RpcRequest
 from configs.settings.router import RouterLimits
 
 Serve = Callable[[Call, int], AsyncGenerator[Any, None]]
@@ -46,81 +50,155 @@ METADATA: dict[str, Any] = {
 class Replica:
     """A replica.
 
-    `serve` answers its calls; `calls` are the accepted ones. After `left` it can still be chosen.
+    `serve` answers its calls; `calls` are those that reach its engine. After `left` it can still be
+    chosen. An engine of `version` 1 ignores orders to call prefill.
     """
 
     name: str
     serve: Serve
     left: bool = False
     identity: str = SOURCE.engine
+    version: int = 2
     calls: list[Call] = field(default_factory=list)
+
+    def run(self, call: Call) -> AsyncGenerator[Any, None]:
+        self.calls.append(call)
+        return self.serve(call, len(self.calls))
 
 
 @dataclass(frozen=True)
-class FakeSlot:
-    replica: Replica
-    metadata: dict[str, Any]
-    maybe_full: bool = False
+class _End:
+    """Last notice of an engine: its error, or None."""
 
-    @property
-    def replica_id(self) -> str:
-        return self.replica.name
-
-    @property
-    def identity(self) -> str:
-        return self.replica.identity
+    error: BaseException | None
 
 
-class _Items(asyncio.Queue[Any]):
-    """Items that have not been read yet."""
+class Connection:
+    """A connection to one replica, as `actors.rpc.client.Channel`: a task runs each call."""
 
-    def only_signs_of_life(self) -> bool:
-        return all(isinstance(item, Heartbeat) for item in self._queue)  # type: ignore[attr-defined]
-
-
-class Response:
-    """A running call, read item by item."""
-
-    def __init__(self, handle: Handle, slot: FakeSlot, call: Call) -> None:
+    def __init__(self, handle: Handle, replica: Replica) -> None:
         self._handle = handle
-        self.sent_at = time.monotonic()
-        self._items = _Items()
-        self._task = asyncio.create_task(self._run(slot.replica, call), name=f"call to {slot.replica_id}")
-        handle.running += 1
+        self._replica = replica
+        self._task: asyncio.Task[None] | None = None
+        self._discards = False
+        """Whether the caller has cancelled the call without KV."""
+
+    def call(self, request: RpcRequest, listener: Any) -> int:
+        self._task = asyncio.create_task(self._run(request, listener), name=f"call to {self._replica.name}")
+        self._handle.running += 1
         self._task.add_done_callback(self._ended)
+        return 1
 
-    async def _run(self, replica: Replica, call: Call) -> None:
-        await asyncio.sleep(0)
-        if replica.left:
-            raise EngineDownError(f"the connection to {replica.name} is gone")
-        replica.calls.append(call)
-        self._items.put_nowait(Accepted(replica.name))
-        async with aclosing(replica.serve(call, len(replica.calls))) as items:
-            async for item in items:
-                self._items.put_nowait(item)
-                await asyncio.sleep(0)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._handle.running -= 1
-        error: BaseException = (
-            EngineDownError("cancelled") if task.cancelled() else task.exception() or StopAsyncIteration()
-        )
-        self._items.put_nowait(error)
-
-    @property
-    def waits(self) -> bool:
-        return self._items.only_signs_of_life()
-
-    async def next(self, until: float | None = None) -> Any:
-        async with asyncio.timeout_at(until):
-            item = await self._items.get()
-        if isinstance(item, BaseException):
-            self._items.put_nowait(item)
-            raise item
-        return item
-
-    def cancel(self) -> None:
+    def cancel(self, stream: int, done: bool = False) -> None:
+        assert self._task is not None
+        self._discards = not done
         self._task.cancel()
+
+    def grant(self, stream: int, size: int) -> None:
+        """Do nothing: this connection has no credit."""
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._handle.running -= 1
+
+    async def _run(self, request: RpcRequest, listener: Any) -> None:
+        await asyncio.sleep(0)
+        if self._replica.left:
+            listener.ended(f"the connection to {self._replica.name} is gone")
+            return
+        failure = None
+        try:
+            async with aclosing(self._items(request)) as items:
+                async for item in items:
+                    self._handle.on_item()
+                    listener.received(item)
+                    await asyncio.sleep(0)
+        except EngineDownError as error:
+            failure = RpcFailure("engine_down", str(error))
+        except CannotResumeError as error:
+            failure = RpcFailure("cannot_resume", str(error))
+        except RefusedError as error:
+            failure = RpcFailure("full", str(error))
+        except Exception as error:
+            failure = RpcFailure("error", repr(error))
+        listener.ended(None, failure)
+
+    async def _items(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
+        replica, accepted = self._replica, Accepted(self._replica.name)
+        if request.prefill is None or replica.version == 1:
+            yield accepted
+            items = replica.run(request.call)
+        else:
+            items = SplitCall(request.call, request.prefill, self, self._serve, _beats).items(accepted)
+        try:
+            async with aclosing(items):
+                async for item in items:
+                    yield item
+        finally:
+            if request.transfer_id is not None and self._discards:  # as `Prefill.call_and_hold`
+                self._handle.discarded.append(request.transfer_id)
+                await self._handle.discard(request.transfer_id)
+
+    def to(self, address: RpcAddress) -> Any:
+        """Return a connection from this decode engine to a prefill engine."""
+        prefill = self._handle.prefill
+        assert prefill is not None, "`router_of` sets it"
+        return prefill.connection(address.host)
+
+    async def _serve(self, call: Call, notices: Notices, began_at: float) -> AsyncGenerator[Any, None]:
+        running = asyncio.create_task(self._feed(call, notices), name=f"engine of {self._replica.name}")
+        try:
+            while not isinstance(item := await notices.get(), _End):
+                yield item
+            if item.error is not None:
+                raise item.error
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    async def _feed(self, call: Call, notices: Notices) -> None:
+        error: BaseException | None = None
+        try:
+            async with aclosing(self._replica.run(call)) as items:
+                async for item in items:
+                    self._handle.on_item()
+                    notices.put(item)
+                    await asyncio.sleep(0)
+        except Exception as problem:
+            error = problem
+        notices.put(_End(error))
+
+
+@contextmanager
+def _beats(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` at intervals, as an engine whose core answers."""
+
+    async def run() -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            beat()
+
+    running = asyncio.create_task(run(), name="beats")
+    try:
+        yield
+    finally:
+        running.cancel()
+
+
+async def _nothing(_: str) -> None:
+    """Do nothing: these engines have no KV."""
+
+
+class NoSlots:
+    """Receiver of an engine's replies about its load."""
+
+    def record_accepted(self, name: str, ongoing: int) -> None:
+        """Do nothing."""
+
+    def record_full(self, name: str) -> None:
+        """Do nothing."""
+
+    def record_leaving(self, name: str) -> None:
+        """Do nothing."""
 
 
 class Reply:
@@ -162,6 +240,8 @@ class Handle:
         self.taken = 0
         self.running = 0
         self.discarded: list[str] = []
+        self.discard: Callable[[str], Awaitable[None]] = _nothing
+        """Frees the KV of a transfer in a real engine."""
         self.delivered: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Event of each transfer, set when its KV has arrived."""
         self.in_order = False
@@ -170,8 +250,11 @@ class Handle:
         """Whether the router is stopping."""
         self.grants_at_once = False
         """Whether a request gets a free slot without a wait."""
-        self.silent = False
-        """Whether no engine can be reached."""
+        self.prefill: Handle | None = None
+        """The handle of prefill, if this is decode's."""
+        self.role = "decode"
+        self.on_item: Callable[[], None] = lambda: None
+        """Called before each item of a replica is passed on."""
         self.metadata = METADATA
         """Metadata of each replica."""
         self._turn = 0
@@ -179,7 +262,7 @@ class Handle:
 
     def take_now(
         self, avoid: Iterable[str] = (), prefer: Sequence[str] = (), sequences: int = 1, identity: str | None = None
-    ) -> FakeSlot | None:
+    ) -> Slot | None:
         self._known = True
         free = self._usable(avoid, identity)
         return self._slot(free, prefer) if self.grants_at_once and free else None
@@ -191,7 +274,7 @@ class Handle:
         sequences: int = 1,
         part: bool = False,
         identity: str | None = None,
-    ) -> FakeSlot:
+    ) -> Slot:
         self._known = True
         free = self._usable(avoid, identity)
         await asyncio.sleep(0)
@@ -202,17 +285,39 @@ class Handle:
     def _usable(self, avoid: Iterable[str], identity: str | None) -> list[Replica]:
         return [one for one in self.replicas if one.name not in avoid and identity in (None, one.identity)]
 
-    def _slot(self, free: list[Replica], prefer: Sequence[str]) -> FakeSlot:
+    def _slot(self, free: list[Replica], prefer: Sequence[str]) -> Slot:
         self._turn += 1
         self.taken += 1
         preferred = [one for name in prefer for one in free if one.name == name and not self.in_order]
-        return FakeSlot((preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0], self.metadata)
+        replica = (preferred or [free[-1 if self.in_order else self._turn % len(free)]])[0]
+        return Slot(
+            replica.name,
+            RpcAddress(replica.name, 1, ""),
+            self.metadata | {"identity": replica.identity, "version": replica.version},
+        )
 
-    def give_back(self, slot: FakeSlot) -> None:
+    def give_back(self, slot: Slot) -> None:
         self.taken -= 1
 
-    def dispatch(self, slot: FakeSlot, call: Call, *_: Any) -> Response:
-        return Response(self, slot, call)
+    def dispatch(self, slot: Slot, call: Call, watcher: Any = None, prefill: PrefillOrder | None = None) -> EngineCall:
+        slots: Any = NoSlots()
+        running, connection = EngineCall(self.role, slot, slots, watcher), self.connection(slot.replica_id)
+        running.send(connection, RpcRequest(call, *self.caller, prefill=prefill))
+        return running
+
+    def connection(self, name: str) -> Any:
+        return Connection(self, next(one for one in self.replicas if one.name == name))
+
+    caller = ("router", 0)
+
+    def candidate(self, name: str) -> PrefillCandidate:
+        return PrefillCandidate(name, RpcAddress(name, 1, ""), ProducerAddress.from_params(self.metadata["producer"]))
+
+    def move(self, slot: Slot, name: str) -> None:
+        slot.replica_id = name
+
+    def record(self, slot: Slot, report: PrefillReport) -> None:
+        """Do nothing."""
 
     def stores(self) -> dict[str, EngineStore]:
         return {}
@@ -242,12 +347,6 @@ class Handle:
     def slots(self) -> int:
         return 100 * len(self.replicas)
 
-    async def ask(self, slot: FakeSlot, method: str, *arguments: Any) -> None:
-        assert method == "discard"
-        if self.silent:
-            raise EngineDownError("the connection was lost")
-        self.discarded += arguments
-
     @property
     def calls(self) -> list[Call]:
         return [call for replica in self.replicas for call in replica.calls]
@@ -256,6 +355,8 @@ class Handle:
 def router_of(limits: RouterLimits, *handles: Handle) -> Router:
     """Return the router before both roles' handles."""
     engines: Any = handles
+    prefill, decode, *_ = handles
+    decode.prefill, prefill.role = prefill, "prefill"
     return Router(limits, ModelEngines(*engines))
 
 

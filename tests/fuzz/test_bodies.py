@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from actors.engine.split.bodies import decode_body, prefill_body
+from actors.raw_json import as_written, write
 from actors.request import Endpoint, ProducerAddress
-from actors.router.raw_json import as_written, write
-from actors.router.request_shaping import decode_leg, prefill_leg, why_local
+from actors.router.request_shaping import why_local
 from app.http.errors import BadRequestError
 from app.http.parsing import check_prompts, parse_body
 from tests.campaigns.fuzz.requests import CHAT, COMPLETIONS, Requests, fields
@@ -35,10 +36,10 @@ def test_bodies_never_break_the_router() -> None:
             outcomes["local"] += 1
             continue
         outcomes["split"] += 1
-        written = as_written(case.content, body)
+        written = as_written(case.content)
         for leg, same in (
-            (prefill_leg(endpoint, written, "t"), prefill_leg(endpoint, body, "t")),
-            (decode_leg(written, "t", PRODUCER), decode_leg(body, "t", PRODUCER)),
+            (prefill_body(endpoint, written, "t"), prefill_body(endpoint, body, "t")),
+            (decode_body(written, "t", PRODUCER), decode_body(body, "t", PRODUCER)),
         ):
             assert leg["kv_transfer_params"]["transfer_id"] == "t"
             assert repr(parse_leg(leg)) == repr(same)
@@ -59,7 +60,7 @@ def test_no_depth_breaks_the_router(opening: str) -> None:
         except BadRequestError:
             continue
         why_local(COMPLETIONS, body)
-        parse_leg(prefill_leg(COMPLETIONS, as_written(raw, body), "t"))
+        parse_leg(prefill_body(COMPLETIONS, as_written(raw), "t"))
         assert depth <= 64
 
 

@@ -15,8 +15,9 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.engine.split.prefill_call import BROKEN
 from actors.policy.decision import NO_PREFILL, PREFILL_FAILED
-from actors.router.dispatch.prefill_leg import BROKEN
+from actors.router.dispatch.attempt import COUNTED_AS
 from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
 from actors.telemetry.router_metrics import RouterMetrics
 from app.http.generate import REFUSED
@@ -27,7 +28,7 @@ from tests.k8s.kustomize import render
 DASHBOARD = json.loads((ROOT / "dashboards" / "tandem.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 KV_ENDS = ("sent", "received", "recomputed")
-OUTCOMES = sorted(BROKEN | {"done", "cancelled"})
+OUTCOMES = sorted({COUNTED_AS.get(outcome, outcome) for outcome in BROKEN} | {"done", "cancelled"})
 
 Labels = dict[str, set[str]]
 

@@ -52,7 +52,7 @@ def tandem(manifests: list[Manifest]) -> dict[str, Pod]:
 def test_between_the_services_own_pods(policies: list[Manifest], tandem: dict[str, Pod]) -> None:
     """The policies match the table: every pair of pods, every used port and some others."""
     wanted = {(a, b, port) for a in NODES for b in NODES for port in RAY}
-    wanted |= {("head", "redis", REDIS), *(("decode", "prefill", port) for port in SIDE_CHANNEL)}
+    wanted |= {("head", "redis", REDIS), *(("decode", "prefill", port) for port in (*SIDE_CHANNEL, *RPC))}
     wanted |= {("router", role, port) for role in ("prefill", "decode") for port in RPC}
     wanted |= {(a, b, port) for a, b in (("decode", "prefill"), ("prefill", "decode")) for port in NIXL}
     ports = {*RAY, *SIDE_CHANNEL, *RPC, *NIXL, HTTP, ROUTER, RAY_METRICS, REDIS, *OTHERS}

@@ -1,77 +1,117 @@
-"""One attempt at a request: its legs, its slots and its reports to the planner."""
+"""One attempt at a request: a call to one engine, its slots, and what both report."""
 
 import asyncio
-import json
+import logging
 import time
-from contextlib import AsyncExitStack
+from dataclasses import replace
 from http import HTTPStatus
-from typing import Self
 
-from actors.engine_pool.engines import Slot
+from actors.engine_pool.engine_call import EngineCall, Response, Slot
+from actors.engine_pool.engines import EnginePool
 from actors.policy.decision import Decision
 from actors.policy.inflight import InflightRequest
-from actors.policy.planner import Planner
 from actors.policy.prompts import Prompt
-from actors.request import FirstTokenChunk, ResponseStart, StreamChunk
-from actors.router.dispatch.leg import Leg, Response
-from actors.router.dispatch.prefill_leg import PrefillLeg
+from actors.request import Call, FirstTokenChunk, PrefillReport, ResponseStart, StreamChunk
+from actors.router.dispatch.fleet import Fleet
+from actors.rpc.messages import PrefillOrder
+from actors.telemetry.latency_breakdown import CallTimes
 from actors.telemetry.recent_requests import Pair
 from configs.settings.base import RoleName
 
+logger = logging.getLogger(__name__)
+
+COUNTED_AS = {"computed": "done", "full": "refused", "leaving": "refused", "silent": "failed"}
+"""Outcomes of `tandem_prefill_legs`, where they differ from those of reports."""
+
 
 class Attempt:
-    """One attempt at a request: both legs, or one engine alone.
+    """A call to a decode engine, which may call prefill engines; or to a prefill engine alone.
 
-    Leaving the context closes the attempt unless an answer has started; after that, call `close`.
-    If the routing decision names replicas, the planner counts the attempt before it has slots:
-    concurrent decisions then take each other into account.
+    `close` ends it. If the routing decision names replicas, the planner counts the attempt before
+    it has slots: concurrent decisions then take each other into account.
     """
 
     start: ResponseStart
     items: list[StreamChunk | bytes]
-    decode: Leg
+    call: EngineCall
     pair: Pair
 
-    def __init__(self, planner: Planner, prompt: Prompt, decision: Decision) -> None:
+    def __init__(self, fleet: Fleet, prompt: Prompt, decision: Decision) -> None:
         self.decision = decision
-        self.prefill: PrefillLeg | None = None
         self.began_at = self.slots_at = time.monotonic()
-        """Monotonic times at which the attempt began and at which it had slots for its legs."""
+        """Monotonic times at which the attempt began and at which it had its slots."""
         self.prompt_tokens: int | None = None
-        """Number of tokens of the prompt, if the prefill engine's answer has it; else None."""
-        self.opening: asyncio.Task[Response] | None = None
-        """Task that waits for decode's first token, or for its whole answer if that is no stream.
-
-        None if one engine serves the attempt alone.
-        """
+        """Number of tokens of the prompt, if the prefill engine reports it; else None."""
         self.sampled_by: RoleName = "decode"
         """Role of the engine whose first token the client receives."""
-        self.legs = AsyncExitStack()
-        self._planner = planner
+        self.failed_prefill: set[str] = set()
+        """Prefill replicas that have failed or rejected the prompt."""
+        self.accounted = asyncio.Event()
+        """Set once prefill's timings have arrived or can no longer arrive."""
+        self.is_open = False
+        """Whether an answer has started."""
+        self._fleet = fleet
+        self._planner = fleet.feedback.planner
         self._prompt = prompt
+        self._slot: tuple[EnginePool, Slot] | None = None
+        """Slot of the call, with its pool."""
+        self._prefill_slot: Slot | None = None
+        """Slot on the engine that decode calls; None after the handover."""
+        self._report: PrefillReport | None = None
+        """Last report about a prefill engine."""
+        self._computed: PrefillReport | None = None
+        self._tried_s = 0.0
+        """Time from decode's acceptance to the beginning of its last try, without the first one."""
         self._inflight: InflightRequest | None = None
         self._prefilled_at: float | None = None
-        self._is_open = False
         self._answered = False
+        self._delivered = False
         self._tokens = 0
         if decision.decode:
             self.sent(decision.decode[0], next(iter(decision.prefill), None))
-        self.legs.callback(self._end)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if not self._is_open:
-            await self.close()
 
     @property
     def local_reason(self) -> str | None:
-        """Reason of the routing decision if it is local, else None."""
+        """Reason of the routing decision if decode serves the request alone, else None."""
         return self.decision.reason if self.decision.local else None
 
+    @property
+    def on_prefill(self) -> str | None:
+        """Prefill replica of an attempt without a decode engine, else None."""
+        return self.pair.prefill if self.pair.decode is None else None
+
+    @property
+    def transfers(self) -> bool:
+        """Whether prefill has computed the prompt, and decode has not sampled a token."""
+        return not self._delivered and self._report is not None and self._report.outcome == "computed"
+
+    def take(self, pool: EnginePool, slot: Slot) -> Slot:
+        """Own the slot of the call; `close` gives it back."""
+        self._slot = (pool, slot)
+        return slot
+
+    def take_prefill(self, slot: Slot) -> Slot:
+        """Own the slot of the prefill engine that decode will call."""
+        self._prefill_slot = slot
+        return slot
+
+    def serve_locally(self, reason: str) -> None:
+        """Replace the decision: decode serves the request alone."""
+        self._give_back_prefill()
+        self.decision = replace(self.decision, route="local", reason=reason, prefill=(), chosen=None, other=None)
+        self._fleet.metrics.decisions.labels("local", reason).inc()
+
+    def send(self, call: Call, order: PrefillOrder | None = None) -> None:
+        """Send the call on its slot."""
+        assert self._slot is not None, "call `take` first"
+        pool, slot = self._slot
+        self.slots_at = time.monotonic()
+        if order is None:
+            self.accounted.set()
+        self.call = pool.dispatch(slot, call, self, order)
+
     def sent(self, decode: str, prefill: str | None) -> None:
-        """Report the replicas of the legs to the planner, in place of those reported before.
+        """Report the engines to the planner, in place of those reported before.
 
         ``prefill``  prefill replica; None if decode serves the attempt alone
         """
@@ -82,105 +122,148 @@ class Attempt:
             self._planner.ended(self._inflight, _now(), broken=True)
         self._inflight = self._planner.begin(self._prompt, decode, prefill, _now())
 
-    def prefilled(self, body: object) -> None:
-        """Record that prefill has computed the prompt; with `body`, also report it to the planner.
+    def reported(self, report: PrefillReport) -> None:
+        """Apply a report of the decode engine: to slots, policy, metrics and timestamps."""
+        before, self._report = self._report, report
+        if report.outcome == "alone":
+            self._tried_s = report.tried_s
+            self._give_back_prefill()
+            self.accounted.set()
+            if not self.is_open:
+                self.serve_locally(report.message)
+                assert self.pair.decode is not None
+                self.sent(self.pair.decode, None)
+            return
+        if before is not None and before.replica != report.replica:
+            self._tried_s = report.tried_s
+            if before.outcome in ("failed", "silent", "late"):
+                self._fleet.metrics.retries.labels("prefill", COUNTED_AS.get(before.outcome, before.outcome)).inc()
+        slot, prefill = self._prefill_slot, self._fleet.prefill
+        if slot is not None:
+            if slot.replica_id != report.replica:
+                prefill.move(slot, report.replica)
+            prefill.record(slot, report)
+        match report.outcome:
+            case "accepted":
+                if not self._delivered:
+                    assert self.pair.decode is not None
+                    self.sent(self.pair.decode, report.replica)
+                return
+            case "computed":
+                self._computed = report
+                self.prompt_tokens = report.prompt_tokens
+                self._prefilled_at = self._prefilled_at or _now()
+                self._report_prefilled(report.prompt_tokens)
+            case "full" | "leaving":
+                pass
+            case outcome:
+                level = logging.INFO if outcome == "rejected" else logging.WARNING  # decode refuses it as well
+                logger.log(level, "prefill replica %s: %s: %s", report.replica, outcome, report.message)
+                if not self._delivered:
+                    same = self._fleet.prefill.same_replica(report.replica)
+                    self.failed_prefill |= same if outcome == "failed" else {report.replica}
+                    if outcome != "rejected":
+                        self._fleet.feedback.failed(report.replica, outcome == "silent")
+        if before is None or (before.replica, before.outcome) != (report.replica, "computed"):
+            self._fleet.metrics.prefill_legs.labels(COUNTED_AS.get(report.outcome, report.outcome)).inc()
+        if self._delivered:
+            self.accounted.set()
 
-        ``body``  prefill's answer with the token count (bytes or FirstTokenChunk), None before it
-                  arrives. Without an answer, `opened` or the end of the attempt makes the report
+    def sampled(self) -> None:
+        """Give back the prefill slot: decode has sampled its first token, so it has the KV."""
+        self._delivered = True
+        self._give_back_prefill()
+        if self._inflight is not None:
+            self._planner.handed_over(self._inflight)
+            if self.is_open and self.start.streams and not self._answered:
+                self._opened()
+
+    async def open(self, silence_s: float, to_first_token: bool = False) -> None:
+        """Wait for the start of the answer, and report it to the planner unless it is an error.
+
+        The time of the first token is known, and reported, for streams only. Raises the errors of
+        `EngineCall.open`.
         """
-        if self._prefilled_at is None:
-            self._prefilled_at = _now()
-        if body is not None:
-            self.prompt_tokens = _prompt_tokens(body)
-            self._report_prefilled(self.prompt_tokens)
+        self._opened_with(await self.call.open(silence_s, to_first_token))
 
-    def opened(self, response: Response) -> Self:
-        """Keep the calls open after the start of decode's answer, which may be an error.
-
-        Unless the answer is an error, marks prefill's KV as delivered and reports the answer to the
-        planner. The time of the first token is known, and reported, for streams only.
-        """
+    def _opened_with(self, response: Response) -> None:
         self.start, self.items = response
-        self._is_open = True
-        if self.start.status < HTTPStatus.BAD_REQUEST:
-            if self.prefill is not None:
-                self.prefill.delivered()
-            self._answered = True
-            self._report_prefilled()
-            if self._inflight is not None:
-                if any(isinstance(item, StreamChunk) for item in self.items):
-                    self._planner.computed(self._inflight)
-                if self.start.streams:
-                    self._planner.opened(self._inflight, _now())
-        return self
+        self.is_open = True
+        if self.start.status >= HTTPStatus.BAD_REQUEST:
+            return
+        if any(isinstance(item, FirstTokenChunk) for item in self.items):
+            self.sampled_by = "prefill"  # decode may not have the KV yet
+            if not self._delivered:
+                return
+        if not self.start.streams:
+            self.sampled()
+        self._opened()
 
-    @property
-    def on_prefill(self) -> str | None:
-        """Prefill replica of an attempt without a decode leg, else None."""
-        return self.pair.prefill if self.pair.decode is None else None
-
-    def opened_on_prefill(self, slot: Slot, response: Response) -> Self:
-        """Keep the call open after the start of an answer from prefill alone.
+    def opened_on_prefill(self, slot: Slot, response: Response) -> None:
+        """Keep the start of an answer from prefill alone.
 
         When the attempt ends, the planner no longer assumes the prompt in decode's prefix cache.
         """
         self.sampled_by = "prefill"
         self.start, self.items = response
         self.pair = Pair(slot.replica_id, None)
-        self._is_open = True
+        self.is_open = True
+        self._prefilled_at = _now()
         self._report_prefilled()
-        return self
-
-    def opened_by_prefill(self) -> Self:
-        """Keep the calls open after prefill's first token, before decode's answer.
-
-        Decode may not have received the KV.
-        """
-        assert self.prefill is not None
-        assert self.prefill.start is not None, "prefill has answered"
-        self.sampled_by = "prefill"
-        self.start, self.items = self.prefill.start, []
-        self._is_open = True
-        self._report_prefilled()
-        return self
-
-    def handed_over(self) -> None:
-        """Release the prefill leg after decode's first token of an answer that is not streamed.
-
-        The leg still waits for prefill's answer, which arrives soon if decode received the KV.
-        Whether decode received it is unknown until decode's answer arrives with its timings.
-        """
-        assert self.prefill is not None
-        self.prefill.delivered()
-        self.prefill.release(answers_soon=True)
-        if self._inflight is not None:
-            self._planner.handed_over(self._inflight)
 
     def passed_on(self, item: object) -> None:
-        """Count the tokens in an item of decode's answer; ignore items of prefill alone."""
-        if isinstance(item, StreamChunk) and self.pair.decode is not None:
+        """Count the tokens in an item of decode's answer; ignore items of prefill."""
+        if isinstance(item, StreamChunk) and not isinstance(item, FirstTokenChunk) and self.pair.decode is not None:
             self._tokens += sum(map(len, item.groups))
 
-    def release(self) -> None:
-        """Release the prefill leg after decode's answer has started.
+    @property
+    def times(self) -> tuple[CallTimes, CallTimes | None, float]:
+        """Times of decode's last try and of its prefill call, and the start of a repeated try.
 
-        Call this after the first bytes are sent: the message to the prefill engine takes time.
+        The clocks of hosts differ: prefill's call begins with decode's try.
         """
-        if self.prefill is not None:
-            timings = self.decode.timestamps.timings
-            had_kv = timings is not None and timings.kv_ended_s is not None and not timings.kv_failed
-            self.prefill.release(answers_soon=had_kv)
-            if self._inflight is not None:
-                self._planner.handed_over(self._inflight)
+        decode = self.call.times
+        if self._tried_s:
+            decode = replace(decode, sent_at=decode.sent_at + self._tried_s)
+        retried_at = decode.sent_at if self._tried_s else self.began_at
+        report = self._computed
+        if report is None or report.replica != self.pair.prefill:
+            has_prefill = self.pair.prefill is not None and self.pair.decode is not None
+            return decode, CallTimes(decode.sent_at, decode.answered_at, None) if has_prefill else None, retried_at
+        sent_at = decode.reached_at
+        return decode, CallTimes(sent_at, sent_at + report.took_s, report.timings), retried_at
 
-    async def close(self) -> None:
-        """Cancel the running calls, give back their slots, and report the end to the planner."""
-        await self.legs.aclose()
-
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Cancel the running call, give back its slots, and report the end to the planner."""
+        if hasattr(self, "call"):
+            self.call.cancel()
+        if self._prefill_slot is not None and self._report is not None:
+            if self._report.outcome == "accepted":
+                self._fleet.metrics.prefill_legs.labels("cancelled").inc()
+            if self._report.outcome in ("accepted", "computed"):
+                self._fleet.metrics.discards.inc()
+        self._give_back_prefill()
+        self.accounted.set()
+        if self._slot is not None:
+            (pool, slot), self._slot = self._slot, None
+            pool.give_back(slot)
         self._report_prefilled()
         if self._inflight is not None:
             self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
+
+    def _opened(self) -> None:
+        self._answered = True
+        self._report_prefilled()
+        if self._inflight is not None:
+            if any(isinstance(item, StreamChunk) for item in self.items):
+                self._planner.computed(self._inflight)
+            if self.start.streams:
+                self._planner.opened(self._inflight, _now())
+
+    def _give_back_prefill(self) -> None:
+        slot, self._prefill_slot = self._prefill_slot, None
+        if slot is not None:
+            self._fleet.prefill.give_back(slot)
 
     def _report_prefilled(self, prompt_tokens: int | None = None) -> None:
         """Report the prompt to the planner if prefill has computed it, with its token count."""
@@ -190,20 +273,3 @@ class Attempt:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _prompt_tokens(answer: object) -> int | None:
-    """Return the prompt's token count from the usage of an answer or from a chunk, or None."""
-    if isinstance(answer, FirstTokenChunk):
-        return answer.prompt_tokens
-    if not isinstance(answer, bytes):
-        return None
-    try:
-        body = json.loads(answer)
-        usage = body["usage"]
-        # In Anthropic's usage, `input_tokens` excludes cached tokens.
-        cached = usage.get("cache_read_input_tokens", 0)
-        tokens = usage["input_tokens"] + cached if body.get("type") == "message" else usage["prompt_tokens"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return tokens if type(tokens) is int and tokens > 0 else None

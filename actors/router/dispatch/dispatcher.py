@@ -1,23 +1,17 @@
 """Dispatch of one request, with retries on other replicas until an engine answers."""
 
-import asyncio
 import logging
 import random
-import time
-import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack
-from functools import partial
+from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any
 
-from actors.engine_pool.engines import Slot
+from actors.engine_pool.engine_call import Slot
 from actors.errors import (
     CannotResumeError,
     DeadlineError,
     EngineDownError,
-    HandoverError,
     RefusedError,
     SilentError,
     UnavailableError,
@@ -28,39 +22,31 @@ from actors.request import Call, ProducerAddress, ReplayLog, StreamChunk
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.fleet import Fleet
-from actors.router.dispatch.leg import Leg, choose, deadline
-from actors.router.dispatch.prefill_leg import PrefillLeg
-from actors.router.raw_json import write
-from actors.router.request_shaping import (
-    choices_of,
-    decode_leg,
-    first_token_leg,
-    is_one_token,
-    needs_seed,
-    prefill_leg,
-    why_decode_samples,
-    why_local,
-)
+from actors.router.dispatch.slot_wait import choose, deadline
+from actors.router.request_shaping import choices_of, is_one_token, needs_seed, why_decode_samples, why_local
+from actors.rpc.messages import PrefillCandidate, PrefillOrder
 from actors.telemetry.latency_breakdown import RequestTimestamps
-from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits
 from connectors.errors import TandemError
 
 logger = logging.getLogger(__name__)
 
 SEED_BITS = 31
-"""Number of bits of a seed that the router generates for both legs."""
+"""Number of bits of a seed that the router generates for both engines."""
+
+MOST_CANDIDATES = 4
+"""Largest number of prefill engines in an order."""
+
+OLDER_ENGINE = "older_engine"
+"""The decode engine is of a release whose routers call prefill."""
 
 
 class Dispatcher:
-    """Dispatcher that makes the attempts of one request; each split attempt has a new transfer id.
+    """Dispatcher that makes the attempts of one request: calls to decode engines, one at a time.
 
-    Excludes a replica after it has failed the request. Excludes a suspect decode replica only while
-    another one is available. Retries a failed leg on another replica. Each leg has
-    `limits.attempts` attempts, besides refused ones. After the last one of prefill, or at once if
-    prefill rejects the request, decode computes the prompt. A failed or refused decode leg resets
-    the number of prefill's attempts. A new event for the client resets the number of decode's
-    attempts.
+    The decode engine calls the prefill engines of its order. Excludes a replica after it has failed
+    the request, and a suspect decode replica only while another one is available. Makes at most
+    `limits.attempts` attempts, besides refused ones; a new event for the client resets the number.
     """
 
     def __init__(self, request: ClientRequest, limits: RouterLimits, timing: RequestTimer, fleet: Fleet) -> None:
@@ -89,8 +75,7 @@ class Dispatcher:
         self._decode_replica: str | None = None
         self._decode_tries = 0
         self._last_error: UnavailableError | None = None
-        self._refused_at: dict[RoleName, float] = {}
-        """Monotonic time of the first refusal by an engine of a role since the call of `open`."""
+        self._silent_pairs = 0
         self._began_at: float | None = None
 
     async def open(self, replay_log: ReplayLog = (), identity: str | None = None) -> Attempt:
@@ -106,14 +91,13 @@ class Dispatcher:
         CannotResumeError if an engine cannot repeat `replay_log` or no engine has `identity`,
         EngineError for an internal error of an engine.
         """
-        self._refused_at.clear()
         self._identity = identity
         async with deadline(self.timing.left_s, "waiting for an engine's answer"):
             while True:
                 try:
                     attempt = await self._open_once(replay_log)
                     if replay_log and _is_busy_or_broken(status := attempt.start.status):
-                        await attempt.close()
+                        attempt.close()
                         raise UnavailableError(f"the engine that should continue the stream answered HTTP {status}")
                     return attempt
                 except RefusedError as error:
@@ -121,57 +105,17 @@ class Dispatcher:
                 except UnavailableError as error:
                     self.decode_failed(error)
 
-    async def first_token(self, attempt: Attempt) -> AsyncGenerator[StreamChunk | bytes, None]:
-        """Yield the items of prefill's first token until decode takes over.
-
-        Afterwards `attempt.items` are decode's items. Raises HandoverError if decode refuses the
-        request, answers with status 429 or 5xx or is silent, or the prefill leg breaks;
-        UnavailableError if the decode engine dies; DeadlineError if decode does not answer within
-        `idle_timeout_s`; CannotResumeError if it answers otherwise and not with a stream;
-        EngineError for an internal error of the engine.
-        """
-        assert attempt.prefill is not None
-        items = attempt.prefill.items
-        taking_over = asyncio.create_task(self._take_over(attempt), name="decode-takes-over")
-        reading = asyncio.create_task(items.get())
-        try:
-            while not taking_over.done():
-                await asyncio.wait({taking_over, reading}, return_when=asyncio.FIRST_COMPLETED)
-                if reading.done():
-                    yield reading.result()
-                    reading = asyncio.create_task(items.get())
-        finally:
-            await _end(reading)
-            if not taking_over.done():
-                await _end(taking_over)
-        await taking_over
-
-    async def _take_over(self, attempt: Attempt) -> None:
-        try:
-            async with deadline(self.limits.idle_timeout_s, "decode's answer after the first token"):
-                broken = await self._until_decode_opens(attempt)
-        except RefusedError as error:
-            raise HandoverError(f"decode refused a request after prefill's first token: {error}") from error
-        if broken is not None:
-            raise HandoverError(f"the handover broke after prefill's first token, with the outcome `{broken}`")
-        if not attempt.start.streams:
-            answered = f"decode answered HTTP {attempt.start.status} after prefill's first token"
-            if _is_busy_or_broken(attempt.start.status):
-                raise HandoverError(answered)
-            raise CannotResumeError(f"{answered}; send the request again")
-
     def timestamps(self, attempt: Attempt) -> RequestTimestamps:
-        """Return the request's timestamps up to the answer of `attempt`."""
         assert self._began_at is not None, "call `open` first"
-        prefill = None if attempt.prefill is None else attempt.prefill.timestamps
+        decode, prefill, retried_at = attempt.times
         by_prefill = attempt.sampled_by == "prefill"
         return RequestTimestamps(
             arrived_at=self.request.arrived_at,
             read_at=self.request.read_at,
             tried_at=self._began_at,
-            retried_at=attempt.began_at,
+            retried_at=retried_at,
             slots_at=attempt.slots_at,
-            decode=prefill if by_prefill and prefill is not None else attempt.decode.timestamps,
+            decode=decode,
             prefill=None if by_prefill else prefill,
             streams=attempt.start.streams,
             by_prefill=by_prefill,
@@ -200,42 +144,126 @@ class Dispatcher:
         self._fleet.metrics.retries.labels("decode", "unavailable").inc()
 
     def prefill_failed(self, replica: str, error: UnavailableError) -> None:
-        """Exclude a prefill replica, with all its ranks, after it failed as the only engine.
-
-        Also reports the failure to the routing policy.
-        """
+        """Exclude a prefill replica, with all its ranks, after it failed as the only engine."""
         self._failed_prefill |= self._fleet.prefill.same_replica(replica)
         self._fleet.feedback.failed(replica, isinstance(error, SilentError))
 
     def reset_failures(self) -> None:
-        """Reset the count of failed decode attempts after a new event for the client."""
         self._decode_tries = 0
 
     async def _open_once(self, replay_log: ReplayLog) -> Attempt:
-        prefill_tries = 0
-        while not (decision := self._decide()).local:
-            if self._on_prefill:
-                self._on_prefill = False  # once: later attempts have a decode leg
-                if (alone := await self._try_on_prefill(decision)) is not None:
-                    return alone
-                continue
-            attempt, broken = await self._try_split(replay_log, decision)
-            if attempt is not None:
-                return attempt
-            if broken == "refused":
-                if self._refused_for_s("prefill") > self.limits.prefill_wait_s:
-                    self._local_reason = NO_PREFILL
-            elif broken is not None:
-                prefill_tries += 1
-                if broken == "rejected" or prefill_tries >= self.limits.attempts:
-                    self._local_reason = PREFILL_FAILED
-                else:
-                    self._fleet.metrics.retries.labels("prefill", broken).inc()
-        return await self._serve_alone(replay_log, decision)
+        """Return an attempt whose answer has started, on a decode engine or on prefill alone.
 
-    def _refused_for_s(self, role: RoleName) -> float:
-        """Record a refusal by an engine of `role`; return the seconds since the first one."""
-        return time.monotonic() - self._refused_at.setdefault(role, time.monotonic())
+        If a replica lacks the stored response of `previous_response_id`, try the next replica. If
+        no replica has it but one has failed, raise the last failure: the failed replica may have
+        it. If none has failed, return the last HTTP 404.
+        """
+        decision = self._decide()
+        if self._on_prefill and not decision.local:
+            self._on_prefill = False  # once: later attempts have a decode engine
+            if (alone := await self._try_on_prefill(decision)) is not None:
+                return alone
+            decision = self._decide()
+        while self._response_is_elsewhere(attempt := await self._send(replay_log, decision)):
+            attempt.close()
+            if not self._others():
+                self._decode_replica = None
+                assert self._last_error is not None, "a replica has failed"
+                raise self._last_error
+            decision = self._decide()
+        return attempt
+
+    async def _send(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
+        async with self._begin(decision) as attempt:
+            slot = attempt.take(self._fleet.decode, await self._choose_decode(decision))
+            order = None if decision.local else await self._order(attempt, slot, replay_log)
+            attempt.sent(slot.replica_id, None if order is None else order.candidates[0].replica)
+            request = self.request
+            attempt.send(
+                Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences), order
+            )
+            # Some streams begin before the first token. The router's keep-alive comments must not
+            # end earlier, and until then decode may try other prefill engines.
+            late = order is not None or request.endpoint == "/v1/responses"
+            try:
+                await attempt.open(self.limits.silence_timeout_s, to_first_token=late)
+            except SilentError as error:
+                if not attempt.transfers:
+                    raise
+                self._suspect(attempt)
+                raise RefusedError("decode sent nothing after the prompt was computed") from error
+            finally:
+                self._failed_prefill |= attempt.failed_prefill
+            return attempt
+
+    def _suspect(self, attempt: Attempt) -> None:
+        """Exclude both engines of a silent attempt: the transfer may block either of them."""
+        assert attempt.pair.prefill is not None
+        assert attempt.pair.decode is not None
+        self._failed_prefill.add(attempt.pair.prefill)
+        self._suspect_decode.add(attempt.pair.decode)
+        self._fleet.feedback.failed(attempt.pair.decode, silent=True)
+        logger.warning(
+            "decode replica %s sent nothing after prefill replica %s computed the prompt; trying other replicas",
+            attempt.pair.decode,
+            attempt.pair.prefill,
+        )
+        self._silent_pairs += 1
+        if self._silent_pairs >= self.limits.attempts:
+            self._local_reason = PREFILL_FAILED
+        else:
+            self._fleet.metrics.retries.labels("prefill", "silent").inc()
+
+    async def _order(self, attempt: Attempt, decode: Slot, replay_log: ReplayLog) -> PrefillOrder | None:
+        """Take a prefill slot, and return the order for decode; None if decode serves alone."""
+        decision, request, pool = attempt.decision, self.request, self._fleet.prefill
+        if not decode.calls_prefill:
+            attempt.serve_locally(OLDER_ENGINE)
+            return None
+        slot = None if self._has_no_match(decode) else await self._choose_prefill(decision, decode.identity)
+        if slot is None:
+            other = OTHER_IDENTITY if self._has_no_match(decode) else NO_PREFILL
+            attempt.serve_locally(PREFILL_FAILED if self._failed_prefill else other)
+            return None
+        attempt.take_prefill(slot)
+        producer = ProducerAddress.from_params(slot.metadata["producer"])
+        if (choices_of(request.body) or 1) > 1 and not producer.first_token_multiple:
+            # Decode's prefix cache would lack states or drafts of the received prompt, so the other
+            # choices would compute it (docs/decisions/0056).
+            attempt.serve_locally(SEVERAL_CHOICES)
+            return None
+        # Without an identity, decode's tokens could not be verified.
+        samples = self._prefill_samples and not replay_log and bool(decode.identity)
+        first = PrefillCandidate(slot.replica_id, slot.address, producer)
+        limits = self.limits
+        return PrefillOrder(
+            (first, *self._spares(first, decision, decode.identity)),
+            *pool.caller,
+            samples=samples and producer.first_token_multiple > 0,
+            seed=self._seed,
+            attempts=limits.attempts,
+            timeout_s=limits.prefill_timeout_s,
+            silence_s=limits.silence_timeout_s,
+            refused_s=limits.prefill_wait_s,
+            hold_s=self.timing.left_s,
+        )
+
+    def _spares(self, first: PrefillCandidate, decision: Decision, identity: str) -> list[PrefillCandidate]:
+        """Return other prefill engines that decode may call, of one replica each, best first."""
+        pool, spares = self._fleet.prefill, list[PrefillCandidate]()
+        identities = pool.identities()
+        samples = bool(first.producer.first_token_multiple)
+        excluded = self._failed_prefill | pool.same_replica(first.replica)
+        for name in dict.fromkeys((*decision.prefill, *(pool.ongoing() or ()))):
+            if len(spares) + 1 == MOST_CANDIDATES:
+                break
+            if name in excluded or identities.get(name) != identity:
+                continue
+            spare = pool.candidate(name)
+            if spare is not None and bool(spare.producer.first_token_multiple) == samples:
+                spares.append(spare)
+                excluded |= pool.same_replica(name)
+        return spares
 
     def _decide(self) -> Decision:
         return self._fleet.feedback.decide(self.request, self._local_reason, self._failed_prefill, self._avoided())
@@ -254,157 +282,37 @@ class Dispatcher:
         an invalid request.
         """
         async with self._begin(decision) as attempt:
-            slot: Slot | None = None
+            slot = await self._choose_prefill(decision, None)
+            if slot is None:
+                attempt.close()
+                return None
+            attempt.take(self._fleet.prefill, slot)
+            if not ProducerAddress.from_params(slot.metadata["producer"]).first_token_multiple:
+                attempt.close()
+                return None
+            if decision.decode:
+                attempt.sent(decision.decode[0], slot.replica_id)
+            request = self.request
             try:
-                slot = await self._choose_prefill(attempt.legs, decision, None)
-                if not ProducerAddress.from_params(slot.metadata["producer"]).first_token_multiple:
-                    return None
-                attempt.slots_at = time.monotonic()
-                if decision.decode:
-                    attempt.sent(decision.decode[0], slot.replica_id)
-                request = self.request
-                call = Call("POST", request.endpoint, request.headers, request.raw)
-                attempt.decode = Leg("prefill", self._fleet.prefill.dispatch(slot, call))
-                attempt.legs.callback(attempt.decode.close)
-                response = await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=True)
+                attempt.send(Call("POST", request.endpoint, request.headers, request.raw))
+                response = await attempt.call.open(self.limits.silence_timeout_s, to_first_token=True)
             except TandemError as error:
-                replica = "none" if slot is None else slot.replica_id
                 logger.warning(
                     "prefill replica %s did not serve a one-token request; trying again with a decode engine: %s",
-                    replica,
+                    slot.replica_id,
                     with_causes(error),
                 )
-                if slot is not None and isinstance(error, UnavailableError):
+                if isinstance(error, UnavailableError):
                     self.prefill_failed(slot.replica_id, error)
+                attempt.close()
                 return None
             start, items = response
             if start.status >= HTTPStatus.BAD_REQUEST or (start.streams and not _has_tokens(items)):
+                attempt.close()
                 return None  # decode reports the error
-            attempt.prefilled(None)
             self._fleet.metrics.first_tokens.labels("ended").inc()
-            return attempt.opened_on_prefill(slot, response)
-
-    async def _try_split(self, replay_log: ReplayLog, decision: Decision) -> tuple[Attempt | None, str | None]:
-        """Dispatch both legs. Return (attempt, None) when an answer has started.
-
-        Returns (None, outcome) if `_until_decode_opens` returns an outcome, and (None, None) if the
-        legs were not sent. Raises the errors of `_choose_decode` and of the decode leg.
-        """
-        async with self._begin(decision) as attempt:
-            legs = attempt.legs
-            prefill_legs = await legs.enter_async_context(AsyncExitStack())
-            decode_slot, prefill_slot = await self._choose_pair(legs, prefill_legs, decision)
-            attempt.slots_at = time.monotonic()
-            if prefill_slot is None:
-                other = OTHER_IDENTITY if self._has_no_match(decode_slot) else NO_PREFILL
-                self._local_reason = PREFILL_FAILED if self._failed_prefill else other
-                return None, None
-            transfer_id = uuid.uuid4().hex
-            producer = ProducerAddress.from_params(prefill_slot.metadata["producer"])
-            if (choices_of(self.request.body) or 1) > 1 and not producer.first_token_multiple:
-                # Decode's prefix cache would lack states or drafts of the received prompt, so the
-                # other choices would compute it (docs/decisions/0056).
-                self._local_reason = SEVERAL_CHOICES
-                return None, None
-            body = self.request.fields if self._seed is None else {**self.request.fields, "seed": self._seed}
-            samples = self._prefill_samples and not replay_log and producer.first_token_multiple > 0
-            samples = samples and bool(decode_slot.identity)  # decode's tokens could not be verified
-            prefill_call = self._call(
-                first_token_leg(body, transfer_id) if samples else prefill_leg(self.request.endpoint, body, transfer_id)
-            )
-            multiple = producer.first_token_multiple if samples else 0
-            decode_body = decode_leg(body, transfer_id, producer, multiple)
-            decode_call = self._call(decode_body, replay_log, self.request.sequences)
-            if decode_slot.maybe_full:
-                # Without this wait, prefill could compute prompts repeatedly for a decode engine
-                # that refuses the call, and delay other requests.
-                attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
-                await attempt.decode.taken(self.limits.silence_timeout_s)
-            attempt.sent(decode_slot.replica_id, prefill_slot.replica_id)
-            attempt.prefill = prefill = PrefillLeg(
-                Leg(
-                    "prefill",
-                    self._fleet.prefill.dispatch(prefill_slot, prefill_call, transfer_id, self.timing.left_s),
-                ),
-                transfer_id,
-                self.limits,
-                self._fleet.metrics,
-                partial(self._fleet.discard, prefill_slot, transfer_id),
-                attempt.prefilled,
-                prefill_legs.pop_all(),
-                samples,
-            )
-            legs.push_async_callback(prefill.close)
-            if decode_slot.maybe_full:
-                legs.callback(attempt.decode.close)  # runs before `prefill.close`, which discards the KV
-            else:
-                attempt.decode = self._dispatch_decode(legs, decode_slot, decode_call)
-            opening = asyncio.create_task(attempt.decode.open(to_first_token=True), name=f"decode-opens-{transfer_id}")
-            attempt.opening = opening
-            legs.push_async_callback(_end, opening)
-            first: set[asyncio.Future[Any]] = {opening, prefill.broken, prefill.answered, attempt.decode.sampled}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if samples and prefill.answered.done() and not opening.done():
-                return attempt.opened_by_prefill(), None
-            broken = await self._until_decode_opens(attempt)
-            return (attempt if broken is None else None), broken
-
-    async def _until_decode_opens(self, attempt: Attempt) -> str | None:
-        """Wait until decode's answer starts. Return None, or the outcome of a broken leg.
-
-        After a broken leg, excludes the replicas that may have caused it, unless prefill refused
-        the call. Reports failures to the routing policy. After decode's first token the prefill leg
-        no longer matters. Raises the errors of the decode leg, among them SilentError if decode
-        sends nothing for `silence_timeout_s` after this token.
-        """
-        prefill, opening, sampled, pair = attempt.prefill, attempt.opening, attempt.decode.sampled, attempt.pair
-        assert prefill is not None
-        assert opening is not None
-        assert pair.prefill is not None
-        # The decode engine can now fetch the KV, so its silence shows a failure.
-        alive = await self._decode_is_alive(attempt.decode, {opening, sampled, prefill.broken})
-        if sampled.done() and not opening.done():
-            attempt.handed_over()
-            if not await self._decode_is_alive(attempt.decode, {opening}):
-                silence_s = self.limits.silence_timeout_s
-                raise SilentError(f"the decode engine sent nothing for {silence_s:g} s; try again")
-        if not alive:
-            silence_s = self.limits.silence_timeout_s
-            logger.warning(
-                "decode sent nothing for %g s after the prompt was computed; trying other replicas", silence_s
-            )
-            self._failed_prefill.add(pair.prefill)
-            assert pair.decode is not None
-            self._suspect_decode.add(pair.decode)
-            self._fleet.feedback.failed(pair.decode, silent=True)
-            return "silent"
-        if not opening.done():
-            broken = prefill.broken.result()
-            if broken == "failed":
-                self._failed_prefill |= self._fleet.prefill.same_replica(pair.prefill)
-            elif broken != "refused":
-                self._failed_prefill.add(pair.prefill)
-            if broken not in ("refused", "rejected"):
-                self._fleet.feedback.failed(pair.prefill, prefill.silent)
-            return broken
-        attempt.opened(await opening)
-        return None
-
-    async def _serve_alone(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
-        """Send the unchanged request to one decode replica.
-
-        If the replica lacks the stored response of `previous_response_id`, try the next replica.
-        If no replica has the response but one has failed, raise the last failure: the failed
-        replica may have the response. If none has failed, return the last HTTP 404.
-        """
-        while self._response_is_elsewhere(attempt := await self._serve_once(replay_log, decision)):
-            await attempt.close()
-            if not self._others():
-                self._decode_replica = None
-                assert self._last_error is not None, "a replica has failed"
-                raise self._last_error
-            decision = self._decide()
-        return attempt
+            attempt.opened_on_prefill(slot, response)
+            return attempt
 
     def _response_is_elsewhere(self, attempt: Attempt) -> bool:
         """Return whether another replica may have the stored response that this one lacks.
@@ -419,68 +327,18 @@ class Dispatcher:
         return bool(self._others() or self._last_error)
 
     def _others(self) -> AbstractSet[str]:
-        """Return the decode replicas that this request may still try."""
         return (self._fleet.decode.ongoing() or {}).keys() - self._avoided()
 
-    async def _serve_once(self, replay_log: ReplayLog, decision: Decision) -> Attempt:
-        async with self._begin(decision) as attempt:
-            slot = await self._choose_decode(attempt.legs, decision)
-            attempt.slots_at = time.monotonic()
-            attempt.sent(slot.replica_id, None)
-            request = self.request
-            call = Call("POST", request.endpoint, request.headers, request.raw, replay_log, request.sequences)
-            attempt.decode = self._dispatch_decode(attempt.legs, slot, call)
-            # vLLM sends two events of such a stream before it computes. The router's keep-alive
-            # comments must not end before the first token.
-            late = request.endpoint == "/v1/responses"
-            return attempt.opened(await attempt.decode.open(self.limits.silence_timeout_s, to_first_token=late))
-
-    def _dispatch_decode(self, legs: AsyncExitStack, slot: Slot, call: Call) -> Leg:
-        """Send the call to decode; `legs` cancels the call when the stack unwinds."""
-        decode = Leg("decode", self._fleet.decode.dispatch(slot, call))
-        legs.callback(decode.close)
-        return decode
-
-    def _begin(self, decision: Decision) -> Attempt:
-        attempt = Attempt(self._fleet.feedback.planner, self.request.prompt, decision)
+    @asynccontextmanager
+    async def _begin(self, decision: Decision) -> AsyncGenerator[Attempt, None]:
+        attempt = Attempt(self._fleet, self.request.prompt, decision)
         if self._began_at is None:
             self._began_at = attempt.began_at
-        return attempt
-
-    async def _decode_is_alive(self, decode: Leg, waited_for: set[asyncio.Future[Any]]) -> bool:
-        """Return True when one of `waited_for` is done, False after `silence_timeout_s` of silence.
-
-        Heartbeats count as items.
-        """
-        now = asyncio.get_running_loop().time
-        began_at = now()
-        while (left_s := max(began_at, decode.heard_at) + self.limits.silence_timeout_s - now()) > 0:
-            done, _ = await asyncio.wait(waited_for, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                return True
-        return False
-
-    async def _choose_pair(
-        self, stack: AsyncExitStack, prefill_stack: AsyncExitStack, decision: Decision
-    ) -> tuple[Slot, Slot | None]:
-        """Take slots on a decode replica, then a slot on a prefill replica of the same identity.
-
-        The prefill slot is None if no such replica has one in time, or if the queue for prefill
-        slots is full. Takes the prefill slot last: a request waiting for decode must not hold one.
-
-        Raises UnavailableError if no decode engine runs, and OverloadedError if the queue for
-        decode slots is full. If only decode replicas run that this request avoids, raises the
-        error of the last one that failed, or DeadlineError if none failed.
-        """
-        decode = await self._choose_decode(stack, decision)
-        if self._has_no_match(decode):
-            return decode, None
         try:
-            prefill = await self._choose_prefill(prefill_stack, decision, decode.identity)
-        except TandemError as error:
-            logger.warning("serving a request on decode alone: %s", error)
-            return decode, None
-        return decode, prefill
+            yield attempt
+        except BaseException:
+            attempt.close()
+            raise
 
     def _has_no_match(self, decode: Slot) -> bool:
         """Return whether prefill replicas run that have not failed, but none like `decode`."""
@@ -488,23 +346,29 @@ class Dispatcher:
         identities = {identity for name, identity in running if name not in self._failed_prefill}
         return bool(identities) and decode.identity not in identities
 
-    async def _choose_prefill(self, stack: AsyncExitStack, decision: Decision, identity: str | None) -> Slot:
-        return await choose(
-            stack,
-            "prefill",
-            self._fleet.prefill,
-            self.limits.prefill_wait_s,
-            self._failed_prefill,
-            decision.prefill,
-            identity=identity,
-        )
+    async def _choose_prefill(self, decision: Decision, identity: str | None) -> Slot | None:
+        """Take a slot on a prefill engine of `identity`; None if none is free in time.
 
-    async def _choose_decode(self, stack: AsyncExitStack, decision: Decision) -> Slot:
+        Follows the choice of decode: a request that waits for decode must not hold a prefill slot.
+        """
+        try:
+            return await choose(
+                "prefill",
+                self._fleet.prefill,
+                self.limits.prefill_wait_s,
+                self._failed_prefill,
+                decision.prefill,
+                identity=identity,
+            )
+        except TandemError as error:
+            logger.warning("serving a request on decode alone: %s", error)
+            return None
+
+    async def _choose_decode(self, decision: Decision) -> Slot:
         self._decode_replica = None
         avoid = self._avoided()
         try:
             slot = await choose(
-                stack,
                 "decode",
                 self._fleet.decode,
                 self.limits.replica_timeout_s,
@@ -518,7 +382,7 @@ class Dispatcher:
         except DeadlineError as error:
             if self._suspect_decode:
                 self._suspect_decode.clear()
-                return await self._choose_decode(stack, decision)
+                return await self._choose_decode(decision)
             tried = self._failed_decode | self._without_response
             if self._identity is not None and self._fleet.decode.has_engines(tried):
                 raise CannotResumeError(
@@ -530,17 +394,6 @@ class Dispatcher:
             raise error from None
         self._decode_replica = slot.replica_id
         return slot
-
-    def _call(self, body: Mapping[str, Any], replay_log: ReplayLog = (), sequences: int = 1) -> Call:
-        return Call("POST", self.request.endpoint, self.request.headers, write(body), replay_log, sequences)
-
-
-async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel `task`, wait for its end, and discard its result."""
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
 
 
 def _is_busy_or_broken(status: int) -> bool:

@@ -7,24 +7,22 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from actors.engine_pool.engines import EnginePool, Slot
+from actors.engine_pool.engine_call import EngineCall
+from actors.engine_pool.engines import EnginePool
 from actors.errors import BusyError, DeadlineError, RefusedError, UnavailableError
 from actors.request import Call, ResponseStart, StreamChunk
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest, RequestTimer
 from actors.router.dispatch.dispatcher import Dispatcher
 from actors.router.dispatch.fleet import Fleet
-from actors.router.dispatch.leg import Leg, choose, deadline
+from actors.router.dispatch.slot_wait import choose, deadline
 from actors.router.prompt_lists import ListAnswer, parent_id, split
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
-from configs.settings.base import ROLES, RoleName
+from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits
 from connectors.errors import TandemError
-
-DISCARD_S = 5.0
-"""Timeout in seconds of a `discard` call to a prefill replica."""
 
 AnyAnswer = Answer | ListAnswer
 
@@ -69,19 +67,8 @@ class ModelRouter:
         self._decode = engines.decode
         self._limits = limits
         prefill, decode = engines.prefill, engines.decode
-        self.feedback = RoutingFeedback(
-            limits().routing,
-            metrics,
-            prefill.ongoing,
-            decode.ongoing,
-            lambda: prefill.stores() | decode.stores(),
-            self._identities,
-        )
-        self._fleet = Fleet(prefill, decode, metrics, self.feedback, self._discard)
-
-    def _identities(self) -> dict[str, str]:
-        prefill, decode = (self.pools[role].identities() for role in ROLES)
-        return prefill | decode if len({*prefill.values(), *decode.values()}) > 1 else {}
+        self.feedback = RoutingFeedback(limits().routing, metrics, prefill, decode)
+        self._fleet = Fleet(prefill, decode, metrics, self.feedback)
 
     @property
     def limits(self) -> RouterLimits:
@@ -114,7 +101,7 @@ class ModelRouter:
         try:
             yield answer
         finally:
-            await answer.close()
+            answer.close()
 
     def _timeout_s(self, request: ClientRequest) -> float:
         """Return the timeout in seconds for the first token of a stream, or for a whole answer."""
@@ -140,15 +127,16 @@ class ModelRouter:
             async with AsyncExitStack() as stack:
                 waited_s = 0.0 if full_since is None else loop.time() - full_since
                 try:
-                    slot = await choose(stack, "decode", self._decode, self.limits.replica_timeout_s - waited_s, asked)
+                    slot = await choose("decode", self._decode, self.limits.replica_timeout_s - waited_s, asked)
                 except DeadlineError:
                     raise BusyError(f"no decode engine that can answer {what} has a free slot; retry later") from None
-                leg = Leg("decode", self._decode.dispatch(slot, call))
-                stack.callback(leg.close)
+                stack.callback(self._decode.give_back, slot)
+                running = self._decode.dispatch(slot, call)
+                stack.callback(running.cancel)
                 start: ResponseStart | None = None
                 try:
                     async with deadline(self.limits.replica_timeout_s, what):
-                        start = await leg.start()
+                        start = await running.start()
                 except RefusedError:
                     full_since = loop.time() if full_since is None else full_since
                     continue  # the pool chooses the others first
@@ -157,15 +145,15 @@ class ModelRouter:
                 asked.add(slot.replica_id)
                 others = (self._decode.ongoing() or {}).keys() - asked
                 if start is not None and (start.status != HTTPStatus.NOT_FOUND or not (others or failed)):
-                    yield start, self._body_of(leg)
+                    yield start, self._body_of(running)
                     return
             if not others:
                 assert failed is not None, "the last replica has answered or failed"
                 raise failed
 
-    async def _body_of(self, leg: Leg) -> AsyncIterator[bytes]:
+    async def _body_of(self, running: EngineCall) -> AsyncIterator[bytes]:
         until = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        while (item := await leg.next(self.limits.silence_timeout_s, until)) is not None:
+        while (item := await running.next(self.limits.silence_timeout_s, until)) is not None:
             yield item.body if isinstance(item, StreamChunk) else item
 
     @property
@@ -208,13 +196,3 @@ class ModelRouter:
     async def close(self) -> None:
         """Close the connections to the engines."""
         await asyncio.gather(*(engines.close() for engines in self.pools.values()))
-
-    async def _discard(self, slot: Slot, transfer_id: str) -> None:
-        """Ask the prefill replica of `slot` to free the KV of a transfer.
-
-        If the call fails, raises EngineDownError, EngineError or DeadlineError; the replica then
-        frees the KV when the lease expires.
-        """
-        self.metrics.discards.inc()
-        async with deadline(DISCARD_S, f"discarding transfer {transfer_id}"):
-            await self.pools["prefill"].ask(slot, "discard", transfer_id)

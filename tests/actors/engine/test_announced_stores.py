@@ -66,7 +66,7 @@ async def test_routers_learn_the_stores_of_all_ranks(
     handle.options = lambda: handle
     # Plain values only, like the rest of the metadata.
     publish(handle.deployment_id, {"r1": json.loads(json.dumps(actor.record_replica_metadata()))})
-    pool = EnginePool(handle)
+    pool = EnginePool("decode", handle)
     assert pool.stores() == known
     assert list(pool.identities().values()) == ["i"] * len(ranks)
     await pool.close()

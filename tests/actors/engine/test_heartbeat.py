@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.engine import vllm_engine
-from actors.engine.asgi_call import call_asgi
+from actors.engine.asgi_call import Notices, call_asgi
 from actors.engine.heartbeat import HeartbeatMonitor
 from actors.engine.vllm_engine import StopFlag, VllmEngine
 from actors.errors import EngineDownError
@@ -114,11 +114,13 @@ async def test_a_call_says_that_its_engine_lives(begun: bool) -> None:
         pass
 
     items: list[Any] = []
-    async with aclosing(call_asgi(app, Call("GET", "/"), heartbeats=HeartbeatMonitor(ask, every_s=0.001))) as answer:
-        async for item in answer:
-            items.append(item)
-            if items.count(Heartbeat()) == 3:
-                go.set()
+    notices = Notices()
+    with HeartbeatMonitor(ask, every_s=0.001).subscribed(notices.beat):
+        async with aclosing(call_asgi(app, Call("GET", "/"), notices=notices)) as answer:
+            async for item in answer:
+                items.append(item)
+                if items.count(Heartbeat()) == 3:
+                    go.set()
     assert items.count(Heartbeat()) >= 3
     start, *body = [item for item in items if item != Heartbeat()]
     assert start == ResponseStart(200, ())

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from actors.engine.prefill import Prefill
 from actors.request import Call, FirstTokenChunk, ResponseStart
 from actors.rpc.messages import RpcRequest
+from actors.rpc.server_connection import ServedStream, ServerConnection
 
 JSON = ((b"content-type", b"application/json"),)
 EVENTS = ((b"content-type", b"text/event-stream"),)
 TOKEN = FirstTokenChunk(b"data: {}\n\n", ((1,),), None, 9)
+
+
+class NoEngine:
+    def __init__(self) -> None:
+        self.discarded: list[str] = []
+
+    async def discard(self, transfer_id: str, rank: int) -> None:
+        self.discarded.append(transfer_id)
 
 
 class Replica(Prefill):
@@ -23,6 +32,7 @@ class Replica(Prefill):
     def __init__(self, items: list[Any]) -> None:
         self._held = set()
         self._items = items
+        self.engine: Any = NoEngine()
 
     async def call(self, rank: int, call: Call) -> AsyncGenerator[Any, None]:
         for item in self._items:
@@ -41,16 +51,21 @@ class Replica(Prefill):
         ([ResponseStart(200, EVENTS), b'data: {"error": {}}\n\n', b"data: [DONE]\n\n"], False),
     ],
 )
-async def test_a_call_is_held_if_its_prompt_was_computed(items: list[Any], held: bool):
+@pytest.mark.parametrize("done", [False, True])
+async def test_a_call_is_held_if_its_prompt_was_computed(items: list[Any], held: bool, done: bool):
+    """Its KV is discarded unless decode has it."""
     replica = Replica(items)
     request = RpcRequest(Call("POST", "/v1/completions"), "r", 0, transfer_id="t", hold_s=3600.0)
-    call = replica.serve_request(0, request)
+    stream = ServedStream(cast(ServerConnection, None), 1, expects_refusal=False)
+    call = replica.serve_request(0, request, stream)
     assert [await anext(call) for _ in items] == items
     rest = asyncio.ensure_future(anext(call, None))
     for _ in range(10):
         await asyncio.sleep(0)
     assert rest.done() != held
+    stream.done = stream.done or done
     rest.cancel()
     await asyncio.wait({rest})
     await call.aclose()
     assert not replica._held  # noqa: SLF001
+    assert replica.engine.discarded == (["t"] if held and not done else [])

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from actors.engine.asgi_call import Notices
+from actors.engine.split.split_call import SplitCall
 from actors.engine_pool import discovery
 from actors.engine_pool.engines import EnginePool
 from actors.errors import DeadlineError, OverloadedError
-from actors.request import Accepted, ResponseStart
+from actors.request import Accepted, Call, ResponseStart
 from actors.router.models.model_router import ModelEngines
 from actors.router.router import Router
 from actors.rpc import client, server_connection
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
+from actors.rpc.server_connection import ServedStream
 from configs.settings.deployment import RoleSettings
 from configs.settings.router import RouterLimits
 from tests.actors.behaviours import JSON, LIMITS, request
@@ -61,7 +64,7 @@ class Service:
     prompts: int = 0
     """Set when prefill has begun to compute."""
 
-    async def prefill(self, order: RpcRequest) -> AsyncGenerator[Any, None]:
+    async def prefill(self, order: RpcRequest, _: ServedStream) -> AsyncGenerator[Any, None]:
         yield Accepted("prefill 0")
         self.prompts += 1
         await asyncio.sleep(self.prompt_s)
@@ -69,8 +72,12 @@ class Service:
         yield b"{}"
         await asyncio.sleep(order.hold_s)
 
-    async def decode(self, _: RpcRequest) -> AsyncGenerator[Any, None]:
-        yield Accepted("decode 0", self.servers["decode"].ongoing)
+    def decode(self, request: RpcRequest, _: ServedStream) -> AsyncGenerator[Any, None]:
+        assert request.prefill is not None
+        split = SplitCall(request.call, request.prefill, self.channels, self.answer, lambda _: nullcontext())
+        return split.items(Accepted("decode 0", self.servers["decode"].ongoing))
+
+    async def answer(self, call: Call, notices: Notices, began_at: float) -> AsyncGenerator[Any, None]:
         if self.servers["decode"].ongoing == SLOTS:
             self.full.set()
         await self.answers.wait()
@@ -78,6 +85,8 @@ class Service:
         yield b"{}"
 
     async def open(self, stack: AsyncExitStack) -> None:
+        self.channels = client.Channels()
+        stack.callback(self.channels.close)
         self.servers: Mapping[str, RpcServer] = {
             "prefill": RpcServer(self.prefill, 64),
             "decode": RpcServer(self.decode, self.slots),
@@ -92,8 +101,8 @@ class Service:
 
     def router(self, stack: AsyncExitStack, limits: RouterLimits) -> Router:
         handles: list[Any] = [Handle("prefill"), Handle("decode")]
-        prefill, decode = map(EnginePool, handles)
-        router = Router(limits, ModelEngines(prefill, decode))
+        prefill, decode = handles
+        router = Router(limits, ModelEngines(EnginePool("prefill", prefill), EnginePool("decode", decode)))
         stack.push_async_callback(router.close)
         return router
 

@@ -1,10 +1,9 @@
-"""A request cancelled at each of the router's waits: no slot, call or KV stays behind."""
+"""A request cancelled at each wait of the router and at each item: no slot, call or KV stays."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,19 +64,32 @@ class CancelledAt:
                 return end.value
 
 
-async def run(router: Router, wanted: ClientRequest, n: int) -> tuple[int, bool]:
-    """Return (number of waits, whether the request was cancelled at the n-th)."""
-    work = CancelledAt(ask(router, wanted), n)
+async def run(fleet: tuple[Router, Handle, Handle], wanted: ClientRequest, wait: int, item: int) -> tuple[int, int]:
+    """Return the numbers of the router's waits, and of items between engines and router.
+
+    Cancels the request at the n-th `wait`, or before the n-th `item`.
+    """
+    router, *handles = fleet
+    work = CancelledAt(ask(router, wanted), wait)
+    items = 0
 
     async def until_its_end() -> None:
         await work
 
     task = asyncio.create_task(until_its_end())
+
+    def on_item() -> None:
+        nonlocal items
+        items += 1
+        if items == item:
+            task.cancel()
+
+    for handle in handles:
+        handle.on_item = on_item
     await asyncio.wait({task})
-    if task.cancelled():
-        return work.waits, True
-    task.result()
-    return work.waits, False
+    if not task.cancelled():
+        task.result()
+    return work.waits, items
 
 
 def short(call: Call, turn: int) -> AsyncGenerator[Any, None]:
@@ -139,16 +151,15 @@ async def test_cancelled_at_each_wait(story):
         return router, p, d
 
     router, p, d = fresh()
-    waits, cancelled = await run(router, wanted, FAR)
+    waits, items = await run((router, p, d), wanted, FAR, FAR)
     await at_rest(p, d)
-    assert not cancelled
-    assert waits > 3
+    assert waits > 2
     discards = 0
-    for n in range(1, waits + 1):
+    for wait, item in [*((n, FAR) for n in range(1, waits + 1)), *((FAR, n) for n in range(1, items + 1))]:
         router, p, d = fresh()
-        await run(router, wanted, n)
+        await run((router, p, d), wanted, wait, item)
         await at_rest(p, d)
-        assert n > 1 or not p.calls + d.calls, "a cancelled call has reached an engine"
+        assert wait > 1 or not p.calls + d.calls, "a cancelled call has reached an engine"
         assert set(p.discarded) <= set(transfers(p)), "a transfer unknown to prefill was discarded"
         fetched = {one for one in transfers(p) if one in p.delivered} - set(p.discarded)
         assert fetched <= set(transfers(d)), "KV waits for a decode engine without the request"
@@ -157,16 +168,12 @@ async def test_cancelled_at_each_wait(story):
     assert (discards > 0) == (splits and "no prefill" not in story)
 
 
-@pytest.mark.parametrize("maybe_full", [False, True])
-async def test_decode_is_cancelled_before_its_transfer_is_discarded(maybe_full):
+async def test_decode_is_cancelled_before_its_transfer_is_discarded():
     """Else decode would compute the prompt, whose KV has just been freed."""
     order: list[str] = []
 
-    class Recorded(Handle):
-        async def take(self, *arguments: Any) -> Any:
-            return replace(await super().take(*arguments), maybe_full=maybe_full)
-
-        async def ask(self, *arguments: Any) -> None:
+    class Discards(list[str]):
+        def append(self, transfer_id: str) -> None:
             order.append("discard")
 
     async def waits(call: Call, _: int) -> AsyncGenerator[Any, None]:
@@ -176,7 +183,8 @@ async def test_decode_is_cancelled_before_its_transfer_is_discarded(maybe_full):
         finally:
             order.append("decode")
 
-    p, d = Recorded([]), Recorded([Replica("d0", waits)])
+    p, d = Handle([]), Handle([Replica("d0", waits)])
+    p.discarded = Discards()
     p.replicas = [Replica("p0", prefills(lambda: p))]
     asking = asyncio.create_task(ask(router_of(LIMITS, p, d), request()))
     async with asyncio.timeout(30):
@@ -184,5 +192,5 @@ async def test_decode_is_cancelled_before_its_transfer_is_discarded(maybe_full):
             await asyncio.sleep(0.001)
     asking.cancel()
     await asyncio.wait({asking})
-    assert order == ["decode", "discard"]
     await at_rest(p, d)
+    assert order == ["decode", "discard"]

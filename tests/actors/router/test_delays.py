@@ -161,11 +161,11 @@ async def test_waiting_for_a_slot_is_in_its_part(monkeypatch):
 
 
 async def test_prefill_is_heard_though_its_answer_comes_late():
-    """KV and decode's first token may overtake prefill's answer; its leg ends with the answer."""
-    engines = Engines(**{"prefill's answer": DELAY_S, "prefill": DELAY_S})
+    """KV and decode's first token may overtake prefill's answer; its call ends with the answer."""
+    engines = Engines(**{"prefill's answer": DELAY_S, "prefill": DELAY_S}, streaming=8 * DELAY_S)
     async with engines.router.answer(request()) as answer:
         assert not answer.accounted
-        assert engines.prefill.taken == 1
+        assert (engines.prefill.taken, engines.prefill.running) == (0, 1)
         await answer.account(20)
         assert answer.accounted
         assert answer.breakdown.parts["prefill"] >= DELAY_S * 0.99
@@ -184,13 +184,13 @@ async def test_prefill_is_heard_though_its_answer_comes_late():
     ],
     ids=["answered", "needless"],
 )
-async def test_prefill_is_free_when_the_client_has_the_first_token(delays):
-    """Prefill's slot is free soon after the first token, long before the stream ends."""
+async def test_prefill_is_free_when_the_router_has_the_first_token(delays):
+    """Prefill's slot is free with the first token, and its call ends long before the stream."""
     engines = Engines(**delays, streaming=8 * DELAY_S)
     async with engines.router.answer(request()) as answer:
         body = answer.body()
         await anext(body)
-        assert engines.prefill.taken == 1
+        assert engines.prefill.taken == 0
         rest = asyncio.create_task(anext(body))
         await asyncio.wait_for(_is_over(engines.prefill), 20)
         assert not rest.done()

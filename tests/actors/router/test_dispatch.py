@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("virtual_time")
 
 @pytest.mark.parametrize("fault", [dies, answers(503, {}), hangs], ids=["dies", "refuses", "is late"])
 async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
-    """Each retry has a new transfer id and a new decode leg: an id is valid for one request."""
+    """Each retry has a new transfer id, also on decode: an id is valid for one request."""
     router, p, d = fleet([fault, well], [OK])
     if fault is hangs:
         router.limits = LIMITS.model_copy(update={"prefill_timeout_s": 1})
@@ -53,7 +53,7 @@ async def test_a_broken_prefill_leg_goes_to_another_replica(fault):
     await at_rest(p, d)
     assert 0 < len(p.replicas[0].calls) < 4, "the broken replica is called in its turn, once per request"
     assert len(set(transfers(p))) == len(p.calls) == 4 + len(p.replicas[0].calls)
-    assert sorted(transfers(p)) == sorted(transfers(d))
+    assert set(transfers(d)) <= set(transfers(p))
     late = "late" if fault is hangs else "failed"
     assert counted(router, "tandem_retries_total", leg="prefill", reason=late) == len(p.replicas[0].calls)
 
@@ -132,7 +132,7 @@ async def test_the_log_names_the_replica_and_the_cause_of_each_failure(attempts,
     await at_rest(p, d)
     assert str(raised.value) == "the decode engine is not available; try again"
     failures = [record.message for record in caplog.records if "failed" in record.message]
-    assert all(message.endswith(" engine is not available; try again: dead") for message in failures)
+    assert all(message.endswith(": dead") for message in failures)
     decode = {message.split()[2] for message in failures if message.startswith("decode replica ")}
     assert len(decode) == failed
     assert decode <= {"d0", "d1"}
@@ -156,15 +156,6 @@ async def test_what_an_engine_answers_is_the_answer(status):
     answer, _ = await ask(router, request())
     await at_rest(p, d)
     assert (answer.start.status, len(d.calls)) == (status, 1)
-
-
-async def test_a_transfer_that_cannot_be_discarded_leaves_nothing_here():
-    """The engine's lease ends the transfer; the router ends the leg and returns its slot."""
-    router, p, d = fleet([well], [answers(400, {"error": "no"})])
-    p.silent = True
-    answer, _ = await ask(router, request())
-    assert answer.start.status == 400
-    await at_rest(p, d)
 
 
 async def test_no_engine_is_not_a_queue():
@@ -425,6 +416,16 @@ async def test_only_engines_of_one_identity_are_paired(prefill: str, reason: str
         assert (await ask(router, request(stream=False)))[0].local_reason == reason
     await at_rest(p, d)
     assert [bool(replica.calls) for replica in p.replicas] == [identity == "m" for identity in prefill]
+
+
+async def test_a_decode_engine_of_an_earlier_release_serves_alone():
+    """Its routers called prefill, so it would ignore the order."""
+    router, p, d = fleet([well], [OK])
+    d.replicas[0].version = 1
+    answer, _ = await ask(router, request(stream=False))
+    assert (answer.local_reason, p.calls) == ("older_engine", [])
+    assert TRANSFER_FIELD not in json.loads(d.calls[0].body)
+    await at_rest(p, d)
 
 
 async def test_a_failed_prefill_engine_is_no_match(caplog: pytest.LogCaptureFixture):

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from actors.engine.asgi_call import call_asgi
+from actors.engine.asgi_call import Notices, call_asgi
+from actors.engine.split.split_call import SplitCall
 from actors.engine_pool.serve_discovery import DiscoveryRouter
 from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Accepted, Call, ResponseStart, StreamChunk, TokenChunk
 from actors.router.peer_routers import STATUS_AGE_S
+from actors.rpc.client import Channels
 from actors.rpc.messages import RpcRequest
 from actors.rpc.server import RpcServer, replica_metadata
+from actors.rpc.server_connection import ServedStream
 from app.http.routes import OPEN_AGE_S
 from app.main import ROUTER_ENVIRONMENT, DeployedModel, HttpRouter
 from configs.settings.router import RouterSettings, RoutingSettings
@@ -78,12 +81,11 @@ class Engine:
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "status": self.status,
             "metrics": self.metrics,
-            "discard": self.discard,
         }
         self.server = RpcServer(self.serve_request, slots=100, methods=methods)
         self.address = await self.server.open("127.0.0.1", 0)
         self.running = 0
-        self.held: set[str] = set()
+        self.channels = Channels()
         self.discarded = 0
         routes = [Route("/v1/completions", self.complete, methods=["POST"])]
         self.app = Starlette(routes=routes)
@@ -92,17 +94,20 @@ class Engine:
         producer = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
         return replica_metadata(self.address, 100, producer=producer, identity=SOURCE.engine)
 
-    async def serve_request(self, order: RpcRequest) -> AsyncGenerator[object, None]:
-        if order.transfer_id is None:
-            answer = self.call(order.call)
+    async def serve_request(self, request: RpcRequest, stream: ServedStream) -> AsyncGenerator[object, None]:
+        if request.prefill is not None:
+            split = SplitCall(request.call, request.prefill, self.channels, self.answer, lambda _: nullcontext())
+            answer: AsyncGenerator[Any, None] = split.items(Accepted("fake"))
         else:
-            answer = self.call_and_hold(order.call, order.transfer_id, order.hold_s)
+            yield Accepted("fake")
+            answer = self.answer(request.call, Notices(), 0)
         async with aclosing(answer) as items:
             async for item in items:
                 yield item
+        if request.transfer_id is not None:
+            await self.hold(request.hold_s, stream)
 
-    async def call(self, call: Call) -> AsyncGenerator[object, None]:
-        yield Accepted("fake")
+    async def answer(self, call: Call, notices: Notices, _: float) -> AsyncGenerator[object, None]:
         self.running += 1
         try:
             if "counts" in json.loads(call.body)["prompt"]:
@@ -112,7 +117,7 @@ class Engine:
                 return
             if f"{self.role} dies" in json.loads(call.body)["prompt"]:
                 raise EngineDownError(self.role)
-            async with aclosing(call_asgi(self.app, call, disconnect_s=0.1)) as answer:
+            async with aclosing(call_asgi(self.app, call, disconnect_s=0.1, notices=notices)) as answer:
                 async for item in answer:
                     if item == b"poison":
                         raise EngineDownError(self.role)
@@ -138,20 +143,13 @@ class Engine:
             if sent > known:
                 await asyncio.sleep(0.01)
 
-    async def call_and_hold(self, call: Call, transfer_id: str, hold_s: float) -> AsyncGenerator[object, None]:
-        self.held.add(transfer_id)
+    async def hold(self, hold_s: float, stream: ServedStream) -> None:
         self.running += 1
         try:
-            async with aclosing(self.call(call)) as answer:
-                async for item in answer:
-                    yield item
             await asyncio.sleep(hold_s)
         finally:
-            self.held.discard(transfer_id)
             self.running -= 1
-
-    async def discard(self, transfer_id: str) -> None:
-        self.discarded += transfer_id in self.held
+            self.discarded += not stream.done
 
     async def status(self) -> dict[str, object]:
         return {"role": self.role, "replica": "fake", "running": self.running}

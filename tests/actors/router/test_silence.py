@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from actors.errors import EngineDownError
-from actors.request import Call, Heartbeat
+from actors.request import TRANSFER_FIELD, Call, Heartbeat
 from testing.sse import said
 from tests.actors.behaviours import (
     LIMITS,
@@ -30,7 +29,7 @@ from tests.actors.behaviours import (
     transfers,
     well,
 )
-from tests.actors.fleet import Handle, at_rest
+from tests.actors.fleet import Handle, Replica, at_rest
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -64,8 +63,8 @@ async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
     """The prompt was computed and decode is silent: other engines, then decode alone, which did
     not fail.
     """
-    router, p, d = fleet([well] * 3, [engine(1, [3]), engine(2, [3])])
-    p.delivered = defaultdict(Hung)
+    router, p, d = fleet([well] * 3, [])
+    d.replicas = [Replica(f"d{n}", blocked) for n in range(2)]
     router.limits = LIMITS.model_copy(update={"silence_timeout_s": 0.05})
     answer, body = await ask(router, request())
     await at_rest(p, d)
@@ -73,12 +72,12 @@ async def test_a_transfer_that_hangs_is_left_with_both_its_ends():
     assert (len(p.calls), len(set(transfers(p)))) == (3, 3)
 
 
-class Hung(asyncio.Event):
-    """A decode engine whose KV never arrives, whatever prefill reports."""
-
-    async def wait(self) -> Literal[True]:
+async def blocked(call: Call, turn: int) -> AsyncGenerator[Any, None]:
+    """A decode engine that hangs in each transfer."""
+    if TRANSFER_FIELD.encode() in call.body:
         await asyncio.sleep(60)
-        return True
+    async for item in engine(1, [3])(call, turn):
+        yield item
 
 
 def queued(serve: Any, at: int = 0) -> Any:

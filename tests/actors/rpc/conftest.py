@@ -15,7 +15,7 @@ from actors.engine_pool.discovery import EngineReplica
 from actors.engine_pool.engines import EnginePool
 from actors.rpc import client, server, server_connection
 from actors.rpc.server import RpcServer, replica_metadata
-from tests.actors.rpc.world import WAIT_S, Served, World
+from tests.actors.rpc.world import WAIT_S, Served, WholeCall, World
 
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
@@ -54,9 +54,10 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[World, None]:
     address = await listening.open("127.0.0.1", 0)
     known = {"e": EngineReplica(address, 9, 9, replica_metadata(address, 9), "e")}
     monkeypatch.setattr(module, "replicas_of", lambda _: known)
+    monkeypatch.setattr(module, "EngineCall", WholeCall)
     handle: Any = SimpleNamespace(deployment_id="engines")
     handle.options = lambda: handle
-    engines = EnginePool(handle)
+    engines = EnginePool("decode", handle)
     yield World(served, listening, address, engines)
     await engines.close()
     await listening.close()

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from actors.engine_pool.engines import EngineCall, Slot
+from actors.engine_pool.engine_call import Slot
 from actors.engine_pool.slots import SlotPool
 from actors.errors import DeadlineError, EngineDownError, EngineError, SilentError
 from actors.request import Accepted
-from actors.router.dispatch.leg import Leg
 from actors.rpc import client, server_connection
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import LENGTH, EndStream, Reply, RpcRefused, RpcWelcome, StreamItem, encode
@@ -23,7 +22,7 @@ from tests.actors.rpc.world import CALL, ITEMS, PIECE_BYTES, POURED, WAIT_S, Wor
 
 
 @asynccontextmanager
-async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGenerator[EngineCall, None]:
+async def elsewhere(world: World, sent: bytes, stays: bool = False) -> AsyncGenerator[Any, None]:
     """Call a peer that answers any message with `sent`, and then closes the connection unless it
     `stays`.
     """
@@ -79,29 +78,29 @@ async def test_a_call_is_sent_before_it_is_received(world: World, monkeypatch: p
 
     monkeypatch.setattr(client.Channel, "call", receive)
     async with AsyncExitStack() as stack:
-        leg = Leg("decode", await world.call("/", stack))
-        assert leg.timestamps.sent_at <= received_at[0]
+        call = await world.call("/", stack)
+        assert call.times.sent_at <= received_at[0]
 
 
-async def test_a_leg_without_an_item_in_time(world: World) -> None:
+async def test_a_call_without_an_item_in_time(world: World) -> None:
     """The earlier of two deadlines counts. The call goes on: its end arrives later."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        leg = Leg("decode", await world.call("waits", stack))
-        stack.callback(leg.close)
+        call = await world.call("waits", stack)
+        stack.callback(call.cancel)
         size = 0
         while size < len(ITEMS[-1]):
-            item = await leg.next(WAIT_S)
+            item = await call.next(WAIT_S)
             size += len(item) if isinstance(item, bytes) else 0
         for _ in range(2):
             with pytest.raises(SilentError):
-                await leg.next(0.05)
+                await call.next(0.05)
             with pytest.raises(SilentError):
-                await leg.next(0.05, loop.time() + WAIT_S)
+                await call.next(0.05, loop.time() + WAIT_S)
             with pytest.raises(DeadlineError):
-                await leg.next(WAIT_S, loop.time() + 0.05)
+                await call.next(WAIT_S, loop.time() + 0.05)
         world.served.go_on.set()
-        assert await leg.next(WAIT_S) is None
+        assert await call.next(WAIT_S) is None
     await world.at_rest()
 
 
@@ -211,22 +210,26 @@ async def test_a_paused_reader(world: World) -> None:
 
 async def test_methods_of_an_engine(world: World) -> None:
     """Methods need no slot; an unknown or failing one is an error of this call only."""
-    slot = await world.engines.take()
-    assert await world.engines.ask(slot, "double", 21) == 42
+
+    async def ask(method: str, *arguments: object) -> Any:
+        return (await world.engines.tell_all(method, WAIT_S, *arguments))["e"]
+
+    assert await ask("double", 21) == 42
     assert await world.engines.ask_all("ping", WAIT_S) == ["e"]
-    with pytest.raises(EngineError, match="no method 'triple'"):
-        await world.engines.ask(slot, "triple", 1)
-    with pytest.raises(EngineError, match="TypeError"):
-        await world.engines.ask(slot, "double", None)
-    with pytest.raises(EngineError, match="broken returned a value that msgpack cannot encode"):
-        await world.engines.ask(slot, "broken")
+    for method, arguments, why in (
+        ("triple", (1,), "no method 'triple'"),
+        ("double", (None,), "TypeError"),
+        ("broken", (), "broken returned a value that msgpack cannot encode"),
+    ):
+        error = await ask(method, *arguments)
+        assert isinstance(error, EngineError)
+        assert why in str(error)
     assert await world.engines.ask_all("sleep", 0.1) == [], "late"
     assert await world.engines.ask_all("triple", WAIT_S) == [], "failed"
-    assert await world.engines.ask(slot, "double", "a") == "aa"
+    assert await ask("double", "a") == "aa"
     await world.server.close()
     await asyncio.sleep(0.05)
-    with pytest.raises(EngineDownError, match="connect"):
-        await world.engines.ask(slot, "double", 1)
+    assert "connect" in str(await ask("double", 1))
     assert await world.engines.ask_all("ping", WAIT_S) == []
 
 

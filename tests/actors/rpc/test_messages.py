@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from actors.request import Accepted, Call, EngineTimings, Heartbeat, ResponseStart, TokenChunk, TokenSource
+from actors.request import (
+    Accepted,
+    Call,
+    EngineTimings,
+    Heartbeat,
+    PrefillReport,
+    ProducerAddress,
+    ResponseStart,
+    TokenChunk,
+    TokenSource,
+)
+from actors.rpc.address import RpcAddress
 from actors.rpc.messages import (
     LENGTH,
     Ask,
@@ -19,6 +30,8 @@ from actors.rpc.messages import (
     EndStream,
     FrameReader,
     Open,
+    PrefillCandidate,
+    PrefillOrder,
     Reply,
     RpcFailure,
     RpcHello,
@@ -33,6 +46,18 @@ from actors.rpc.protocol import NEWEST_VERSION, OLDEST_VERSION
 
 TIMINGS = EngineTimings(0.1, 0.2, 0.3, 0.4, kv_asked_s=0.15)
 CALL = Call("POST", "/v1/completions", ((b"x-request-id", b"\xff"),), b"\x00{}", replay_log=((1,), (2, 3)))
+ORDER = PrefillOrder(
+    (PrefillCandidate("p", RpcAddress("10.0.0.1", 4711, "key"), ProducerAddress("e", "10.0.0.1", 4712, 2, 16)),),
+    "router",
+    3,
+    True,
+    7,
+    3,
+    120.0,
+    30.0,
+    5.0,
+    60.0,
+)
 MESSAGES: dict[int, list[Any]] = {
     1: [
         RpcHello(1, "key"),
@@ -55,10 +80,28 @@ MESSAGES: dict[int, list[Any]] = {
         EndStream(2, RpcFailure("engine_down", "killed")),
     ]
 }
+MESSAGES[2] = [
+    *MESSAGES[1],
+    RpcHello(2, "key"),
+    Open(4, RpcRequest(CALL, "router", 7, prefill=ORDER)),
+    CancelStream(4, done=True),
+    StreamItem(4, PrefillReport("p", "accepted", 0.1, 0.2, 3)),
+    StreamItem(4, PrefillReport("p", "computed", 0.1, 0.3, 0, 17, TIMINGS)),
+    StreamItem(4, PrefillReport("", "alone", 0.5, 0.0, message="prefill_failed")),
+]
 """Every message of each version, as an engine or a router of this release encodes it."""
 
 RECORDED = Path(__file__).parent / "frames"
-FILES = {1: ["version-1.hex", "version-1-tokens.hex", "version-1-prompt-digest.hex", "version-1-source.hex"]}
+FILES = {
+    1: [
+        "version-1.hex",
+        "version-1-tokens.hex",
+        "version-1-prompt-digest.hex",
+        "version-1-source.hex",
+        "version-1-prefill.hex",
+    ],
+    2: ["version-2.hex"],
+}
 """Recorded frames of each version, oldest first: a later release may have appended fields."""
 
 
@@ -112,7 +155,7 @@ def test_a_large_frame_is_refused_before_it_arrives() -> None:
 
 def test_fields_of_a_later_version_are_ignored() -> None:
     """A message may have more fields at its end."""
-    assert list(FrameReader().feed(LENGTH.pack(5) + b"\x91\x93\x05\x09\x2a")) == [CancelStream(9)]
+    assert list(FrameReader().feed(LENGTH.pack(6) + b"\x91\x94\x05\x09\xc2\x2a")) == [CancelStream(9)]
 
 
 @pytest.mark.parametrize(

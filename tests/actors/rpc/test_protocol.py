@@ -26,6 +26,7 @@ from actors.rpc.protocol import (
     ENGINE_TABLE,
     GRANT_BYTES,
     ITEM_BYTES,
+    NEWEST_VERSION,
     PIECE_BYTES,
     ROUTER_TABLE,
     WINDOW_BYTES,
@@ -45,7 +46,7 @@ def pair() -> tuple[RouterProtocol, EngineProtocol]:
     router, engine = RouterProtocol("key"), EngineProtocol("key")
     assert list(engine.receive(router.take())) == []
     assert list(router.receive(engine.take())) == []
-    assert router.version == engine.version == 1
+    assert router.version == engine.version == NEWEST_VERSION
     return router, engine
 
 

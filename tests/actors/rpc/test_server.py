@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from actors.engine_pool import engines as engine_pool
-from actors.engine_pool.engines import EngineCall
+from actors.engine_pool.engine_call import EngineCall
 from actors.engine_pool.slots import SlotPool
 from actors.errors import CannotResumeError, EngineDownError, EngineError, RefusedError
-from actors.request import Accepted, Call, Heartbeat
+from actors.request import Accepted, Call, Heartbeat, ProducerAddress
 from actors.rpc import server
 from actors.rpc.address import enable_keepalive
-from actors.rpc.messages import Open, RpcHello, RpcRequest
+from actors.rpc.messages import Open, PrefillCandidate, PrefillOrder, RpcHello, RpcRequest
 from actors.rpc.server import RpcServer
 from tests.actors.rpc.world import CALL, ITEMS, WAIT_S, Stranger, World, items, joined, read, until
 
@@ -245,12 +245,14 @@ async def test_the_queue_of_routers_is_known(world: World) -> None:
         assert world.server.queued() == 5
 
 
-async def test_a_prefill_leg_carries_its_transfer(world: World) -> None:
-    """The engine receives the transfer id and the hold time."""
+async def test_a_call_carries_its_order(world: World) -> None:
+    """The decode engine receives the prefill engines that it may call."""
+    candidate = PrefillCandidate("p", world.address, ProducerAddress("e", "h", 1, 1, 16))
+    order = PrefillOrder((candidate,), "router", 3, True, 7, 3, 1.5, 20.0, 5.0, 60.0)
     async with AsyncExitStack() as stack:
-        await items(await world.call("ends", stack, transfer_id="t", hold_s=2.0))
+        await items(await world.call("ends", stack, prefill=order))
     (request,) = world.served.requests
-    assert (request.transfer_id, request.hold_s) == ("t", 2.0)
+    assert request.prefill == order
 
 
 async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,21 +269,13 @@ async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch:
 
 
 async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
-    """A reader that checks for more items before it waits would otherwise wait for the item
-    after a heartbeat.
-    """
-    call = EngineCall(await world.engines.take(), SlotPool(dict))
+    """A reader that checks for more items before it waits would otherwise wait after it."""
+    call = EngineCall("decode", await world.engines.take(), SlotPool(dict))
     assert call.waits
     for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat()):
         call.received(item)
-    for said, waits in (
-        (Heartbeat(), False),
-        (b"first", False),
-        (Heartbeat(), False),
-        (b"second", True),
-        (Heartbeat(), True),
-    ):
-        assert (await call.__anext__(), call.waits) == (said, waits)
+    for said, waits in ((b"first", False), (b"second", True)):
+        assert (await call.next(), call.waits) == (said, waits)
     call.ended(None)
     assert not call.waits
 

@@ -67,10 +67,10 @@ async def test_an_unknown_version_is_refused_by_name(world: World) -> None:
         old.say(RpcHello(0, world.address.key))
         heard = await old.heard()
         assert isinstance(heard, RpcRefused)
-        assert "version 0 is not supported: this engine supports 1 to 1" in heard.reason
+        assert "version 0 is not supported: this engine supports 1 to 2" in heard.reason
         assert await old.heard() is None
-        new.say(RpcHello(2, world.address.key))
-        assert await new.heard() == RpcWelcome(1)
+        new.say(RpcHello(9, world.address.key))
+        assert await new.heard() == RpcWelcome(2)
 
 
 async def test_a_silent_peer_is_disconnected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

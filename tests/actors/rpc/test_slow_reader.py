@@ -42,7 +42,7 @@ async def test_a_paused_stream_stops_its_generator_only(world: World) -> None:
     """
     application = Application()
 
-    async def serve(request: RpcRequest) -> AsyncGenerator[Any, None]:
+    async def serve(request: RpcRequest, _: Any) -> AsyncGenerator[Any, None]:
         yield Accepted("e", 1)
         async with aclosing(call_asgi(application, request.call)) as answer:
             async for item in answer:

@@ -9,13 +9,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from actors.engine_pool.engines import EngineCall, EnginePool
-from actors.errors import CannotResumeError, EngineDownError
+from actors.engine_pool.engine_call import EngineCall
+from actors.engine_pool.engines import EnginePool
+from actors.errors import CannotResumeError, EngineDownError, UnavailableError
 from actors.request import Accepted, Call, Heartbeat, ResponseStart, TokenChunk
 from actors.rpc.address import RpcAddress
 from actors.rpc.messages import Credit, EndStream, FrameReader, RpcRequest, StreamItem, encode
 from actors.rpc.protocol import item_bytes
 from actors.rpc.server import RpcServer
+from actors.rpc.server_connection import ServedStream
 
 CALL = Call("POST", "/v1/completions", body=b"{}")
 ITEMS: list[Any] = [
@@ -39,10 +41,10 @@ class Served:
         self.poured = 0
         self.requests: list[RpcRequest] = []
         self.go_on = asyncio.Event()
-        self.instead: Callable[[RpcRequest], AsyncGenerator[Any, None]] | None = None
+        self.instead: Callable[[RpcRequest, ServedStream], AsyncGenerator[Any, None]] | None = None
 
-    def __call__(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
-        return (self.instead or self._serve)(request)
+    def __call__(self, request: RpcRequest, _: ServedStream) -> AsyncGenerator[Any, None]:
+        return self._serve(request) if self.instead is None else self.instead(request, _)
 
     async def _serve(self, request: RpcRequest) -> AsyncGenerator[Any, None]:
         self.requests.append(request)
@@ -74,13 +76,35 @@ class Served:
             self.running -= 1
 
 
+class WholeCall(EngineCall):
+    """A call that also yields the items which routers handle at their arrival.
+
+    Raises the cause of a lost call, which names the engine.
+    """
+
+    def received(self, item: Any) -> None:
+        super().received(item)
+        if isinstance(item, Accepted | Heartbeat):
+            self._items.append(item)
+            self._wake(None)
+
+    async def __anext__(self) -> Any:
+        try:
+            item = await self.next()
+        except UnavailableError as error:
+            raise (error.__cause__ or error) from None
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+
 class World:
     """A server with two slots, and a router's side of it."""
 
     def __init__(self, served: Served, server: RpcServer, address: RpcAddress, engines: EnginePool) -> None:
         self.served, self.server, self.address, self.engines = served, server, address, engines
 
-    async def call(self, path: str, stack: AsyncExitStack, **more: Any) -> EngineCall:
+    async def call(self, path: str, stack: AsyncExitStack, **more: Any) -> Any:
         slot = await self.engines.take()
         stack.callback(self.engines.give_back, slot)
         return self.engines.dispatch(slot, Call("POST", path, body=b"{}"), **more)
@@ -97,7 +121,7 @@ class World:
                 await asyncio.sleep(0.005)
 
 
-async def read(call: EngineCall, found: list[Any]) -> None:
+async def read(call: Any, found: list[Any]) -> None:
     """Add the received items to `found`."""
     while True:
         try:
@@ -106,7 +130,7 @@ async def read(call: EngineCall, found: list[Any]) -> None:
             return
 
 
-async def items(call: EngineCall) -> list[Any]:
+async def items(call: Any) -> list[Any]:
     """Return all received items."""
     found: list[Any] = []
     await read(call, found)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.request import EngineTimings
-from actors.telemetry.latency_breakdown import PARTS, LegTimestamps, RequestTimestamps, break_down
+from actors.telemetry.latency_breakdown import PARTS, CallTimes, RequestTimestamps, break_down
 
 PREFILL = EngineTimings(queued_s=2, scheduled_s=5, first_token_s=45, answered_s=46)
 DECODE = EngineTimings(
@@ -24,9 +24,9 @@ REMOTE = RequestTimestamps(
     slots_at=1007,
     # Sent at 1010, with a round trip of 2 s. Prefill receives the leg at 1011 and has computed
     # the prompt at 1056.
-    prefill=LegTimestamps(1010, 1058, PREFILL),
+    prefill=CallTimes(1010, 1058, PREFILL),
     # Sent at 1011, with a round trip of 4 s. Decode receives the leg at 1013, and the KV by 1065.
-    decode=LegTimestamps(1011, 1082, DECODE),
+    decode=CallTimes(1011, 1082, DECODE),
     streams=True,
 )
 """Timestamps in whole seconds, easy to add up."""
@@ -47,12 +47,12 @@ REMOTE_PARTS = {
 
 def on_prefill(**more: Any) -> RequestTimestamps:
     """Return the request with other timings of prefill."""
-    return replace(REMOTE, prefill=LegTimestamps(1010, 1058, replace(PREFILL, **more)))
+    return replace(REMOTE, prefill=CallTimes(1010, 1058, replace(PREFILL, **more)))
 
 
 def on_decode(**more: Any) -> RequestTimestamps:
     """Return the request with other timings of decode."""
-    return replace(REMOTE, decode=LegTimestamps(1011, 1082, replace(DECODE, **more)))
+    return replace(REMOTE, decode=CallTimes(1011, 1082, replace(DECODE, **more)))
 
 
 def test_a_fetch_from_the_store_on_prefill():
@@ -99,7 +99,7 @@ def test_a_remote_request():
 def test_a_local_request_has_fewer_parts():
     """Decode's first step computes the prompt as well."""
     timings = EngineTimings(queued_s=1, scheduled_s=4, first_token_s=50, answered_s=52)
-    timestamps = replace(REMOTE, prefill=None, decode=LegTimestamps(1010, 1066, timings))
+    timestamps = replace(REMOTE, prefill=None, decode=CallTimes(1010, 1066, timings))
     assert break_down(timestamps).parts == {
         "body": 1,
         "router": 5,
@@ -158,7 +158,7 @@ def test_a_recomputed_prompt_is_not_a_step():
 
 def test_an_engine_that_says_nothing():
     """The breakdown contains no time of an engine that reports none."""
-    silent_prefill = replace(REMOTE, prefill=LegTimestamps(1010, 1082, None))
+    silent_prefill = replace(REMOTE, prefill=CallTimes(1010, 1082, None))
     assert break_down(silent_prefill).parts == {
         "body": 1,
         "router": 5,
@@ -169,7 +169,7 @@ def test_an_engine_that_says_nothing():
         "unexplained": 49,
         "first_step": 10,
     }
-    silent_decode = replace(REMOTE, decode=LegTimestamps(1011, 1082, None))
+    silent_decode = replace(REMOTE, decode=CallTimes(1011, 1082, None))
     assert break_down(silent_decode).parts == {"body": 1, "router": 5, "slot_wait": 4, "unexplained": 72}
 
 
@@ -194,7 +194,7 @@ def shift(timestamps: RequestTimestamps, seconds: float) -> RequestTimestamps:
     return replace(
         timestamps,
         prefill=replace(timestamps.prefill, answered_at=timestamps.prefill.answered_at + seconds),
-        decode=LegTimestamps(1011, 1082 + seconds, late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7)),
+        decode=CallTimes(1011, 1082 + seconds, late(kv_ended_s=7, scheduled_s=7, first_token_s=7, answered_s=7)),
     )
 
 
@@ -214,7 +214,7 @@ def late(**by_s: float) -> EngineTimings:
 )
 def test_seven_seconds_more_on_decode(timings, part):
     """All of decode's timings after the stage are seven seconds later; nothing else changes."""
-    timestamps = replace(REMOTE, decode=LegTimestamps(1011, 1089, timings))
+    timestamps = replace(REMOTE, decode=CallTimes(1011, 1089, timings))
     assert break_down(timestamps).parts == {**REMOTE_PARTS, part: REMOTE_PARTS[part] + 7}
 
 
@@ -233,7 +233,7 @@ def timings(draw: Any) -> EngineTimings | None:
 @st.composite
 def any_marks(draw: Any) -> RequestTimestamps:
     """Timestamps in any order and impossible durations: clocks that jump, wrong reports."""
-    legs = [LegTimestamps(draw(moments), draw(moments), timings(draw)) for _ in range(2)]
+    legs = [CallTimes(draw(moments), draw(moments), timings(draw)) for _ in range(2)]
     prefill = legs[0] if draw(st.booleans()) else None
     at: tuple[float, float, float, float, float] = draw(st.tuples(*[moments] * 5))
     return RequestTimestamps(*at, decode=legs[1], prefill=prefill, streams=draw(st.booleans()))

@@ -88,7 +88,7 @@ async def decode() -> AsyncGenerator[list[RpcRequest], None]:
     """Run a decode engine that answers with an empty object; yield the calls that it received."""
     calls: list[RpcRequest] = []
 
-    async def serve(request: RpcRequest) -> AsyncGenerator[Any, None]:
+    async def serve(request: RpcRequest, _: Any) -> AsyncGenerator[Any, None]:
         calls.append(request)
         yield Accepted("d0", 1)
         yield ResponseStart(200, JSON)

@@ -110,6 +110,8 @@ class Service:
         self.a = (Engines("pa", model="a", adapters=("a-lora",)), Engines("da", "da2", model="a", adapters=("a-lora",)))
         self.b = (Engines("pb", model="b"), Engines("db", model="b"))
         a, b = cast(Any, self.a), cast(Any, self.b)
+        for prefill, decode in (self.a, self.b):
+            decode.prefill, prefill.role = prefill, "prefill"
         models = (
             ModelEngines(a[0], a[1], ("a", "a2"), True, ("a-lora",), "-a"),
             ModelEngines(b[0], b[1], ("b",), b_loads, ("b-lora",), "-b"),

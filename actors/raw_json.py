@@ -1,7 +1,6 @@
-"""Copy fields of a JSON body unchanged, so that the prompt is not encoded again for each leg.
+"""Copy fields of a JSON body unchanged, so that the prompt is not encoded again for each engine.
 
-The legs differ from the client's request in a few short fields. The copy also preserves the
-client's encoding of numbers and strings.
+The copy also preserves the client's encoding of numbers and strings.
 """
 
 import json
@@ -10,19 +9,21 @@ from typing import Any
 
 import msgspec
 
+from actors.large_json import loads
+
 _DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER = msgspec.json.Encoder()
 
 
-def as_written(raw: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `raw` with values that `write` copies unchanged.
+def as_written(raw: bytes) -> dict[str, Any]:
+    """Return the fields of the JSON object `raw` with values that `write` copies unchanged.
 
-    Returns the values of `body`, parsed from `raw`, if msgspec cannot decode `raw`.
+    Returns parsed values if msgspec cannot decode `raw`.
     """
     try:
         return _DECODER.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return dict(body)  # msgspec refuses NaN, UTF-16 and lone surrogates, which Python and the engines accept
+        return dict(loads(raw))  # msgspec refuses NaN, UTF-16 and lone surrogates, which Python and the engines accept
 
 
 def write(fields: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,1 @@
+"""A decode engine's call whose prompt a prefill engine computes."""

@@ -1,0 +1,265 @@
+"""A router's call to an engine: its items, timeouts and timestamps."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from actors.engine_pool.slots import SlotPool
+from actors.errors import (
+    CannotResumeError,
+    DeadlineError,
+    EngineDownError,
+    EngineError,
+    RefusedError,
+    SilentError,
+    UnavailableError,
+)
+from actors.moving_timer import RESOLUTION_S, MovingTimer
+from actors.request import (
+    Accepted,
+    EngineTimings,
+    Heartbeat,
+    Item,
+    PrefillReport,
+    ResponseStart,
+    StreamChunk,
+    TokenChunk,
+)
+from actors.rpc.address import RpcAddress
+from actors.rpc.client import Channel
+from actors.rpc.messages import RpcFailure, RpcRequest
+from actors.rpc.protocol import GRANT_BYTES, item_bytes
+from actors.telemetry.latency_breakdown import CallTimes
+from connectors.errors import TandemError
+
+logger = logging.getLogger(__name__)
+
+Response = tuple[ResponseStart, list[StreamChunk | bytes]]
+"""Start of a response and its items: those of a stream so far, else the whole body."""
+
+
+@dataclass
+class Slot:
+    """Slots for one call of `sequences` sequences on one engine, whose id is `replica_id`."""
+
+    replica_id: str
+    address: RpcAddress
+    metadata: Mapping[str, Any]
+    sequences: int = 1
+    maybe_full: bool = False
+    """True if the router believes the engine full: other routers may hold its slots."""
+    served: bool = False
+    """True once the engine has accepted the call."""
+
+    @property
+    def identity(self) -> str:
+        """Identity of the engine (`EngineReplica.identity`)."""
+        return str(self.metadata.get("identity", ""))
+
+    @property
+    def calls_prefill(self) -> bool:
+        """Whether the engine takes a `PrefillOrder`; an engine of an earlier release ignores it."""
+        return int(self.metadata.get("version", 1)) > 1
+
+
+class Watcher(Protocol):
+    """Receiver of what a call reports besides its answer, at once."""
+
+    def reported(self, report: PrefillReport) -> None:
+        """Receive a report about prefill."""
+
+    def sampled(self) -> None:
+        """Learn that the engine has sampled the first token, so it has the KV of the prompt."""
+
+
+class EngineCall:
+    """A running call. `next` returns its items; read them to the end or cancel the call."""
+
+    def __init__(self, role: str, slot: Slot, slots: SlotPool, watcher: Watcher | None = None) -> None:
+        self.sent_at = time.monotonic()
+        """Monotonic time just before `send`; a time after it would make the call appear shorter."""
+        self._role = role
+        self._slot = slot
+        self._slots = slots
+        self._watcher = watcher
+        self._items: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer = MovingTimer(self._expired)
+        self._silence_s: float | None = None
+        self._until: float | None = None
+        self._channel: Channel | None = None
+        self._stream = 0
+        self._consumed_bytes = 0
+        self._is_over = False
+        self._error: TandemError | None = None
+        self._has_token = False
+        self._answered_at: float | None = None
+        self._timings: EngineTimings | None = None
+
+    def send(self, channel: Channel, request: RpcRequest) -> None:
+        """Send the call on `channel`."""
+        self._channel = channel
+        self._stream = channel.call(request, self)
+
+    @property
+    def waits(self) -> bool:
+        """True while the call runs and no item is queued."""
+        return not self._is_over and not self._items
+
+    @property
+    def times(self) -> CallTimes:
+        """Send time, answer time (now, if there is none yet) and the engine's timings, if any."""
+        answered_at = time.monotonic() if self._answered_at is None else self._answered_at
+        return CallTimes(self.sent_at, answered_at, self._timings)
+
+    def received(self, item: Item) -> None:
+        """Queue an item of the answer, and handle others; credit limits the size of the queue."""
+        match item:
+            case Accepted(ongoing=ongoing):
+                self._slot.served = True
+                self._slots.record_accepted(self._slot.replica_id, ongoing)
+            case PrefillReport():
+                try:
+                    if self._watcher is not None:
+                        self._watcher.reported(item)
+                except Exception:  # would close the connection, with the calls of others
+                    logger.exception("cannot apply a report about prefill; ignoring it: %r", item)
+            case Heartbeat(tokens=tokens):
+                if tokens:
+                    self._first_token()
+            case _:
+                if isinstance(item, TokenChunk):
+                    self._first_token()
+                self._items.append(item)
+                self._wake(None)
+                return
+        self._consume(item)
+        if self._waiter is not None:
+            self._set_timer()  # the engine lives
+
+    def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
+        """End the call; `lost` or `failure` is the reason if its answer is incomplete."""
+        self._channel = None
+        self._is_over = True
+        if lost is not None:
+            self._error = self._unavailable(lost)
+        elif failure is not None:
+            self._error = self._error_of(failure)
+        self._timer.close()
+        self._wake(None)
+
+    def cancel(self) -> None:
+        """Cancel the call, here and in the engine, unless it has ended; the engine aborts it."""
+        if self._channel is not None:
+            self._channel.cancel(self._stream)
+        if not self._is_over:
+            self.ended("the call was cancelled")
+
+    async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
+        """Return the next item of the answer, or None at the end of the call.
+
+        Raises UnavailableError if the engine has died or its connection is lost, SilentError if it
+        sends nothing for `silence_s`, not even a heartbeat, DeadlineError at time `until` of the
+        event loop's clock. Raises RefusedError if the engine refuses the call, CannotResumeError if
+        it cannot continue the replay log, EngineError after another error in the engine's actor.
+        """
+        while not self._items:
+            if self._is_over:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._silence_s, self._until = silence_s, until
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._set_timer()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                self._timer.set(None)
+        item = self._items.popleft()
+        self._consume(item)
+        return item
+
+    async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
+        """Return the response with the first bytes of a stream, or with the whole body.
+
+        Some streams start with events before the first token. With `to_first_token`, wait for the
+        first chunk with a token, or for the end of the answer. Also raises UnavailableError if the
+        call ends without a response.
+        """
+        start = await self.start(silence_s)
+        items: list[StreamChunk | bytes] = []
+        while (item := await self.next(silence_s)) is not None:
+            items.append(item)
+            if start.streams and (isinstance(item, StreamChunk) or not to_first_token):
+                break
+        self._answered(items[-1].timings if items and isinstance(items[-1], StreamChunk) else None)
+        return start, items
+
+    async def start(self, silence_s: float | None = None) -> ResponseStart:
+        """Return the response's status and headers; raises the errors of `open`."""
+        item = await self.next(silence_s)
+        if not isinstance(item, ResponseStart):
+            raise UnavailableError(f"the {self._role} engine ended a request without a response; try again")
+        self._answered(item.timings)
+        return item
+
+    def _answered(self, timings: EngineTimings | None) -> None:
+        self._answered_at = time.monotonic()
+        self._timings = timings or self._timings
+
+    def _first_token(self) -> None:
+        if not self._has_token and self._watcher is not None:
+            self._watcher.sampled()
+        self._has_token = True
+
+    def _set_timer(self) -> None:
+        silent_at = None if self._silence_s is None else asyncio.get_running_loop().time() + self._silence_s
+        times = [at for at in (silent_at, self._until) if at is not None]
+        self._timer.set(min(times, default=None))
+
+    def _expired(self) -> None:
+        until = self._until
+        if until is not None and asyncio.get_running_loop().time() >= until - RESOLUTION_S:
+            problem = "sent no further data before the request's deadline"
+            self._wake(DeadlineError(f"the {self._role} engine {problem}; try again"))
+        else:
+            self._wake(SilentError(f"the {self._role} engine sent nothing for {self._silence_s:g} s; try again"))
+
+    def _wake(self, error: TandemError | None) -> None:
+        if self._waiter is None or self._waiter.done():
+            return
+        if error is None:
+            self._waiter.set_result(None)
+        else:
+            self._waiter.set_exception(error)
+
+    def _consume(self, item: Item) -> None:
+        self._consumed_bytes += item_bytes(item)
+        if self._consumed_bytes >= GRANT_BYTES and self._channel is not None:
+            self._channel.grant(self._stream, self._consumed_bytes)
+            self._consumed_bytes = 0
+
+    def _unavailable(self, why: str) -> UnavailableError:
+        error = UnavailableError(f"the {self._role} engine is not available; try again")
+        error.__cause__ = EngineDownError(f"{self._slot.replica_id}: {why}")
+        return error
+
+    def _error_of(self, failure: RpcFailure) -> TandemError:
+        match failure.kind:
+            case "full":
+                self._slots.record_full(self._slot.replica_id)
+                return RefusedError(failure.message)
+            case "leaving":
+                self._slots.record_leaving(self._slot.replica_id)
+                return RefusedError(failure.message)
+            case "engine_down":
+                return self._unavailable(failure.message)
+            case "cannot_resume":
+                return CannotResumeError(failure.message)
+            case _:
+                return EngineError(failure.message)
