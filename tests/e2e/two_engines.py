@@ -177,9 +177,5 @@ class EnginePair:
         d.in_order = True
         p.metadata = {"producer": asdict(self.prefill.producer())}
 
-        async def discard(slot: Any, method: str, transfer_id: str) -> None:
-            p.discarded.append(transfer_id)
-            await self.prefill.discard(transfer_id)
-
-        p.ask = discard  # type: ignore[method-assign]
+        p.discard = self.prefill.discard
         return router_of(limits, p, d), p, d

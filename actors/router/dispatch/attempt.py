@@ -98,7 +98,7 @@ class Attempt:
     def serve_locally(self, reason: str) -> None:
         """Replace the decision: decode serves the request alone."""
         self._give_back_prefill()
-        self.decision = replace(self.decision, route="local", reason=reason, prefill=(), chosen=None, other=None)
+        self.decision = self.decision._replace(route="local", reason=reason, prefill=(), chosen=None, other=None)
         self._fleet.metrics.decisions.labels("local", reason).inc()
 
     def send(self, call: Call, order: PrefillOrder | None = None) -> None:
