@@ -101,11 +101,18 @@ class Engine:
         else:
             yield Accepted("fake")
             answer = self.answer(request.call, Notices(), 0)
-        async with aclosing(answer) as items:
-            async for item in items:
-                yield item
-        if request.transfer_id is not None:
-            await self.hold(request.hold_s, stream)
+        stream.done = request.transfer_id is None
+        self.running += 1
+        try:
+            async with aclosing(answer) as items:
+                async for item in items:
+                    stream.done = stream.done or (isinstance(item, ResponseStart) and item.status >= 400)
+                    yield item
+            if not stream.done:
+                await asyncio.sleep(request.hold_s)
+        finally:
+            self.running -= 1
+            self.discarded += not stream.done
 
     async def answer(self, call: Call, notices: Notices, _: float) -> AsyncGenerator[object, None]:
         self.running += 1
@@ -142,14 +149,6 @@ class Engine:
             sent += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
             if sent > known:
                 await asyncio.sleep(0.01)
-
-    async def hold(self, hold_s: float, stream: ServedStream) -> None:
-        self.running += 1
-        try:
-            await asyncio.sleep(hold_s)
-        finally:
-            self.running -= 1
-            self.discarded += not stream.done
 
     async def status(self) -> dict[str, object]:
         return {"role": self.role, "replica": "fake", "running": self.running}
