@@ -13,6 +13,7 @@ from actors.request import Call, ResponseStart
 from actors.router.client_request import ClientRequest
 from actors.router.models.adapters import AdapterNames
 from actors.router.models.model_router import AnyAnswer, ModelEngines, ModelRouter
+from actors.router.relay import StreamClock
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
@@ -51,9 +52,10 @@ class Router:
         Without the setting `models`: metrics of all requests.
         """
         self.recent = RecentRequests()
+        clock = StreamClock()
         self.models = [
             ModelRouter(
-                one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent
+                one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent, clock
             )
             for one in engines
         ]

@@ -23,8 +23,11 @@ IDLE_CONNECTION_S = 60.0
 class Listener(Protocol):
     """Receiver of the items and the end of a call."""
 
-    def received(self, item: Item) -> None:
-        """Receive the next item."""
+    def received(self, item: Item) -> bool | None:
+        """Receive the next item; return whether to call `flush` after the frame."""
+
+    def flush(self) -> None:
+        """Handle the items of a frame."""
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         """Receive the end of the call.
@@ -43,6 +46,9 @@ class _Answer:
     def received(self, item: Any) -> None:
         if not self.value.done():
             self.value.set_result(item)
+
+    def flush(self) -> None:
+        """Do nothing: a method has one result."""
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         if not self.value.done():
@@ -132,10 +138,13 @@ class Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Deliver items, results and ends to their listeners; asyncio's hook."""
+        fresh: list[Listener] = []
         try:
             for message in self._protocol.receive(data):
                 if isinstance(message, StreamItem):
-                    self._listeners[message.stream].received(message.item)
+                    listener = self._listeners[message.stream]
+                    if listener.received(message.item):
+                        fresh.append(listener)
                     continue
                 listener = self._listeners.pop(message.stream)
                 if isinstance(message, Reply):
@@ -145,6 +154,9 @@ class Channel(asyncio.Protocol):
         except RpcProtocolError as error:
             self._end(str(error))
             return
+        finally:
+            for listener in fresh:
+                listener.flush()
         self._flush()  # calls queued until the RpcWelcome
         self._rest_if_idle()
 

@@ -92,8 +92,12 @@ class AccessEntry:
         body: bytes = message.get("body", b"")
         if body and body != KEEP_ALIVE and self.first_byte_at is None:
             self.first_byte_at = time.monotonic()
-        self.sent_bytes += len(body)
         self.complete = not message.get("more_body", False)
+        self.relayed(len(body), body)
+
+    def relayed(self, sent_bytes: int, body: bytes) -> None:
+        """Count bytes of the response, and read the token counts in `body`, a part of them."""
+        self.sent_bytes += sent_bytes
         # Cannot match within a string of the answer, where quotes are escaped.
         if (at := max(map(body.rfind, _USAGE))) >= 0:
             usage = body[at : at + _USAGE_BYTES]

@@ -3,25 +3,23 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, closing, suppress
-from contextvars import Context
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
 
 from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import DeadlineError, with_causes
-from actors.moving_timer import MovingTimer
+from actors.errors import with_causes
 from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
 from actors.router.models.model_router import AnyAnswer
+from actors.router.relay import ClientWriter
 from actors.router.router import Router
 from actors.telemetry.access_log import ENTRY, AccessEntry
 from actors.telemetry.router_metrics import RouterMetrics
-from actors.upstream.uvicorn_protocol import DISCONNECTED
+from actors.upstream.uvicorn_protocol import CONNECTION
+from app.http.client_writer import SendWriter, until_disconnect
 from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
 from app.http.explain import Observer, wants_explanation
 from app.http.keep_alive import KeepAlive
@@ -89,8 +87,8 @@ class Generate:
                 tally.metrics = model.metrics
                 count(request.sequences)
                 with Observer.of(model, request, self._traces, scope.get(ENTRY)) as observer:
-                    work = self._relay(observer, tally, keep_alive, send)
-                    await until_disconnect(receive, work, scope.get(DISCONNECTED))
+                    work = self._relay(observer, tally, keep_alive, scope, send)
+                    await until_disconnect(scope, receive, work)
         except (ClientDisconnect, TaskCancelledError):
             return
         except Exception as error:
@@ -128,11 +126,11 @@ class Generate:
             raise
         return found
 
-    async def _relay(self, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send) -> None:
+    async def _relay(self, observer: Observer, tally: Tally, keep_alive: KeepAlive, scope: Scope, send: Send) -> None:
         complete = False
         try:
             async with keep_alive.waiting(observer.request), observer.model.answer(observer.request) as answer:
-                await self._send(answer, observer, tally, keep_alive, send)
+                await self._send(answer, observer, tally, keep_alive, scope, send)
                 complete = True
         except asyncio.CancelledError:
             # Serve's proxy also cancels the task after it has received the whole answer.
@@ -141,7 +139,7 @@ class Generate:
             raise
 
     async def _send(
-        self, answer: AnyAnswer, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send
+        self, answer: AnyAnswer, observer: Observer, tally: Tally, keep_alive: KeepAlive, scope: Scope, send: Send
     ) -> None:
         """Send `answer` to the client.
 
@@ -149,17 +147,16 @@ class Generate:
         status of its own. If `keep_alive` has started the stream, the client has already
         received status 200.
         """
-        async with aclosing(answer.body()) as body:
-            head = await anext(body)
-            await keep_alive.stop()
+        head = await answer.begin()
+        await keep_alive.stop()
+        if answer.start.streams:
+            observer.model.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
+        try:
+            await self._begin(answer, head, observer, tally, keep_alive.started, send)
             if answer.start.streams:
-                observer.model.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
-            try:
-                await self._begin(answer, head, observer, tally, keep_alive.started, send)
-                if answer.start.streams:
-                    await self._send_rest(body, answer, observer, send)
-            finally:
-                observer.keep(answer, over=True)
+                await self._send_rest(answer, observer, scope, send)
+        finally:
+            observer.keep(answer, over=True)
 
     async def _begin(
         self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, started: bool, send: Send
@@ -194,32 +191,29 @@ class Generate:
             async with asyncio.timeout(STREAM_END_S):
                 await send({"type": "http.response.body", "body": event, "more_body": False})
 
-    async def _send_rest(
-        self, events: AsyncGenerator[bytes, None], answer: AnyAnswer, observer: Observer, send: Send
-    ) -> None:
-        """Send the rest of a stream; end it if the client reads nothing for `idle_timeout_s`.
-
-        After an error, the last event is an error event.
-        """
+    async def _send_rest(self, answer: AnyAnswer, observer: Observer, scope: Scope, send: Send) -> None:
+        """Send the rest of a stream. After an error, the last event is an error event."""
         last = b""
-        loop, idle_s = asyncio.get_running_loop(), self._router.limits.idle_timeout_s
+        connection: ClientWriter | None = scope.get(CONNECTION)
+        through_proxy = SendWriter(send) if connection is None else None
         try:
-            async with asyncio.timeout(None) as unread:
-                with closing(MovingTimer(lambda: unread.reschedule(loop.time()))) as timer:
-                    async for some in events:
-                        timer.set(loop.time() + idle_s)
-                        await send({"type": "http.response.body", "body": some, "more_body": True})
-                        timer.set(None)
-                        observer.keep(answer)
-        except TimeoutError:
-            # A client that resumes reading receives this error as the last event.
-            last = self._broken(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"), observer)
-        except Exception as error:
-            last = self._broken(error, observer)
-        # After this timeout the HTTP server closes the connection.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STREAM_END_S):
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+            try:
+                await answer.relay(connection or through_proxy)
+            except Exception as error:
+                # A client that resumes reading receives the error of its idle timeout as well.
+                last = self._broken(error, observer)
+            finally:
+                if observer.entry is not None:
+                    observer.entry.relayed(answer.sent_bytes, answer.usage)
+            # After this timeout the HTTP server closes the connection.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STREAM_END_S):
+                    if through_proxy is not None:
+                        await through_proxy.drained()
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            if through_proxy is not None:
+                await through_proxy.close()
 
     def _broken(self, error: Exception, observer: Observer) -> bytes:
         """Count and log an error after the response has started; return its error events."""
@@ -242,56 +236,3 @@ def _response_headers(answer: AnyAnswer) -> list[tuple[bytes, bytes]]:
     if answer.local_reason is not None:
         headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
     return headers
-
-
-async def until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, None], disconnected: asyncio.Future[None] | None = None
-) -> None:
-    """Run `work`; cancel it and raise ClientDisconnect if the client disconnects.
-
-    Returns or raises after `work` has ended.
-
-    ``disconnected``  future that is done when the client of the router's port disconnects. None for
-                      a request from Serve's proxy, whose disconnect only `receive` reports
-    """
-    if disconnected is not None:
-        await _until_done(disconnected, work)
-        return
-    # Run `work` in an empty context. Otherwise, when Serve's proxy cancels a request, Ray would
-    # also cancel each Ray call of `work`, at any point of that call.
-    working = asyncio.create_task(work, context=Context())
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        await working
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
-
-
-async def _until_done(disconnected: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` in this task; cancel it and raise ClientDisconnect when `disconnected` is done."""
-    task = asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
-
-    def leave(_: asyncio.Future[None]) -> None:
-        task.cancel()
-
-    disconnected.add_done_callback(leave)
-    try:
-        await work
-    except asyncio.CancelledError:
-        if disconnected.done() and task.uncancel() == 0:
-            raise ClientDisconnect from None
-        raise
-    finally:
-        disconnected.remove_done_callback(leave)
-
-
-async def _disconnected(receive: Receive) -> None:
-    with suppress(TaskCancelledError):  # Serve's proxy cancels its request on a disconnect
-        while (await receive())["type"] != "http.disconnect":
-            pass

@@ -18,6 +18,7 @@ from actors.request import Call, Endpoint, ResponseStart, StreamChunk
 from actors.router.client_request import ClientRequest
 from configs.settings.router import RouterLimits
 from configs.settings.service import ServiceSettings
+from testing.answers import whole_body
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
 
@@ -98,7 +99,7 @@ async def _stream(
     router = router_of(LIMITS, prefill, decode)
     request = ClientRequest(endpoint, HEADERS, json.dumps(body).encode(), body)
     async with router.answer(request) as answer:
-        sent = b"".join([some async for some in answer.body()])
+        sent = await whole_body(answer)
         assert answer.start.streams, sent
     resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": "resumed"})
     return sent, bool(resumed)

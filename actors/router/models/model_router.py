@@ -18,6 +18,7 @@ from actors.router.dispatch.fleet import Fleet
 from actors.router.dispatch.slot_wait import choose, deadline
 from actors.router.prompt_lists.list_answer import ListAnswer
 from actors.router.prompt_lists.split import parent_id, split
+from actors.router.relay import StreamClock
 from actors.router.routing_feedback import RoutingFeedback
 from actors.telemetry.recent_requests import RecentRequests
 from actors.telemetry.router_metrics import RouterMetrics
@@ -54,6 +55,7 @@ class ModelRouter:
         limits: Callable[[], RouterLimits],
         metrics: RouterMetrics,
         recent: RecentRequests,
+        clock: StreamClock,
     ) -> None:
         """Create the router; `limits` returns the current limits of the service."""
         self.names = engines.names
@@ -64,6 +66,7 @@ class ModelRouter:
         self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}
         self._decode = engines.decode
         self._limits = limits
+        self._clock = clock
         prefill, decode = engines.prefill, engines.decode
         self.feedback = RoutingFeedback(limits().routing, metrics, prefill, decode)
         self._fleet = Fleet(prefill, decode, metrics, self.feedback)
@@ -85,7 +88,9 @@ class ModelRouter:
             async with self._answer(request) as one:
                 yield one
             return
-        several = ListAnswer(prompts, parent_id(request), self._answer, max(self._decode.slots, 1))
+        several = ListAnswer(
+            prompts, parent_id(request), self._answer, max(self._decode.slots, 1), self.limits.idle_timeout_s
+        )
         try:
             await several.open()
             yield several
@@ -98,7 +103,7 @@ class ModelRouter:
         attempts = Dispatcher(
             request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
         )
-        answer = Answer(attempts, await attempts.open(), self.metrics)
+        answer = Answer(attempts, await attempts.open(), self.metrics, self._clock)
         try:
             yield answer
         finally:

@@ -1,22 +1,25 @@
 """Answer to a list of prompts, merged from the answers to one request per prompt."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 
+from actors.errors import DeadlineError
 from actors.request import Headers, ResponseStart
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists.merge import MergedStream, error_event, merged_body
 from actors.router.prompt_lists.split import begun
+from actors.router.relay import ClientWriter
 from actors.router.request_shaping import choices_of
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.recent_requests import Pair
 from configs.settings.base import RoleName
 
 READY_PIECES = 64
-"""Number of pieces (items of `Answer.body`), not yet passed on, at which the streams pause."""
+"""Number of pieces (writes of `Answer.relay`), not yet passed on, at which the streams pause."""
 
 Serve = Callable[[ClientRequest], AbstractAsyncContextManager[Answer]]
 """Function that serves the request of one prompt; its context yields the answer."""
@@ -27,21 +30,24 @@ class RefusedPromptError(Exception):
 
 
 class ListAnswer:
-    """Answer with the interface of `Answer`. Await `open`, then read `body`; always `close`.
+    """Answer with the interface of `Answer`. Await `open`, `begin` and `relay`; always `close`.
 
     An error of one prompt is the error of the whole request, as in vLLM; `close` cancels the rest.
     At most `at_once` prompts run at a time. The status of a stream depends on its first `at_once`
     prompts, or on those that have started when READY_PIECES are unread. The error of a later prompt
-    ends the stream: as its last event, or as an exception of `body`.
+    ends the stream: as its last event, or as an exception of `relay`.
     """
 
     start: ResponseStart
 
-    def __init__(self, requests: Sequence[ClientRequest], parent_id: str, serve: Serve, at_once: int) -> None:
+    def __init__(
+        self, requests: Sequence[ClientRequest], parent_id: str, serve: Serve, at_once: int, idle_s: float
+    ) -> None:
         self._requests = requests
         self._choices = choices_of(requests[0].body) or 1
         self._parent_id = parent_id
         self._serve = serve
+        self._idle_s = idle_s
         self._at_once = asyncio.Semaphore(at_once)
         self._first_ones = at_once if requests[0].streams else len(requests)
         self._answers: dict[int, Answer] = {}
@@ -51,7 +57,11 @@ class ListAnswer:
         self._decided: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
         """One future per prompt, done once `open` need not wait for it: its answer has started or
         failed, or the queue is full."""
-        self._pieces: asyncio.Queue[tuple[int, bytes] | Exception] = asyncio.Queue(READY_PIECES)
+        self._pieces: deque[tuple[int, bytes] | Exception] = deque()
+        self._arrived = asyncio.Event()
+        self._parts = [_Part(self, index) for index in range(len(requests))]
+        self.sent_bytes = 0
+        self.usage = b""
         self._tasks: list[asyncio.Task[None]] = []
         self._lead = 0
         """Index of the prompt whose times and replicas the list reports: the lowest one with an
@@ -134,28 +144,70 @@ class ListAnswer:
                 raise error
         self.start = self._answers[self._lead].start
 
-    async def body(self) -> AsyncGenerator[bytes, None]:
-        """Yield whole events of a stream, or the complete body of an answer that is not streamed.
+    async def begin(self) -> bytes:
+        """Return the first events of a stream, or the complete body of another answer.
 
         After `open` has returned, raises the error of a prompt whose stream breaks, or that gets no
         answer. Raises ValueError for an error response that is not JSON.
         """
         answer_id = f"cmpl-{self._parent_id}"
         if self.start.status >= HTTPStatus.BAD_REQUEST:
-            yield self._whole(self._heads[self._lead])
-            return
+            return self._whole(self._heads[self._lead])
         if not self.start.streams:
             heads = [self._heads[index] for index in range(len(self._requests))]
-            yield self._whole(merged_body(heads, answer_id))
-            return
+            return self._whole(merged_body(heads, answer_id))
         self.start = ResponseStart(self.start.status, self._headers())
-        merged = MergedStream(len(self._requests), self._choices, answer_id)
-        while not merged.done:
-            piece = await self._pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            if events := merged.feed(*piece):
-                yield events
+        self._merged = MergedStream(len(self._requests), self._choices, answer_id)
+        while not (events := self._merged.feed(*await self._next())):
+            pass
+        return events
+
+    async def relay(self, writer: ClientWriter) -> None:
+        """Send the rest of a stream. Raises as `begin` does."""
+        while not self._merged.done:
+            if events := self._merged.feed(*await self._next()):
+                await self._writable(writer)
+                writer.write(events)
+                self.sent_bytes += len(events)
+
+    async def _next(self) -> tuple[int, bytes]:
+        while not self._pieces:
+            self._arrived.clear()
+            await self._arrived.wait()
+        piece = self._pieces.popleft()
+        if not self.full:
+            for part in self._parts:
+                if part.on_resume is not None:
+                    part.on_resume()
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
+
+    async def _writable(self, writer: ClientWriter) -> None:
+        """Wait until the client takes data. Raises DeadlineError after `idle_timeout_s`."""
+        if not writer.paused:
+            return
+        writable = asyncio.Event()
+        writer.on_resume = writable.set
+        try:
+            async with asyncio.timeout(self._idle_s):
+                await writable.wait()
+        except TimeoutError:
+            raise DeadlineError(f"the client read nothing of the stream for {self._idle_s:g} s") from None
+        finally:
+            writer.on_resume = None
+
+    @property
+    def full(self) -> bool:
+        """True if the streams of the prompts must pause."""
+        return len(self._pieces) >= READY_PIECES
+
+    def put(self, piece: "tuple[int, bytes] | Exception") -> None:
+        """Queue a piece of a prompt's stream, or an error that ends the answer."""
+        self._pieces.append(piece)
+        self._arrived.set()
+        if self.full:
+            _decide(self._decided)
 
     async def close(self) -> None:
         """Cancel the running calls of all prompts."""
@@ -181,16 +233,14 @@ class ListAnswer:
         decided = self._decided[index]
         try:
             async with self._at_once, self._serve(begun(request)) as answer:
-                async for piece in answer.body():
-                    if index not in self._answers:
-                        self._answers[index], self._heads[index] = answer, piece
-                        if answer.start.status >= HTTPStatus.BAD_REQUEST:
-                            raise RefusedPromptError
-                        _decide([decided])
-                    if answer.start.streams:
-                        if self._pieces.full():
-                            _decide(self._decided)
-                        await self._pieces.put((index, piece))
+                head = await answer.begin()
+                self._answers[index], self._heads[index] = answer, head
+                if answer.start.status >= HTTPStatus.BAD_REQUEST:
+                    raise RefusedPromptError
+                _decide([decided])
+                if answer.start.streams:
+                    self.put((index, head))
+                    await answer.relay(self._parts[index])
         except Exception as error:
             if not decided.done():
                 decided.set_exception(error)
@@ -201,7 +251,23 @@ class ListAnswer:
                     last = index, error_event(self._heads[index])
                 except ValueError as unreadable:  # from a middleware; vLLM's errors are JSON
                     last = unreadable
-            await self._pieces.put(last)
+            self.put(last)
+
+
+class _Part:
+    """ClientWriter of one prompt's stream."""
+
+    def __init__(self, answer: ListAnswer, index: int) -> None:
+        self.on_resume: Callable[[], None] | None = None
+        self._answer = answer
+        self._index = index
+
+    @property
+    def paused(self) -> bool:
+        return self._answer.full
+
+    def write(self, data: bytes) -> None:
+        self._answer.put((self._index, data))
 
 
 def _decide(prompts: Iterable[asyncio.Future[None]]) -> None:

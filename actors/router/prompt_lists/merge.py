@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.router.event_stream import DATA, DONE, END
+from actors.router.splice import DATA, DONE, END
 
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 OF_ONE_PROMPT = "metrics"

@@ -12,6 +12,7 @@ from actors.errors import DeadlineError
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
 from actors.router import answer
 from actors.router.router import Router
+from testing.answers import body_of
 from testing.sse import said
 from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, answers, ask, engine, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
@@ -71,7 +72,7 @@ async def read_slowly(router: Router, pause_s: float) -> str:
     """Return the text of a stream whose client pauses after each read."""
     body = b""
     async with router.answer(request()) as streamed:
-        async for some in streamed.body():
+        async for some in body_of(streamed):
             body += some
             await asyncio.sleep(pause_s)
     return str(said(body)["text"])

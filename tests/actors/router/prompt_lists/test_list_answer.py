@@ -15,6 +15,7 @@ from actors.errors import EngineDownError
 from actors.request import TRANSFER_FIELD, Call, ResponseStart, TokenChunk
 from actors.router.router import Router
 from app.http.routes import build_http
+from testing.answers import body_of, whole_body
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, OK, ask, fleet, hangs, request, well
 from tests.actors.fleet import SOURCE, Handle, Replica, at_rest, router_of
 
@@ -231,7 +232,7 @@ async def test_started_streams_of_a_list_do_not_wait_for_the_last_prompt() -> No
     router = router_of(LIMITS, p, d)
     prompts = [letter * 40 for letter in "abcd"]
     async with router.answer(request(prompt="holds")) as holder:
-        await anext(holder.body())
+        await anext(body_of(holder))
         async with asyncio.timeout(30):
             _, merged = await ask(router, request(prompt=prompts))
             _, other = await ask(router, replace(request(False, prompt=["e"]), headers=((b"x-request-id", b"e"),)))
@@ -259,7 +260,7 @@ async def test_a_list_whose_first_prompt_waits_has_the_route_of_one_that_runs() 
     async with asyncio.timeout(30), router.answer(request(prompt=prompts)) as answer:
         assert (answer.start.status, answer.route, answer.pair.decode) == (200, "local", "d0")
         first_may_start.set()
-        merged = b"".join([some async for some in answer.body()])
+        merged = await whole_body(answer)
     found, _, ended = texts(merged.decode())
     assert (found, ended) == (dict(enumerate(prompts)), True)
     await at_rest(p, d)
