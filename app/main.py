@@ -25,13 +25,13 @@ from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, in_replica, own_replica_id
-from actors.telemetry.access_log import open_access_log
 from actors.tls import ClientTls, TlsFiles, router_files, rpc_files
 from actors.upstream.ray_private import log_directory, on_stop
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
 from app.http.auth import digests
 from app.http.http_server import HttpServer, for_serve_proxies, proxies_refuse
+from app.http.record import open_access_log
 from app.http.routes import build_http
 from app.http.traces import Traces
 from configs.settings.auth import environment_keys, environment_operator_keys

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,12 +147,16 @@ class EngineCall:
         else:
             self._wake(None)
 
-    def queued(self) -> Iterator[Item]:
-        """Yield and consume the queued items."""
-        while self._items:
-            item = self._items.popleft()
-            self._consume(item)
-            yield item
+    @property
+    def has_items(self) -> bool:
+        """Whether `pop` returns an item at once."""
+        return bool(self._items)
+
+    def pop(self) -> Any:
+        """Consume and return the next item of the answer, which has arrived."""
+        item = self._items.popleft()
+        self._consume(item)
+        return item
 
     def _handle(self, item: Item) -> None:
         match item:
@@ -212,9 +216,7 @@ class EngineCall:
                 self._waiter = self._silence_s = None
                 if self._timer is not None:
                     self._timer.cancel()
-        item = self._items.popleft()
-        self._consume(item)
-        return item
+        return self.pop()
 
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
         """Return the response with the first bytes of a stream, or with the whole body.

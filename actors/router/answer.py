@@ -42,7 +42,7 @@ class Answer:
         request = attempts.request
         self._resumable = why_not_resumable(request.endpoint, request.body) is None
         self._splice = Splice(self._resumable, metrics)
-        self._items: deque[Item] = deque(attempt.items)
+        self._items: deque[StreamChunk | bytes] = deque(attempt.items)
         """Items of the attempt that `begin` has not passed on."""
 
     @property

@@ -5,18 +5,22 @@ task sleeps until the stream ends, fails or exceeds a time limit.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from actors.engine_pool.engine_call import EngineCall
 from actors.errors import DeadlineError, SilentError
-from actors.request import Item
+from actors.request import StreamChunk
 from actors.router.splice import Splice
 
 TICK_S = 0.25
 """Interval in seconds between checks of the time limits of all streams."""
 
 USAGE = b'"usage":'
+
+MOST_BYTES = 2**16
+"""Size in bytes of joined events that are written at once."""
 
 
 class ClientWriter(Protocol):
@@ -68,7 +72,7 @@ class Relay:
     def __init__(
         self,
         call: EngineCall,
-        items: Iterable[Item],
+        items: deque[StreamChunk | bytes],
         splice: Splice,
         writer: ClientWriter,
         silence_s: float,
@@ -113,43 +117,44 @@ class Relay:
             self._paused_at = self._paused_at or now
             if now - self._paused_at >= self._idle_s:
                 self._end(DeadlineError(f"the client read nothing of the stream for {self._idle_s:g} s"))
-            return
-        if self._call.heard or self._paused_at is not None:
+        if self._writer.paused or self._call.heard:
             self._heard_at = now
-        if self._progressed or self._paused_at is not None:
+        if self._writer.paused or self._progressed:
             self._ends_at = now + self._idle_s
         self._call.heard = self._progressed = False
-        self._paused_at = None
         if now >= self._ends_at:
             self._end(DeadlineError(f"the engine sent no data of the stream for {self._idle_s:g} s; try again"))
         elif now - self._heard_at >= self._silence_s:
             self._end(SilentError(f"the engine sent nothing for {self._silence_s:g} s; try again"))
 
     def _pump(self) -> None:
-        """Pass on the call's items, as far as the client takes them."""
+        """Pass on the items that have arrived, as far as the client takes them."""
         if self._writer.paused or self._over.done():
             return
-        if self._items:
-            self._pass_on(self._items)
-            self._items = ()
-        if not self._writer.paused:
-            self._pass_on(self._call.queued())
-        if self._splice.over or (self._call.over and not self._writer.paused):
-            self._end(None if self._splice.over else self._call.error)
-
-    def _pass_on(self, items: Iterable[Item]) -> None:
-        feed, ready = self._splice.feed, b""
+        self._paused_at = None
+        items, call, ready = self._items, self._call, b""
         try:
-            for item in items:
-                ready += feed(item)
+            while items or call.has_items:
+                item = items.popleft() if items else call.pop()
+                ready += self._splice.feed(item)
                 self._progressed = True
+                if len(ready) >= MOST_BYTES:
+                    self._write(ready)
+                    ready = b""
+                    if self._writer.paused:
+                        return
         except Exception as error:  # raised here, it would close the connection of all streams
             self._end(error)
         if ready:
-            self.sent_bytes += len(ready)
-            if USAGE in ready:
-                self.usage = ready
-            self._writer.write(ready)
+            self._write(ready)
+        if self._splice.over or call.over:
+            self._end(None if self._splice.over else call.error)
+
+    def _write(self, events: bytes) -> None:
+        self.sent_bytes += len(events)
+        if USAGE in events:
+            self.usage = events
+        self._writer.write(events)
 
     def _end(self, error: Exception | None) -> None:
         if self._over.done():

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.errors import OverloadedError
 from actors.router.router import Router
-from actors.telemetry.access_log import ENTRY
 from app.http.errors import error_body, error_response
+from app.http.record import RECORD
 
 OPERATOR = "tandem.operator"
 """Key in the scope of a request with an API key: whether it is an operator's.
@@ -110,8 +110,8 @@ class Authenticated:
         if key is None:
             await self._refuse(unauthorized())(scope, receive, send)
             return
-        if (entry := scope.get(ENTRY)) is not None:
-            entry.key = key.hex()[:8]
+        if (record := scope.get(RECORD)) is not None:
+            record.key = key.hex()[:8]
         scope = {**scope, OPERATOR: key in self._operators}
         try:
             with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):

@@ -75,12 +75,20 @@ PRIORITY_HEADER = b"x-vllm-priority"
 
 
 async def read_request(
-    request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31, client_priority: bool = False
+    request: Request,
+    endpoint: Endpoint,
+    max_body_bytes: int,
+    max_prompts: int = 2**31,
+    client_priority: bool = False,
+    session_header: str = "x-session-id",
+    explain: bool = False,
 ) -> ClientRequest:
     """Read and check a request; that of `/invocations` becomes one of INVOKED.
 
     ``max_prompts``      maximum of the number of prompts times `n`
     ``client_priority``  whether the router forwards PRIORITY_HEADER
+    ``session_header``   header with the session of the request
+    ``explain``          see `ClientRequest`
 
     Raises BadRequestError for an invalid request, and ClientDisconnect if the client closes the
     connection before the end of the body.
@@ -102,7 +110,8 @@ async def read_request(
     if isinstance(body.get("request_id"), str) and not _sends_id(request):
         # vLLM would prefer the generated header to the body's id.
         headers = tuple(header for header in headers if header[0] != b"x-request-id")
-    return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
+    session = request.headers.get(session_header)
+    return ClientRequest(endpoint, headers, raw, body, session, explain, arrived_at=arrived_at, read_at=read_at)
 
 
 def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:

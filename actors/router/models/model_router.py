@@ -1,6 +1,7 @@
 """Router of the requests of one model, with its own engines, slots, routing state and metrics."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from actors.router.prompt_lists.list_answer import ListAnswer
 from actors.router.prompt_lists.split import parent_id, split
 from actors.router.relay import StreamClock
 from actors.router.routing_feedback import RoutingFeedback
-from actors.telemetry.recent_requests import RecentRequests
+from actors.telemetry.recent_requests import RecentRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits
@@ -54,7 +55,7 @@ class ModelRouter:
         engines: ModelEngines,
         limits: Callable[[], RouterLimits],
         metrics: RouterMetrics,
-        recent: RecentRequests,
+        recent: deque[RecentRequest],
         clock: StreamClock,
     ) -> None:
         """Create the router; `limits` returns the current limits of the service."""
