@@ -12,9 +12,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from actors.telemetry import access_log
-from actors.telemetry.access_log import open_access_log
+from app.http import record
 from app.http.auth import digest
+from app.http.record import open_access_log
 from app.http.routes import build_http
 from configs.settings.router import RouterSettings
 from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, well
@@ -179,7 +179,7 @@ async def test_probes_are_not_logged() -> None:
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three full files are kept."""
-    monkeypatch.setattr(access_log, "FILE_BYTES", 100)
+    monkeypatch.setattr(record, "FILE_BYTES", 100)
     write = open_access_log(tmp_path, "r1")
     for number in range(1000):
         write(json.dumps({"n": number, "pad": "%s %d" * 3}))
