@@ -164,7 +164,6 @@ class HttpRouter(RouterReplica):
             gc.freeze()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application of this replica for Serve's proxies; Serve's hook."""
         return self._for_proxies
 
     async def check_health(self) -> None:
@@ -197,7 +196,6 @@ class HttpRouter(RouterReplica):
 
 
 def build(args: ServiceSettings) -> serve.Application:
-    """Return the application for `args`. Raises SettingsError that names invalid settings."""
     check_arguments(args)
     if args.router.ssl_certfile is not None:
         logger.warning("router.ssl_certfile: %s", proxies_refuse(args.router))
@@ -224,7 +222,6 @@ def build(args: ServiceSettings) -> serve.Application:
 
 
 def router_deployment(settings: RouterSettings) -> serve.Deployment:
-    """Return the router's deployment, to be bound to the arguments of `HttpRouter`."""
     return serve.deployment(
         HttpRouter,
         name="Router",

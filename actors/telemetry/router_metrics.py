@@ -132,17 +132,14 @@ class RouterMetrics:
         )
 
     def exposition(self) -> str:
-        """Return the metrics as text, with the label `model_name` if they belong to one model."""
         shown: Any = self.registry if self._model is None else _OfModel(self.registry, self._model)
         return generate_latest(shown).decode()
 
     def observe_breakdown(self, route: str, breakdown: LatencyBreakdown) -> None:
-        """Add the parts of one request's breakdown to the histograms."""
         for part, seconds in breakdown.parts.items():
             self.breakdown.labels(route, part).observe(seconds)
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of one series; 0 if it does not exist yet."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def counts(self) -> dict[str, int]:

@@ -49,7 +49,6 @@ class UnframedCycle(RequestResponseCycle):
     _has_length = True
 
     async def send(self, message: Any) -> None:
-        """Send one ASGI message of the response."""
         if message["type"] == "http.response.start":
             self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not self._has_length:
@@ -188,7 +187,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _without_upgrade(self) -> bytes:
-        """Return the request line and headers that the parser has read, without `Upgrade`."""
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]

@@ -14,6 +14,7 @@ from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
 from actors.router.models.model_router import AnyAnswer, ModelRouter
 from actors.router.router import Router
+from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.auth import OPERATOR
 from app.http.client_writer import KeepAlive, until_disconnect, writing
 from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
@@ -167,7 +168,8 @@ class Generate:
                 )
                 last = error_event(error, self._endpoint)
             finally:
-                record.relayed(answer.sent_bytes, answer.usage)
+                if CONNECTION in scope:  # else `send` has recorded them
+                    record.relayed(answer.sent_bytes, answer.usage)
             # After this timeout the HTTP server closes the connection.
             with suppress(TimeoutError):
                 async with asyncio.timeout(STREAM_END_S):

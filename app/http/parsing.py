@@ -115,12 +115,6 @@ async def read_request(
 
 
 def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:
-    """Return the request headers for the engines, with a new X-Request-Id if the client sent none.
-
-    ``client_priority``  whether to include PRIORITY_HEADER
-
-    Raises BadRequestError for an id that is not of the form ID.
-    """
     passed = FORWARDED_HEADERS | {PRIORITY_HEADER} if client_priority else FORWARDED_HEADERS
     given: dict[bytes, bytes] = {}
     for name, value in request.headers.raw:
@@ -133,10 +127,6 @@ def forwarded_headers(request: Request, client_priority: bool = False) -> Header
 
 
 def _sends_id(request: Request) -> bool:
-    """Return whether the client itself has sent an X-Request-Id.
-
-    A UUID of a request that came through Serve's proxy is probably the proxy's.
-    """
     given = request.headers.get("x-request-id")
     return given is not None and (OWN_PORT in request.scope or not PROXY_ID.fullmatch(given))
 
@@ -198,7 +188,6 @@ async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
 
 
 def _check_id(value: Any, name: str) -> None:
-    """Raise BadRequestError for a string not of the form ID. Engines refuse other types."""
     if isinstance(value, str) and not ID.fullmatch(value):
         raise BadRequestError(f"{name} must have 1 to 256 visible ASCII characters and no blanks", name)
 
@@ -251,10 +240,6 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
 
 
 def _several(prompt: Any) -> int:
-    """Return the number of prompts in `prompt`, `prompt_embeds` or `items`.
-
-    A list of token ids is one prompt.
-    """
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
     return len(prompt) if several else 1
 
@@ -271,11 +256,6 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """Return the body.
-
-    Raises BadRequestError with status 413 if it is too large, and ClientDisconnect if the client
-    closes the connection before its end.
-    """
     too_large = BadRequestError(
         f"the body is larger than {max_body_bytes} bytes; send a smaller one",
         status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

@@ -125,11 +125,6 @@ def build_http(
 
 
 def _models_routes(router: RouterReplica) -> list[Route]:
-    """Return the routes that only some services have.
-
-    `/v1/models` joins the lists of several models. Two routes load and unload adapters, if clients
-    may change the adapters of at least one model.
-    """
     routes = []
     if len(router.models) > 1:
         routes.append(Route("/v1/models", ModelList(router).endpoint, methods=["GET"]))

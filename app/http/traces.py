@@ -55,7 +55,6 @@ class RequestTrace:
             span.end(self._at_ns(part.end_s))
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the span, with `error` if the request failed."""
         if error is not None:
             self._span.set_status(Status(StatusCode.ERROR, type(error).__name__))
         self._span.end()
@@ -71,8 +70,6 @@ class RequestTrace:
 
 
 class Traces:
-    """Tracer that creates the spans of this router and exports them in the background."""
-
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -88,7 +85,6 @@ class Traces:
         return RequestTrace(self._tracer, request)
 
     def flush(self) -> None:
-        """Export all queued spans; block until the exporter has sent them or failed."""
         self._provider.force_flush()
 
 

@@ -85,7 +85,6 @@ class AdapterEndpoints:
         return await self._answer(request, self._load)
 
     async def unload(self, request: Request) -> Response:
-        """Unload an adapter on all engines of its model."""
         return await self._answer(request, self._unload)
 
     async def _answer(self, request: Request, change: Any) -> Response:
@@ -157,10 +156,6 @@ class AdapterEndpoints:
 
     @asynccontextmanager
     async def _one_load(self) -> AsyncIterator[None]:
-        """Let this router load one adapter at a time; wait at most CHANGE_S for other loads.
-
-        Raises UnavailableError after this wait.
-        """
         try:
             async with asyncio.timeout(CHANGE_S):
                 await self._loading.acquire()
@@ -172,10 +167,6 @@ class AdapterEndpoints:
             self._loading.release()
 
     async def _refuse_loaded(self, name: str, models: Sequence[ModelRouter]) -> None:
-        """Raise InvalidAdapterError if one of `models` has an adapter of this name.
-
-        Raises UnavailableError if the engines of a model do not answer.
-        """
         if not models:
             return
         for model in await self._router.adapters.models_of(name):
