@@ -122,10 +122,10 @@ class EngineCall:
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
         return CallTimes(self.sent_at, answered_at, self._timings)
 
-    def received(self, item: Item) -> bool:
+    def received(self, item: Item) -> Callable[[], None] | None:
         """Queue an item of the answer, and handle others; credit limits the size of the queue.
 
-        Returns whether to call `flush` after the last item of a frame.
+        Returns `flush` for the first queued item: one call passes on all items of a frame.
         """
         self.heard = True
         match item:
@@ -136,9 +136,9 @@ class EngineCall:
                     self._first_token()
             case _:
                 self._handle(item)
-                return False
+                return None
         self._items.append(item)
-        return len(self._items) == 1
+        return self.flush if len(self._items) == 1 else None
 
     def flush(self) -> None:
         """Call the reader, or wake `next`."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cached_property
 
 from actors.errors import CannotResumeError, HandoverError, UnavailableError
-from actors.request import FirstTokenChunk, Item, StreamChunk
+from actors.request import FirstTokenChunk, StreamChunk
 from actors.router.client_request import ClientRequest
 from actors.router.dispatch.attempt import Attempt
 from actors.router.dispatch.dispatcher import Dispatcher
@@ -125,7 +125,7 @@ class Answer:
                         return events
             except UnavailableError as error:
                 await self._resume(error)
-        return b"".join(_body_of(item) for item in self._items)
+        return b"".join(item.body if isinstance(item, StreamChunk) else item for item in self._items)
 
     async def relay(self, writer: ClientWriter) -> None:
         """Send the rest of a stream; other engines continue it after a failure.
@@ -222,8 +222,3 @@ def _check_resumable(request: ClientRequest, splice: Splice) -> str:
         raise CannotResumeError(f"the engine has failed{problem}; send the request again")
     assert splice.source is not None
     return splice.source.engine
-
-
-def _body_of(item: Item) -> bytes:
-    assert isinstance(item, StreamChunk | bytes)
-    return item.body if isinstance(item, StreamChunk) else item

@@ -14,7 +14,6 @@ from itertools import islice
 from actors.errors import CannotResumeError, HandoverError
 from actors.request import (
     FirstTokenChunk,
-    Item,
     ReplayLog,
     ResponseStart,
     StreamChunk,
@@ -37,6 +36,10 @@ ERRORS = (b'data: {"error"', b"event: error\n")
 """Prefixes of the event with which an engine ends a stream that it cannot complete."""
 CREATED = re.compile(rb'"created":\d+')
 """The `created` field in vLLM's encoding. Cannot match in a string, where quotes are escaped."""
+
+
+Streamed = StreamChunk | ResponseStart | bytes
+"""Item of a call after the start of its answer."""
 
 
 class Splice:
@@ -101,7 +104,7 @@ class Splice:
         self._repeats = len(self._sizes)
         self._verified = self._muted = False
 
-    def feed(self, item: Item) -> bytes:
+    def feed(self, item: Streamed) -> bytes:
         """Return the events that `item` completes, without those already sent.
 
         A ResponseStart precedes the items of decode after those of prefill's first token. Raises
@@ -116,7 +119,6 @@ class Splice:
             self._take_over(item)
             return b""
         else:
-            assert isinstance(item, bytes)
             data = item
         if self._muted:
             return b""

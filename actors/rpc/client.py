@@ -23,11 +23,8 @@ IDLE_CONNECTION_S = 60.0
 class Listener(Protocol):
     """Receiver of the items and the end of a call."""
 
-    def received(self, item: Item) -> bool | None:
-        """Receive the next item; return whether to call `flush` after the frame."""
-
-    def flush(self) -> None:
-        """Handle the items of a frame."""
+    def received(self, item: Item) -> Callable[[], None] | None:
+        """Receive the next item; return what to call after the items of its frame."""
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         """Receive the end of the call.
@@ -44,9 +41,6 @@ class _Answer:
     def received(self, item: Any) -> None:
         if not self.value.done():
             self.value.set_result(item)
-
-    def flush(self) -> None:
-        """Do nothing: a method has one result."""
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         if not self.value.done():
@@ -131,13 +125,12 @@ class Channel(asyncio.Protocol):
         self._flush()
 
     def data_received(self, data: bytes) -> None:
-        fresh: list[Listener] = []
+        wakes: list[Callable[[], None]] = []
         try:
             for message in self._protocol.receive(data):
                 if isinstance(message, StreamItem):
-                    listener = self._listeners[message.stream]
-                    if listener.received(message.item):
-                        fresh.append(listener)
+                    if (wake := self._listeners[message.stream].received(message.item)) is not None:
+                        wakes.append(wake)
                     continue
                 listener = self._listeners.pop(message.stream)
                 if isinstance(message, Reply):
@@ -148,8 +141,8 @@ class Channel(asyncio.Protocol):
             self._end(str(error))
             return
         finally:
-            for listener in fresh:
-                listener.flush()
+            for wake in wakes:
+                wake()
         self._flush()  # calls queued until the RpcWelcome
         self._rest_if_idle()
 

@@ -106,8 +106,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def write(self, data: bytes) -> None:
         """Send a part of the body of the running response, as its `send` does with `more_body`."""
         cycle = self.cycle
-        if not cycle.disconnected:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
+        if cycle.disconnected:
+            return
+        if cycle.chunked_encoding:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        else:
+            cycle.expected_content_length -= len(data)
+        self.transport.write(data)
 
     def resume_writing(self) -> None:
         super().resume_writing()

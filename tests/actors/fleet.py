@@ -110,8 +110,8 @@ class Connection:
             async with aclosing(self._items(request)) as items:
                 async for item in items:
                     self._handle.on_item()
-                    if listener.received(item):
-                        listener.flush()
+                    if (wake := listener.received(item)) is not None:
+                        wake()
                     await asyncio.sleep(0)
         except EngineDownError as error:
             failure = RpcFailure("engine_down", str(error))

@@ -271,8 +271,8 @@ async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch:
 async def test_a_sign_of_life_is_nothing_to_pass_on(world: World) -> None:
     """A reader takes the items that have arrived; a heartbeat only shows that the engine lives."""
     call = EngineCall("decode", await world.engines.take(), SlotPool(dict))
-    flushes = [call.received(item) for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat())]
-    assert flushes == [False, True, False, False, False]
+    wakes = [call.received(item) is not None for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat())]
+    assert wakes == [False, True, False, False, False]
     assert [call.pop(), call.pop(), call.has_items, call.heard] == [b"first", b"second", False, True]
 
 
