@@ -104,29 +104,26 @@ BODY = {
 }
 
 
-async def test_parameters_of_requests() -> None:
-    """The log has numbers, names, and lengths instead of texts."""
-    logged = Logged([], [answers(200, {})], KEY, request_log="parameters")
-    await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
-    assert (await logged.line())["request"] == {
-        "model": "m",
-        "messages": "1 items",
-        "max_tokens": 5,
-        "stop": "6 characters",
-        "stream_options": {"include_usage": True},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "6 characters"}},
-        "logit_bias": None,
-    }
-    assert "secret" not in logged.lines[0]
-    assert KEY not in logged.lines[0]
+PARAMETERS = {
+    "model": "m",
+    "messages": "1 items",
+    "max_tokens": 5,
+    "stop": "6 characters",
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "6 characters"}},
+    "logit_bias": None,
+}
+"""Numbers, names, and lengths instead of texts."""
 
 
-async def test_texts_of_requests() -> None:
-    """The log has the requests' bodies as they were sent, and no API key."""
-    logged = Logged([], [answers(200, {})], KEY, request_log="text")
-    await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
-    assert (await logged.line())["request"] == BODY
-    assert KEY not in logged.lines[0]
+@pytest.mark.parametrize(("request_log", "logged"), [("parameters", PARAMETERS), ("text", BODY)])
+async def test_requests_in_the_log(request_log: str, logged: dict[str, Any]) -> None:
+    """The log has the parameters of requests, or their bodies as they were sent; no API key."""
+    found = Logged([], [answers(200, {})], KEY, request_log=request_log)
+    await found.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
+    assert (await found.line())["request"] == logged
+    assert ("secret" in found.lines[0]) == (request_log == "text")
+    assert KEY not in found.lines[0]
 
 
 async def test_an_answer_tells_its_usage() -> None:
