@@ -62,12 +62,10 @@ class Answer:
 
     @property
     def pair(self) -> Pair:
-        """Replicas of the attempt that produced the first bytes."""
         return self._first.pair
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens of the prompt; None until, or unless, a prefill engine reports it."""
         return self._first.prompt_tokens
 
     @property
@@ -77,25 +75,16 @@ class Answer:
 
     @cached_property
     def breakdown(self) -> LatencyBreakdown:
-        """Latency breakdown up to the first bytes, computed at the first access.
-
-        Timings of the prefill engine that arrive after the first access are missing in it.
-        """
+        """Latency breakdown up to the first bytes, with the timings known at the first access."""
         return break_down(self._attempts.timestamps(self._first))
 
     @property
     def accounted(self) -> bool:
-        """True once the prefill engine's timings have arrived or can no longer arrive.
-
-        The decode engine sends its timings with the first bytes.
-        """
+        """True once the prefill engine's timings have arrived or can no longer arrive."""
         return self._first.accounted.is_set()
 
     async def account(self, at_most_s: float) -> None:
-        """Wait until `accounted` is true, at most `at_most_s` seconds.
-
-        The prefill engine's timings may arrive after the first token.
-        """
+        """Wait until `accounted` is true: prefill's timings may arrive after the first token."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._first.accounted.wait(), at_most_s)
 

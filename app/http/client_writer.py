@@ -126,10 +126,7 @@ class KeepAlive:
                 await asyncio.gather(self._comments, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Stop the comments; return when the last one has been sent.
-
-        Raises DeadlineError if the client reads nothing for `idle_timeout_s`.
-        """
+        """Stop the comments; return when the last one has been sent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._comments is not None:

@@ -128,7 +128,7 @@ class RequestRecord:
             self._logged = request.body if self._request_log == "text" else parameters_of(request.body)
 
     def serve(self, model: ModelRouter, request: ClientRequest, traces: Traces | None) -> ClientRequest:
-        """Record the model; return the request for its engines, with the trace's headers."""
+        """Return the request for the engines of `model`, with the trace's headers."""
         self._model, self.metrics = model, model.metrics
         if traces is not None:
             self._trace = traces.begin(request)
@@ -143,10 +143,9 @@ class RequestRecord:
             self.metrics.requests.labels(route, reason or "", status).inc()
 
     async def explanation(self, answer: AnyAnswer) -> Iterable[tuple[bytes, bytes]]:
-        """Return the explanation headers if the client asked for them and the answer is no error.
+        """Return the explanation headers, if the client may have them; wait at most ACCOUNT_S.
 
-        Call this after the first bytes of the answer have arrived. Waits at most ACCOUNT_S for the
-        prefill engine's timings.
+        Call this after the first bytes of the answer have arrived.
         """
         if answer.explanation is None or answer.start.status >= HTTPStatus.BAD_REQUEST:
             return ()
@@ -156,9 +155,7 @@ class RequestRecord:
     def keep(self, answer: AnyAnswer, over: bool = False) -> None:
         """Report the breakdown of an answer once: when all timings are known, or with `over`.
 
-        Call this after sending the first bytes, so that it does not delay them, and with `over`
-        when the answer has ended. An answer with an error status has no breakdown; only the trace
-        receives its status.
+        Call this after the first bytes, which it must not delay, and with `over` after the end.
         """
         assert self._model is not None
         assert self._request is not None
@@ -269,11 +266,7 @@ def server_timing(breakdown: LatencyBreakdown) -> tuple[bytes, bytes]:
 
 
 def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's body with lengths instead of strings and lists, also in its objects.
-
-    Keeps the strings of SHOWN_TEXTS, numbers, booleans and null. Cuts names and strings to
-    MAX_PATH_CHARACTERS.
-    """
+    """Return a request's body with lengths instead of lists and of strings but SHOWN_TEXTS."""
     return {
         str(name)[:MAX_PATH_CHARACTERS]: parameters_of(value) if isinstance(value, Mapping) else _shown(name, value)
         for name, value in body.items()
@@ -293,7 +286,7 @@ def _ms(seconds: float) -> float:
 def open_access_log(folder: Path, replica: str) -> Callable[[str], None]:
     """Return a function that appends a line to `access-<replica>.log` in `folder`.
 
-    Rotates the file at FILE_BYTES. Raises OSError if the file cannot be opened.
+    Raises OSError if the file cannot be opened.
     """
     handler = RotatingFileHandler(folder / f"access-{replica}.log", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(logging.Formatter("%(message)s"))
