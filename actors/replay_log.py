@@ -6,47 +6,14 @@ resume, another engine first emits the groups of the replay log, then continues.
 """
 
 import asyncio
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from itertools import islice
 
 from actors.errors import CannotResumeError, TandemError
 from actors.request import FirstTokenChunk, ReplayLog, StreamChunk, TokenChunk, TokenGroup, TokenSource
 from actors.telemetry.timestamps import CallTimestamps
-
-
-class RecordedGroups:
-    """Token groups of one stream in the router; takes 4 bytes per token and 4 bytes per group."""
-
-    def __init__(self) -> None:
-        self._tokens = array("I")
-        self._sizes = array("I")
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in all token groups."""
-        return len(self._tokens)
-
-    def extend(self, groups: Sequence[TokenGroup]) -> None:
-        """Append token groups."""
-        for group in groups:
-            self._tokens.extend(group)
-            self._sizes.append(len(group))
-
-    def clear(self) -> None:
-        """Remove all token groups."""
-        del self._tokens[:], self._sizes[:]
-
-    def replay_log(self) -> ReplayLog:
-        """Return the token groups as the replay log of a call."""
-        tokens = iter(self._tokens)
-        return tuple(tuple(islice(tokens, size)) for size in self._sizes)
 
 
 @dataclass

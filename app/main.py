@@ -6,6 +6,7 @@ applications:
     args: {model: demo}
 """
 
+import gc
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,13 +27,13 @@ from actors.errors import UnavailableError
 from actors.process import link_logs, open_files_of, own_logs, prepare_process
 from actors.router.models.model_router import ModelEngines
 from actors.router.peer_routers import RouterReplica, in_replica, own_replica_id
-from actors.telemetry.access_log import open_access_log
 from actors.tls import ClientTls, TlsFiles, router_files, rpc_files
 from actors.upstream.ray_private import log_directory, on_stop
 from app.cluster_secret import fallback_secret
 from app.deployment_options import deployment_options
 from app.http.auth import digests
 from app.http.http_server import HttpServer, for_serve_proxies, proxies_refuse
+from app.http.record import open_access_log
 from app.http.routes import build_http
 from app.http.traces import Traces
 from configs.settings.auth import environment_keys, environment_operator_keys
@@ -163,9 +164,11 @@ class HttpRouter(RouterReplica):
             await self._http_server.open()
         if in_replica():
             on_stop(self.leave)
+            # Garbage collections during requests must not visit the modules' objects each time.
+            gc.collect()
+            gc.freeze()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the ASGI application of this replica for Serve's proxies; Serve's hook."""
         return self._for_proxies
 
     async def check_health(self) -> None:
@@ -204,7 +207,6 @@ def _adapter_records(models: Sequence[DeployedModel]) -> AdapterRecords | None:
 
 
 def build(args: ServiceSettings) -> serve.Application:
-    """Return the application for `args`. Raises SettingsError that names invalid settings."""
     check_arguments(args)
     if args.router.ssl_certfile is not None:
         logger.warning("router.ssl_certfile: %s", proxies_refuse(args.router))
@@ -232,7 +234,6 @@ def build(args: ServiceSettings) -> serve.Application:
 
 
 def router_deployment(settings: RouterSettings) -> serve.Deployment:
-    """Return the router's deployment, to be bound to the arguments of `HttpRouter`."""
     return serve.deployment(
         HttpRouter,
         name="Router",

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,10 +18,10 @@ from actors.errors import (
     SilentError,
     UnavailableError,
 )
-from actors.moving_timer import RESOLUTION_S, MovingTimer
 from actors.request import (
     Accepted,
     EngineTimings,
+    FirstTokenChunk,
     Heartbeat,
     Item,
     PrefillReport,
@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 Response = tuple[ResponseStart, list[StreamChunk | bytes]]
 """Start of a response and its items: those of a stream so far, else the whole body."""
+
+
+RESOLUTION_S = 0.001
+"""Resolution of uvloop's clock and timers in seconds; a timer may expire this much early."""
 
 
 @dataclass
@@ -86,16 +90,23 @@ class EngineCall:
         self._slot = slot
         self._slots = slots
         self._watcher = watcher
+        self.reader: Callable[[], None] | None = None
+        """Called after items or the end have arrived; None: they wake `next`."""
+        self.heard = False
+        """Whether anything has arrived since the reader reset this, also a heartbeat."""
+        self.over = False
+        """True after the end of the call; items may still be queued."""
+        self.error: TandemError | None = None
+        """Error of a call that is over; None if its answer is complete."""
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._timer = MovingTimer(self._expired)
+        self._timer: asyncio.TimerHandle | None = None
         self._silence_s: float | None = None
+        self._silent_at: float | None = None
         self._until: float | None = None
         self._channel: Channel | None = None
         self._stream = 0
         self._consumed_bytes = 0
-        self._is_over = False
-        self._error: TandemError | None = None
         self._has_token = False
         self._answered_at: float | None = None
         self._timings: EngineTimings | None = None
@@ -106,18 +117,48 @@ class EngineCall:
         self._stream = channel.call(request, self)
 
     @property
-    def waits(self) -> bool:
-        """True while the call runs and no item is queued."""
-        return not self._is_over and not self._items
-
-    @property
     def times(self) -> CallTimes:
         """Send time, answer time (now, if there is none yet) and the engine's timings, if any."""
         answered_at = time.monotonic() if self._answered_at is None else self._answered_at
         return CallTimes(self.sent_at, answered_at, self._timings)
 
-    def received(self, item: Item) -> None:
-        """Queue an item of the answer, and handle others; credit limits the size of the queue."""
+    def received(self, item: Item) -> Callable[[], None] | None:
+        """Queue an item of the answer, and handle others; credit limits the size of the queue.
+
+        Returns `flush` for the first queued item: one call passes on all items of a frame.
+        """
+        self.heard = True
+        match item:
+            case bytes() | ResponseStart() | FirstTokenChunk():
+                pass
+            case TokenChunk():
+                if not self._has_token:
+                    self._first_token()
+            case _:
+                self._handle(item)
+                return None
+        self._items.append(item)
+        return self.flush if len(self._items) == 1 else None
+
+    def flush(self) -> None:
+        """Call the reader, or wake `next`."""
+        if self.reader is not None:
+            self.reader()
+        else:
+            self._wake(None)
+
+    @property
+    def has_items(self) -> bool:
+        """Whether `pop` returns an item at once."""
+        return bool(self._items)
+
+    def pop(self) -> Any:
+        """Consume and return the next item of the answer, which has arrived."""
+        item = self._items.popleft()
+        self._consume(item)
+        return item
+
+    def _handle(self, item: Item) -> None:
         match item:
             case Accepted(ongoing=ongoing):
                 self._slot.served = True
@@ -128,35 +169,27 @@ class EngineCall:
                         self._watcher.reported(item)
                 except Exception:  # would close the connection, with the calls of others
                     logger.exception("cannot apply a report about prefill; ignoring it: %r", item)
-            case Heartbeat(tokens=tokens):
-                if tokens:
-                    self._first_token()
-            case _:
-                if isinstance(item, TokenChunk):
-                    self._first_token()
-                self._items.append(item)
-                self._wake(None)
-                return
+            case Heartbeat(tokens=True) if not self._has_token:
+                self._first_token()
         self._consume(item)
-        if self._waiter is not None:
-            self._set_timer()  # the engine lives
+        if self._silence_s is not None:
+            self._silent_at = asyncio.get_running_loop().time() + self._silence_s
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         """End the call; `lost` or `failure` is the reason if its answer is incomplete."""
         self._channel = None
-        self._is_over = True
+        self.over = True
         if lost is not None:
-            self._error = self._unavailable(lost)
+            self.error = self._unavailable(lost)
         elif failure is not None:
-            self._error = self._error_of(failure)
-        self._timer.close()
-        self._wake(None)
+            self.error = self._error_of(failure)
+        self.flush()
 
     def cancel(self) -> None:
         """Cancel the call, here and in the engine, unless it has ended; the engine aborts it."""
         if self._channel is not None:
             self._channel.cancel(self._stream)
-        if not self._is_over:
+        if not self.over:
             self.ended("the call was cancelled")
 
     async def next(self, silence_s: float | None = None, until: float | None = None) -> Any:
@@ -168,21 +201,22 @@ class EngineCall:
         it cannot continue the replay log, EngineError after another error in the engine's actor.
         """
         while not self._items:
-            if self._is_over:
-                if self._error is not None:
-                    raise self._error
+            if self.over:
+                if self.error is not None:
+                    raise self.error
                 return None
+            loop = asyncio.get_running_loop()
             self._silence_s, self._until = silence_s, until
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._silent_at = None if silence_s is None else loop.time() + silence_s
+            self._waiter = loop.create_future()
             self._set_timer()
             try:
                 await self._waiter
             finally:
-                self._waiter = None
-                self._timer.set(None)
-        item = self._items.popleft()
-        self._consume(item)
-        return item
+                self._waiter = self._silence_s = None
+                if self._timer is not None:
+                    self._timer.cancel()
+        return self.pop()
 
     async def open(self, silence_s: float | None = None, to_first_token: bool = False) -> Response:
         """Return the response with the first bytes of a stream, or with the whole body.
@@ -213,22 +247,23 @@ class EngineCall:
         self._timings = timings or self._timings
 
     def _first_token(self) -> None:
-        if not self._has_token and self._watcher is not None:
+        if self._watcher is not None:
             self._watcher.sampled()
         self._has_token = True
 
     def _set_timer(self) -> None:
-        silent_at = None if self._silence_s is None else asyncio.get_running_loop().time() + self._silence_s
-        times = [at for at in (silent_at, self._until) if at is not None]
-        self._timer.set(min(times, default=None))
+        times = [at for at in (self._silent_at, self._until) if at is not None]
+        self._timer = asyncio.get_running_loop().call_at(min(times), self._expired) if times else None
 
     def _expired(self) -> None:
-        until = self._until
-        if until is not None and asyncio.get_running_loop().time() >= until - RESOLUTION_S:
+        now, silence_s = asyncio.get_running_loop().time() + RESOLUTION_S, self._silence_s
+        if self._until is not None and now >= self._until:
             problem = "sent no further data before the request's deadline"
             self._wake(DeadlineError(f"the {self._role} engine {problem}; try again"))
+        elif self._silent_at is not None and now >= self._silent_at:
+            self._wake(SilentError(f"the {self._role} engine sent nothing for {silence_s:g} s; try again"))
         else:
-            self._wake(SilentError(f"the {self._role} engine sent nothing for {self._silence_s:g} s; try again"))
+            self._set_timer()  # it has sent a heartbeat
 
     def _wake(self, error: TandemError | None) -> None:
         if self._waiter is None or self._waiter.done():

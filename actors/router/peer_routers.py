@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from ray import serve
@@ -61,7 +62,7 @@ class RouterReplica(Router):
             "limit": self.max_sequences,
             "rejected_config": self.rejected_config,
             "counts": self._counts(),
-            "recent": self.recent.newest(RECENT_SHOWN),
+            "recent": [one.describe() for one in islice(reversed(self.recent), RECENT_SHOWN)],
         }
 
     def _counts(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/entrypoints/openai/comple
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from http import HTTPStatus
@@ -19,6 +19,7 @@ from actors.raw_json import as_written, write
 from actors.request import Headers, ResponseStart
 from actors.router.answer import Answer
 from actors.router.client_request import ClientRequest
+from actors.router.relay import ClientWriter
 from actors.router.request_shaping import why_local
 
 REQUEST_ID = b"x-request-id"
@@ -93,7 +94,7 @@ class RefusedPromptError(Exception):
 
 
 class ListAnswer:
-    """Answer to a list of prompts, with the interface of `Answer`. Await `open`, then read `body`.
+    """Answer to a list of prompts, with the interface of `Answer`. Await `open`, then `begin`.
 
     An error of one prompt is the error of the whole request, as in vLLM, and cancels the others.
     """
@@ -149,9 +150,12 @@ class ListAnswer:
             await asyncio.wait(tasks)
         self.start = ResponseStart(self._lead.start.status, self._headers())
 
-    async def body(self) -> AsyncGenerator[bytes, None]:
-        """Yield the complete body."""
-        yield self._body
+    async def begin(self) -> bytes:
+        """Return the complete body."""
+        return self._body
+
+    async def relay(self, writer: ClientWriter) -> None:
+        """Send the rest of a stream: there is none."""
 
     def _headers(self) -> Headers:
         """Return the headers of the lead answer with the list's request id and length."""
@@ -160,7 +164,7 @@ class ListAnswer:
 
     async def _run(self, index: int) -> None:
         async with self._at_once, self._serve(self._requests[index]) as answer:
-            self._answers[index] = answer, b"".join([piece async for piece in answer.body()])
+            self._answers[index] = answer, await answer.begin()
             if answer.start.status >= HTTPStatus.BAD_REQUEST:
                 raise RefusedPromptError(index)
 

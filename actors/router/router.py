@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -14,7 +15,8 @@ from actors.request import Call, ResponseStart
 from actors.router.client_request import ClientRequest
 from actors.router.models.adapters import Adapters
 from actors.router.models.model_router import AnyAnswer, ModelEngines, ModelRouter
-from actors.telemetry.recent_requests import RecentRequests
+from actors.router.relay import StreamClock
+from actors.telemetry.recent_requests import KEPT, RecentRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.parsing import changed_limits
@@ -54,10 +56,12 @@ class Router:
 
         Without the setting `models`: metrics of all requests.
         """
-        self.recent = RecentRequests()
+        self.recent: deque[RecentRequest] = deque(maxlen=KEPT)
+        """Requests whose answers have started, oldest first."""
+        clock = StreamClock()
         self.models = [
             ModelRouter(
-                one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent
+                one, lambda: self.limits, RouterMetrics(one.names[0]) if one.names else self.metrics, self.recent, clock
             )
             for one in engines
         ]

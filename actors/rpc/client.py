@@ -23,8 +23,8 @@ IDLE_CONNECTION_S = 60.0
 class Listener(Protocol):
     """Receiver of the items and the end of a call."""
 
-    def received(self, item: Item) -> None:
-        """Receive the next item."""
+    def received(self, item: Item) -> Callable[[], None] | None:
+        """Receive the next item; return what to call after the items of its frame."""
 
     def ended(self, lost: str | None, failure: RpcFailure | None = None) -> None:
         """Receive the end of the call.
@@ -35,8 +35,6 @@ class Listener(Protocol):
 
 
 class _Answer:
-    """Listener of a method of the engine; `value` receives its result or error."""
-
     def __init__(self) -> None:
         self.value: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -85,7 +83,6 @@ class Channel(asyncio.Protocol):
         return self._protocol.streams
 
     def call(self, request: RpcRequest, listener: Listener) -> int:
-        """Send a call, whose items and end `listener` receives; return its stream number."""
         stream = self._protocol.open(request)
         self._begin(stream, listener)
         return stream
@@ -115,27 +112,25 @@ class Channel(asyncio.Protocol):
             self._rest_if_idle()
 
     def grant(self, stream: int, size: int) -> None:
-        """Grant credit for `size` consumed bytes of a call."""
         self._protocol.grant(stream, size)
         self._flush()
 
     def close(self) -> None:
-        """Close the connection; each listener receives the end of its call."""
         self._connecting.cancel()
         self._end("the router closed the connection")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Enable keepalive and send the RpcHello; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         enable_keepalive(transport.get_extra_info("socket"))
         self._flush()
 
     def data_received(self, data: bytes) -> None:
-        """Deliver items, results and ends to their listeners; asyncio's hook."""
+        wakes: list[Callable[[], None]] = []
         try:
             for message in self._protocol.receive(data):
                 if isinstance(message, StreamItem):
-                    self._listeners[message.stream].received(message.item)
+                    if (wake := self._listeners[message.stream].received(message.item)) is not None:
+                        wakes.append(wake)
                     continue
                 listener = self._listeners.pop(message.stream)
                 if isinstance(message, Reply):
@@ -145,11 +140,13 @@ class Channel(asyncio.Protocol):
         except RpcProtocolError as error:
             self._end(str(error))
             return
+        finally:
+            for wake in wakes:
+                wake()
         self._flush()  # calls queued until the RpcWelcome
         self._rest_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End all calls and methods; asyncio's hook."""
         self._end(f"the connection was lost{f': {error!r}' if error else ''}")
 
     async def _connect(self) -> None:
@@ -173,7 +170,6 @@ class Channel(asyncio.Protocol):
             self._transport.write(frame)
 
     def _rest_if_idle(self) -> None:
-        """Start the idle timer if the connection has no calls or methods."""
         if not self.streams and self._idle is None and not self._over:
             self._idle = asyncio.get_running_loop().call_later(IDLE_CONNECTION_S, self.close)
 
@@ -193,25 +189,16 @@ class Channel(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChannelsSnapshot:
-    """Number of connections to the engines of one role.
-
-    ``open``  all connections, also those that are being opened
-    ``idle``  those without streams
-    """
-
     open: int
     idle: int
 
 
 class Channels:
-    """A router's connections to the engines of one role."""
-
     def __init__(self, tls: ClientTls | None = None) -> None:
         self._tls = tls
         self._channels: dict[RpcAddress, Channel] = {}
 
     def to(self, address: RpcAddress) -> Channel:
-        """Return the connection to an engine; open one if there is none."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = Channel(
@@ -220,12 +207,10 @@ class Channels:
         return channel
 
     def close(self) -> None:
-        """Close all connections."""
         for channel in list(self._channels.values()):
             channel.close()
 
     def snapshot(self) -> ChannelsSnapshot:
-        """Return the numbers of open and idle connections."""
         channels = self._channels.values()
         return ChannelsSnapshot(len(channels), sum(not channel.streams for channel in channels))
 

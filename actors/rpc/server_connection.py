@@ -61,7 +61,6 @@ class ServedStream:
                 await self._credit
 
     def credited(self) -> None:
-        """Resume a waiting `send`: the stream has new credit or the socket accepts writes."""
         if self._credit is not None and not self._credit.done():
             self._credit.set_result(None)
 
@@ -74,7 +73,6 @@ class ServerConnection(asyncio.Protocol):
     """
 
     def __init__(self, key: str, serve: Serve, answer: Answer, connections: set["ServerConnection"]) -> None:
-        """Create the handler; it is in `connections` while it is connected."""
         self._protocol = EngineProtocol(key)
         self._serve = serve
         self._answer = answer
@@ -86,7 +84,6 @@ class ServerConnection(asyncio.Protocol):
         self._lingering = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the timeout for authentication; asyncio's hook."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
         report_few_left(transport)
@@ -95,7 +92,6 @@ class ServerConnection(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        """Handle complete messages; asyncio's hook."""
         try:
             for message in self._protocol.receive(data):
                 match message:
@@ -120,7 +116,6 @@ class ServerConnection(asyncio.Protocol):
             self._flush()  # the RpcWelcome
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Cancel all calls and methods; asyncio's hook."""
         self._authentication_timer.cancel()
         self._connections.discard(self)
         if self._flushing is not None:
@@ -129,11 +124,9 @@ class ServerConnection(asyncio.Protocol):
             self._cancel(number)
 
     def pause_writing(self) -> None:
-        """Stop sending items: the router reads too slowly. Asyncio's hook."""
         self._can_write = False
 
     def resume_writing(self) -> None:
-        """Resume waiting `send` calls; asyncio's hook."""
         self._can_write = True
         for stream in list(self._streams.values()):
             stream.credited()
@@ -176,10 +169,6 @@ class ServerConnection(asyncio.Protocol):
         return stream
 
     def _run(self, stream: ServedStream, answer: Coroutine[Any, Any, Any], reply: bool = False) -> None:
-        """Run `answer` in the stream's task; its end ends the stream.
-
-        ``reply``  whether `answer` runs a method, whose result is sent as a Reply
-        """
         stream.task = asyncio.create_task(answer, name="answers-a-call")
         stream.task.add_done_callback(lambda task: self._ended(stream.number, task, reply))
 

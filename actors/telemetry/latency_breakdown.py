@@ -66,11 +66,6 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Times of one leg, in seconds of the router's monotonic clock, and its engine's timings.
-
-    ``timings``  None if the engine has not reported them
-    """
-
     sent_at: float
     answered_at: float
     timings: EngineTimings | None
@@ -147,7 +142,6 @@ Chain = list[tuple[float, Part | None]]
 
 
 def break_down(timestamps: RequestTimestamps) -> LatencyBreakdown:
-    """Return the breakdown of a request whose answer has started."""
     legs = [leg for leg in (timestamps.prefill, timestamps.decode) if leg is not None]
     before: Chain = [
         (timestamps.read_at, "body"),
@@ -197,7 +191,6 @@ def _decode_chain(timestamps: RequestTimestamps) -> Chain:
 
 
 def _prefill_chain(leg: CallTimes, timings: EngineTimings) -> Chain:
-    """Return the activity of the prefill leg until the prompt is computed."""
     reached_at = leg.reached_at
     return [
         (reached_at, "hops"),
@@ -209,7 +202,6 @@ def _prefill_chain(leg: CallTimes, timings: EngineTimings) -> Chain:
 
 
 def _store_chain(reached_at: float, timings: EngineTimings, queue: Part) -> Chain:
-    """Return the wait before a fetch from the KV store, and the fetch; empty without a fetch."""
     if timings.store_asked_s is None or timings.store_ended_s is None:
         return []
     # A request that was preempted before its first token may fetch again after its first step.
@@ -241,6 +233,5 @@ def _monotonic(chain: Chain, start: float) -> Chain:
 
 
 def _at(chain: Chain, moment: float) -> Part | None:
-    """Return the activity at `moment`; the last one after the end of the chain."""
     index = bisect_right(chain, moment, key=lambda entry: entry[0])
     return chain[min(index, len(chain) - 1)][1]

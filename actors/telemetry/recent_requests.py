@@ -1,10 +1,9 @@
 """Recent requests of one router replica, for the status page; without prompts and answers."""
 
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 
@@ -26,9 +25,8 @@ class Pair:
     decode: str | None
 
 
-@dataclass(frozen=True)
-class RequestRecord:
-    """One request whose answer has started, without an error status."""
+class RecentRequest(NamedTuple):
+    """A request whose answer has started, without an error status."""
 
     request_id: str
     began_at: float
@@ -42,27 +40,10 @@ class RequestRecord:
     breakdown: LatencyBreakdown
 
     def describe(self) -> dict[str, Any]:
-        """Return the record as JSON values.
-
-        `began_at` is in seconds; names of values in milliseconds end with `_ms`.
-        """
+        """Return the request as JSON values; names of values in milliseconds end with `_ms`."""
         spans = [[span.part, round(span.begin_s * 1e3, 3), round(span.end_s * 1e3, 3)] for span in self.breakdown.spans]
-        own = {name: value for name, value in vars(self).items() if name not in ("pair", "breakdown")}
+        own = {name: value for name, value in self._asdict().items() if name not in ("pair", "breakdown")}
         return {**own, **asdict(self.pair), "total_ms": round(self.breakdown.total_s * 1e3, 3), "spans_ms": spans}
-
-
-class RecentRequests:
-    """The newest records of one router replica, at most `kept`."""
-
-    def __init__(self, kept: int = KEPT) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=kept)
-
-    def add(self, record: RequestRecord) -> None:
-        self._records.append(record)
-
-    def newest(self, most: int) -> list[dict[str, Any]]:
-        """Return at most `most` records, newest first."""
-        return [record.describe() for record in reversed(self._records)][:most]
 
 
 def now_unix(monotonic_at: float) -> float:
@@ -71,5 +52,5 @@ def now_unix(monotonic_at: float) -> float:
 
 
 def newest_of(lists: Iterable[Iterable[dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Return at most `most` records of several routers as one list, newest first."""
+    """Return at most `most` requests of several routers as one list, newest first."""
     return sorted((one for some in lists for one in some), key=lambda one: -one["began_at"])[:most]

@@ -1,6 +1,7 @@
 """Prometheus metrics of the router, in a registry of their own."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -41,108 +42,93 @@ class RouterMetrics:
     def __init__(self, model: str | None = None) -> None:
         self._model = model
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry, buckets=SECONDS)
+        self.requests = counter(
             "tandem_requests",
             "Requests by route (remote: sent to a prefill engine; local: decode alone; refused: answered with an "
             "error; left: the client disconnected before its answer started), reason of a local request, and HTTP "
             "status (499 for left).",
             ["route", "reason", "status"],
-            registry=self.registry,
         )
-        self.decisions = Counter(
+        self.decisions = counter(
             "tandem_decisions",
             "Routing decisions by route and reason; each attempt counts.",
             ["route", "reason"],
-            registry=self.registry,
         )
-        self.prefill_legs = Counter(
+        self.prefill_legs = counter(
             "tandem_prefill_legs",
             "Prefill legs by outcome: done (the prompt is computed), refused (the engine has no free slot or is "
             "stopping), rejected (answered with a 4xx status or without the first token), failed (the engine died, was "
             "silent, or had an error, such as a 5xx status), late (no answer within router.prefill_timeout_s), or "
             "cancelled (decode ended the leg first).",
             ["outcome"],
-            registry=self.registry,
         )
-        self.discards = Counter(
+        self.discards = counter(
             "tandem_discards",
             "Transfers that ended before decode had the KV, so that prefill discards them.",
-            registry=self.registry,
         )
-        self.disconnects = Counter(
+        self.disconnects = counter(
             "tandem_client_disconnects",
             "Requests whose client disconnected before it had received the whole answer.",
-            registry=self.registry,
         )
-        self.retries = Counter(
+        self.retries = counter(
             "tandem_retries",
             "Legs after whose failure another replica was tried. Reasons for prefill: failed, late, silent "
             "(decode sent nothing after the prompt was computed); for decode: unavailable (the engine failed or was "
             "silent).",
             ["leg", "reason"],
-            registry=self.registry,
         )
-        self.resumed_streams = Counter(
+        self.resumed_streams = counter(
             "tandem_resumed_streams",
             "Streams interrupted by a failed engine or handover: resumed (another attempt continued or restarted the "
             "stream), failed (no attempt succeeded, or the client disconnected first), refused (the stream cannot be "
             "continued exactly). Unless the client has disconnected, the last two end with an error.",
             ["outcome"],
-            registry=self.registry,
         )
-        self.first_tokens = Counter(
+        self.first_tokens = counter(
             "tandem_first_tokens",
             "First tokens that prefill sampled (router.first_token): ended (the token ended the answer), repeated "
             "(decode sampled the same token), replayed (decode sampled another one or did not know its adapter yet, so "
             "the router tried to resume the stream with prefill's token), or refused (decode built another prompt, so "
             "the stream ended with an error). Tokens after which decode did not answer are not counted.",
             ["outcome"],
-            registry=self.registry,
         )
-        self.broken_streams = Counter(
+        self.broken_streams = counter(
             "tandem_broken_streams",
             "Streams that ended with an error after their first event.",
-            registry=self.registry,
         )
-        self.user_config_rejected = Gauge(
+        self.user_config_rejected = gauge(
             "tandem_user_config_rejected",
             "1 while the router's last `user_config` is invalid, so that earlier settings stay in effect.",
-            registry=self.registry,
         )
-        self.ongoing = Gauge(
+        self.ongoing = gauge(
             "tandem_ongoing_requests",
             "Admitted requests that have not ended; excludes requests that need neither a model nor its tokenizer, "
             "such as /v1/models and /health.",
-            registry=self.registry,
         )
-        self.first_byte = Histogram(
+        self.first_byte = histogram(
             "tandem_first_byte_seconds",
             "Time in seconds from a request's arrival in the router to the first bytes of its stream from an engine.",
             ["route"],
-            buckets=SECONDS,
-            registry=self.registry,
         )
-        self.breakdown = Histogram(
+        self.breakdown = histogram(
             "tandem_latency_breakdown_seconds",
             "Parts of the time to the first byte of an answer in seconds, by route (docs/observing.md). The parts of "
             "a request sum to the time from its arrival to that byte; absent parts are not observed.",
             ["route", "part"],
-            buckets=SECONDS,
-            registry=self.registry,
         )
 
     def exposition(self) -> str:
-        """Return the metrics as text, with the label `model_name` if they belong to one model."""
         shown: Any = self.registry if self._model is None else _OfModel(self.registry, self._model)
         return generate_latest(shown).decode()
 
     def observe_breakdown(self, route: str, breakdown: LatencyBreakdown) -> None:
-        """Add the parts of one request's breakdown to the histograms."""
         for part, seconds in breakdown.parts.items():
             self.breakdown.labels(route, part).observe(seconds)
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of one series; 0 if it does not exist yet."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def counts(self) -> dict[str, int]:

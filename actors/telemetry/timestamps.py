@@ -112,7 +112,6 @@ class KvArrivals:
         return self._adapters.get((rank, adapter), "")
 
     def observe(self, connector_stats: Mapping[str, Any] | None, rank: int = 0) -> None:
-        """Read the connector's report of one step of a data-parallel rank (`TandemStats.data`)."""
         stats = connector_stats or {}
         for adapter, identity in (stats.get("adapters") or {}).items():
             self._adapters[rank, adapter] = identity

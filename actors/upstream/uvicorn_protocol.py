@@ -11,6 +11,7 @@ https://github.com/encode/uvicorn/blob/0.54.0/uvicorn/protocols/http/httptools_i
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -25,10 +26,10 @@ MAX_HEAD_BYTES = 64 * 1024
 CLIENT_CERTIFICATE = "tandem.client_certificate"
 """Key of a boolean in an ASGI scope: whether the client presented a verified certificate."""
 
-DISCONNECTED = "tandem.disconnected"
-"""Key of a future in an ASGI scope, which is done once the connection is lost.
+CONNECTION = "tandem.connection"
+"""Key of the request's BoundedHttpProtocol in an ASGI scope.
 
-Waiting for `http.disconnect` instead would need two more tasks for each request.
+Its `disconnected` and `write` need no task, unlike `receive` and `send`.
 """
 
 HEAD_S = 30.0
@@ -48,7 +49,6 @@ class UnframedCycle(RequestResponseCycle):
     _has_length = True
 
     async def send(self, message: Any) -> None:
-        """Send one ASGI message of the response."""
         if message["type"] == "http.response.start":
             self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if not self._has_length:
@@ -81,8 +81,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _unread_bytes = 0
     """Number of bytes received since the last complete headers or body chunk."""
 
+    on_resume: Callable[[], None] | None = None
+    """Called when `paused` becomes false."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.disconnected: asyncio.Future[None] = self.loop.create_future()
         report_few_left(transport)
         # Clients and proxies open connections in advance, and these are as idle as later.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -91,8 +95,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._unset_keepalive_if_required()  # uvicorn leaves the timer after a reset
         super().connection_lost(exc)
-        if self.cycle is not None and not (disconnected := self.cycle.scope[DISCONNECTED]).done():  # type: ignore[literal-required]
-            disconnected.set_result(None)
+        if not self.disconnected.done():
+            self.disconnected.set_result(None)
+
+    @property
+    def paused(self) -> bool:
+        """True while the client reads too slowly: the transport's buffer is full."""
+        return self.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """Send a part of the body of the running response, as its `send` does with `more_body`."""
+        cycle = self.cycle
+        if cycle.disconnected:
+            return
+        if cycle.chunked_encoding:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        else:
+            cycle.expected_content_length -= len(data)
+        self.transport.write(data)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.on_resume is not None:
+            self.on_resume()
 
     def data_received(self, data: bytes) -> None:
         if self._discards:
@@ -131,7 +156,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         scope = cast(dict[str, Any], self.scope)
         scope[CLIENT_CERTIFICATE] = bool(self.transport.get_extra_info("peercert"))
-        scope[DISCONNECTED] = self.loop.create_future()
+        scope[CONNECTION] = self
         self._in_head = True
         self._start_head_timer()
 
@@ -167,7 +192,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _without_upgrade(self) -> bytes:
-        """Return the request line and headers that the parser has read, without `Upgrade`."""
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]

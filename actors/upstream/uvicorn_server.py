@@ -26,7 +26,6 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers: Ray handles signals."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -57,12 +56,10 @@ class Server(uvicorn.Server):
 
 
 def _is_new(connection: Any) -> bool:
-    """Return whether a connection has not received a request."""
     return getattr(connection, "cycle", None) is None
 
 
 def _waiting(listener: socket.socket) -> Iterator[socket.socket]:
-    """Accept and yield the connections in the listener's backlog."""
     with suppress(BlockingIOError):
         while True:
             connection, _ = listener.accept()

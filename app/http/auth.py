@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.errors import OverloadedError
 from actors.router.router import Router
-from actors.telemetry.access_log import ENTRY
 from app.http.errors import error_body, error_response
+from app.http.record import RECORD
 
 OPERATOR = "tandem.operator"
 """Key in the scope of a request with an API key: whether it is an operator's.
@@ -35,12 +35,10 @@ REFUSED = ("refused", "")
 
 
 def path_of(scope: Scope) -> str:
-    """Return the path of a request below the application's route prefix."""
     return str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
 
 
 def is_open(scope: Scope) -> bool:
-    """Return whether a request is for one of OPEN_PATHS."""
     return path_of(scope) in OPEN_PATHS
 
 
@@ -54,7 +52,6 @@ def digest(key: str) -> bytes:
 
 
 def digests(keys: Iterable[SecretStr]) -> tuple[bytes, ...]:
-    """Return the distinct digests of `keys`."""
     return tuple(sorted({digest(key.get_secret_value()) for key in keys}))
 
 
@@ -65,16 +62,10 @@ class PerKeyLimiter:
         self._taken: Counter[Hashable] = Counter()
 
     def snapshot(self) -> dict[Hashable, int]:
-        """Return a copy of the number of ongoing requests of each key."""
         return dict(self._taken)
 
     @contextmanager
     def taken(self, key: Hashable, most: int | None) -> Iterator[None]:
-        """Count an ongoing request of `key` until the block ends.
-
-        Raises OverloadedError if `key` already has `most` ongoing requests. With `most` None, there
-        is no limit.
-        """
         if most is not None and self._taken[key] >= most:
             raise OverloadedError(
                 f"{self._taken[key]} requests of this API key are ongoing; the key's limit is reached in this router; "
@@ -90,11 +81,6 @@ class PerKeyLimiter:
 
 
 class Authenticated:
-    """ASGI middleware that checks API keys and their request limits.
-
-    Without configured keys, it admits all requests.
-    """
-
     def __init__(self, app: ASGIApp, router: Router, digests: Sequence[bytes], operators: Sequence[bytes] = ()) -> None:
         self._app = app
         self._router = router
@@ -110,8 +96,8 @@ class Authenticated:
         if key is None:
             await self._refuse(unauthorized())(scope, receive, send)
             return
-        if (entry := scope.get(ENTRY)) is not None:
-            entry.key = key.hex()[:8]
+        if (record := scope.get(RECORD)) is not None:
+            record.key = key.hex()[:8]
         scope = {**scope, OPERATOR: key in self._operators}
         try:
             with self._limiter.taken(key, self._router.max_requests_of_key(len(self._digests))):
@@ -121,7 +107,6 @@ class Authenticated:
             await self._refuse(response)(scope, receive, send)
 
     def requests_by_key(self) -> dict[Hashable, int]:
-        """Return the number of ongoing requests by digest of the key."""
         return self._limiter.snapshot()
 
     def _known_key(self, authorization: str) -> bytes | None:

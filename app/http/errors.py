@@ -58,12 +58,6 @@ class MalformedError(BadRequestError):
 
 
 def error_body(status: HTTPStatus, message: str, param: str | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Return `{"error": ...}` in OpenAI's format.
-
-    ``param``  name of the invalid field, or None
-    ``kind``   the error's `type`; None for the type in ERROR_TYPES, or the status's phrase for
-               other statuses
-    """
     kind = kind or ERROR_TYPES.get(status, status.phrase)
     # A client's text in the message may have lone surrogates, which a response cannot encode.
     message = message.encode(errors="backslashreplace").decode()
@@ -76,7 +70,6 @@ def _anthropic(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def status_of(error: Exception) -> HTTPStatus:
-    """Return the HTTP status for `error`; 500 for an internal error."""
     match error:
         case BadRequestError():
             return error.status
@@ -102,10 +95,6 @@ def message_of(error: Exception) -> str:
 
 
 def _details(error: Exception) -> tuple[str | None, str | None]:
-    """Return `param` and `type` of an error in OpenAI's format.
-
-    `param` is None if no field is invalid, `type` is None for the type in ERROR_TYPES.
-    """
     if isinstance(error, UnknownModelError | NoModelNamedError):
         return "model", None
     return (error.param, error.kind) if isinstance(error, BadRequestError) else (None, None)
@@ -127,7 +116,6 @@ def error_response(error: Exception, retry_after_s: int, endpoint: str = "/v1/co
 
 
 def error_event(error: Exception, endpoint: Endpoint = "/v1/completions") -> bytes:
-    """Return the last events of a stream of `endpoint` that ends with `error`."""
     param, kind = _details(error)
     return late_error(error_body(status_of(error), message_of(error), param, kind), endpoint)
 

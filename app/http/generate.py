@@ -3,29 +3,23 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, closing, suppress
-from contextvars import Context
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
 
-from ray.exceptions import TaskCancelledError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import DeadlineError, with_causes
-from actors.moving_timer import MovingTimer
+from actors.errors import with_causes
 from actors.request import Endpoint
 from actors.router.client_request import ClientRequest
-from actors.router.models.model_router import AnyAnswer
+from actors.router.models.model_router import AnyAnswer, ModelRouter
 from actors.router.router import Router
-from actors.telemetry.access_log import ENTRY, AccessEntry
-from actors.telemetry.router_metrics import RouterMetrics
-from actors.upstream.uvicorn_protocol import DISCONNECTED
+from actors.upstream.uvicorn_protocol import CONNECTION
+from app.http.auth import OPERATOR
+from app.http.client_writer import KeepAlive, until_disconnect, writing
 from app.http.errors import BadRequestError, error_event, error_response, late_error, status_of
-from app.http.explain import Observer, wants_explanation
-from app.http.keep_alive import KeepAlive
 from app.http.parsing import read_request
+from app.http.record import DISCONNECTS, RECORD, REFUSED, RequestRecord
 from app.http.traces import Traces
 from connectors.errors import TandemError
 
@@ -39,34 +33,6 @@ RELAYED_HEADERS = frozenset({b"content-type", b"content-length", b"x-request-id"
 
 HEADERS_OF_BODY = frozenset({b"content-type", b"content-length"})
 
-ROUTE_HEADER = b"x-tandem-route"
-LOCAL_REASON_HEADER = b"x-tandem-local-reason"
-FIRST_TOKEN_HEADER = b"x-tandem-first-token"
-
-REFUSED = "refused"
-"""Label `route`, in the metrics, of a request that got an error instead of an answer."""
-
-LEFT = "left"
-"""Label `route` of a request whose client disconnected before the answer started."""
-
-CLIENT_CLOSED_REQUEST = 499
-"""Label `status` of a `left` request in the metrics: the non-standard code that nginx logs."""
-
-
-class Tally:
-    """Counter that adds one request to the metrics, at the first call of `count` only."""
-
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self.metrics = metrics
-        """Metrics that count the request: the router's until the request's model is known."""
-        self._counted = False
-
-    def count(self, route: str, reason: str | None, status: int) -> None:
-        """Count the request at the first call; ignore later calls."""
-        if not self._counted:
-            self._counted = True
-            self.metrics.requests.labels(route, reason or "", status).inc()
-
 
 class Generate:
     """ASGI application of one `Endpoint`."""
@@ -78,32 +44,29 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._router.limits
-        tally = Tally(self._router.metrics)
+        record: RequestRecord = scope.get(RECORD) or RequestRecord()
+        record.metrics = self._router.metrics
         keep_alive = KeepAlive(send, limits)
         try:
-            with self._router.admitted() as count:
+            with record, self._router.admitted() as count:
                 request = await self._read(Request(scope, receive))
-                if (entry := scope.get(ENTRY)) is not None:
-                    entry.received(request.body)
+                record.received(request)
                 model = await self._router.model_of(request.body.get("model"))
-                tally.metrics = model.metrics
                 count(request.sequences)
-                with Observer.of(model, request, self._traces, scope.get(ENTRY)) as observer:
-                    work = self._relay(observer, tally, keep_alive, send)
-                    await until_disconnect(receive, work, scope.get(DISCONNECTED))
-        except (ClientDisconnect, TaskCancelledError):
-            return
+                request = record.serve(model, request, self._traces)
+                await until_disconnect(scope, receive, self._answer(model, request, record, keep_alive, scope, send))
+        except DISCONNECTS as error:
+            if isinstance(error, asyncio.CancelledError):
+                raise
         except Exception as error:
             status = status_of(error)
             if status is HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a request to %s failed; the client gets an internal error", self._endpoint)
-            tally.count(REFUSED, None, int(status))
+            record.count(REFUSED, None, int(status))
             if keep_alive.started:
-                await self._refuse_late(error_event(error, self._endpoint), status, scope.get(ENTRY), send)
+                await self._refuse_late(error_event(error, self._endpoint), status, record, send)
             else:
                 await error_response(error, limits.retry_after_s, self._endpoint)(scope, receive, send)
-        finally:
-            tally.count(LEFT, None, CLIENT_CLOSED_REQUEST)
 
     async def _read(self, request: Request) -> ClientRequest:
         """Read the request within `body_timeout_s`, which limits the time of a slow upload.
@@ -115,183 +78,124 @@ class Generate:
         try:
             async with asyncio.timeout(limits.body_timeout_s):
                 found = await read_request(
-                    request, self._endpoint, limits.max_body_bytes, limits.max_prompts, limits.client_priority
+                    request,
+                    self._endpoint,
+                    limits.max_body_bytes,
+                    limits.max_prompts,
+                    limits.client_priority,
+                    limits.routing.session_header,
+                    explain=wants_explanation(request.scope),
                 )
-                session = request.headers.get(limits.routing.session_header)
-                found = found.with_metadata(session=session, explain=wants_explanation(request.scope))
                 await found.prepare()
         except TimeoutError:
             message = f"the body did not arrive within {limits.body_timeout_s:g} s"
             raise BadRequestError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
-        except ClientDisconnect:
-            self._router.metrics.disconnects.inc()
-            raise
         return found
 
-    async def _relay(self, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send) -> None:
-        complete = False
-        try:
-            async with keep_alive.waiting(observer.request), observer.model.answer(observer.request) as answer:
-                await self._send(answer, observer, tally, keep_alive, send)
-                complete = True
-        except asyncio.CancelledError:
-            # Serve's proxy also cancels the task after it has received the whole answer.
-            if not complete:
-                observer.model.metrics.disconnects.inc()
-            raise
-
-    async def _send(
-        self, answer: AnyAnswer, observer: Observer, tally: Tally, keep_alive: KeepAlive, send: Send
+    async def _answer(
+        self,
+        model: ModelRouter,
+        request: ClientRequest,
+        record: RequestRecord,
+        keep_alive: KeepAlive,
+        scope: Scope,
+        send: Send,
     ) -> None:
-        """Send `answer` to the client.
+        """Serve `request` and send the answer to the client.
 
         Sends the status with the first bytes of the answer, because an error before them has a
         status of its own. If `keep_alive` has started the stream, the client has already
         received status 200.
         """
-        async with aclosing(answer.body()) as body:
-            head = await anext(body)
+        async with keep_alive.waiting(request), model.answer(request) as answer:
+            head = await answer.begin()
             await keep_alive.stop()
             if answer.start.streams:
-                observer.model.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
+                model.metrics.first_byte.labels(answer.route).observe(answer.first_byte_s)
             try:
-                await self._begin(answer, head, observer, tally, keep_alive.started, send)
+                await self._begin(answer, head, record, keep_alive.started, send)
                 if answer.start.streams:
-                    await self._send_rest(body, answer, observer, send)
+                    await self._send_rest(answer, model, record, scope, send)
+                record.complete = True
             finally:
-                observer.keep(answer, over=True)
+                record.keep(answer, over=True)
 
-    async def _begin(
-        self, answer: AnyAnswer, head: bytes, observer: Observer, tally: Tally, started: bool, send: Send
-    ) -> None:
+    async def _begin(self, answer: AnyAnswer, head: bytes, record: RequestRecord, started: bool, send: Send) -> None:
         """Send the headers and the first bytes of an answer.
 
         In a `started` stream, headers are sent as comments, and an error as the last event.
         """
         status = answer.start.status
         route, reason = (REFUSED, None) if status >= HTTPStatus.BAD_REQUEST else (answer.route, answer.local_reason)
-        tally.count(route, reason, status)
-        headers = [*_response_headers(answer), *await observer.response_headers(answer)]
+        record.count(route, reason, status)
+        headers = [*_response_headers(answer), *await record.explanation(answer)]
         if not started:
             await send({"type": "http.response.start", "status": status, "headers": headers})
         elif not answer.start.streams:
-            await self._refuse_late(late_error(json.loads(head), self._endpoint), status, observer.entry, send)
+            await self._refuse_late(late_error(json.loads(head), self._endpoint), status, record, send)
             return
         else:
             unsent = (header for header in headers if header[0] not in HEADERS_OF_BODY)
             head = b"".join(b": %s: %s\n\n" % header for header in unsent) + head
         await send({"type": "http.response.body", "body": head, "more_body": answer.start.streams})
-        observer.keep(answer)
+        record.keep(answer)
 
-    async def _refuse_late(self, event: bytes, status: int, entry: AccessEntry | None, send: Send) -> None:
+    async def _refuse_late(self, event: bytes, status: int, record: RequestRecord, send: Send) -> None:
         """End a stream that has no tokens with an error event.
 
         ``status``  HTTP status that the error would have had, for the access log
         """
-        if entry is not None:
-            entry.answered(late_status=int(status))
+        record.line["late_status"] = int(status)
         with suppress(TimeoutError):
             async with asyncio.timeout(STREAM_END_S):
                 await send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _send_rest(
-        self, events: AsyncGenerator[bytes, None], answer: AnyAnswer, observer: Observer, send: Send
+        self, answer: AnyAnswer, model: ModelRouter, record: RequestRecord, scope: Scope, send: Send
     ) -> None:
-        """Send the rest of a stream; end it if the client reads nothing for `idle_timeout_s`.
-
-        After an error, the last event is an error event.
-        """
+        """Send the rest of a stream. After an error, the last event is an error event."""
         last = b""
-        loop, idle_s = asyncio.get_running_loop(), self._router.limits.idle_timeout_s
-        try:
-            async with asyncio.timeout(None) as unread:
-                with closing(MovingTimer(lambda: unread.reschedule(loop.time()))) as timer:
-                    async for some in events:
-                        timer.set(loop.time() + idle_s)
-                        await send({"type": "http.response.body", "body": some, "more_body": True})
-                        timer.set(None)
-                        observer.keep(answer)
-        except TimeoutError:
-            # A client that resumes reading receives this error as the last event.
-            last = self._broken(DeadlineError(f"the client read nothing of the stream for {idle_s:g} s"), observer)
-        except Exception as error:
-            last = self._broken(error, observer)
-        # After this timeout the HTTP server closes the connection.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STREAM_END_S):
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+        async with writing(scope, send) as (writer, drained):
+            try:
+                await answer.relay(writer)
+            except Exception as error:
+                # A client that resumes reading receives the error of its idle timeout as well.
+                model.metrics.broken_streams.inc()
+                logger.warning(
+                    "a stream was interrupted; ending it with an error event: %s",
+                    with_causes(error),
+                    exc_info=not isinstance(error, TandemError),
+                )
+                last = error_event(error, self._endpoint)
+            finally:
+                if CONNECTION in scope:  # else `send` has recorded them
+                    record.relayed(answer.sent_bytes, answer.usage)
+            # After this timeout the HTTP server closes the connection.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STREAM_END_S):
+                    await drained()
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _broken(self, error: Exception, observer: Observer) -> bytes:
-        """Count and log an error after the response has started; return its error events."""
-        observer.model.metrics.broken_streams.inc()
-        logger.warning(
-            "a stream was interrupted; ending it with an error event: %s",
-            with_causes(error),
-            exc_info=not isinstance(error, TandemError),
-        )
-        return error_event(error, self._endpoint)
+
+def wants_explanation(scope: Scope) -> bool:
+    """Return whether the client asks for an explanation and may have one.
+
+    The decision tells which prefixes of other clients are cached. The header of a key that is not
+    an operator's is ignored: diagnostics must not fail a request. ASGI header names are lower case.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-tandem-explain" and value.strip().lower() in {b"1", b"true"}:
+            return bool(scope.get(OPERATOR, True))
+    return False
 
 
 def _response_headers(answer: AnyAnswer) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in answer.start.headers if name in RELAYED_HEADERS]
     if answer.start.status >= HTTPStatus.BAD_REQUEST:
         return headers  # a refused request has no route
-    headers.append((ROUTE_HEADER, answer.route.encode()))
+    headers.append((b"x-tandem-route", answer.route.encode()))
     if answer.sampled_by is not None:
-        headers.append((FIRST_TOKEN_HEADER, answer.sampled_by.encode()))
+        headers.append((b"x-tandem-first-token", answer.sampled_by.encode()))
     if answer.local_reason is not None:
-        headers.append((LOCAL_REASON_HEADER, answer.local_reason.encode()))
+        headers.append((b"x-tandem-local-reason", answer.local_reason.encode()))
     return headers
-
-
-async def until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, None], disconnected: asyncio.Future[None] | None = None
-) -> None:
-    """Run `work`; cancel it and raise ClientDisconnect if the client disconnects.
-
-    Returns or raises after `work` has ended.
-
-    ``disconnected``  future that is done when the client of the router's port disconnects. None for
-                      a request from Serve's proxy, whose disconnect only `receive` reports
-    """
-    if disconnected is not None:
-        await _until_done(disconnected, work)
-        return
-    # Run `work` in an empty context. Otherwise, when Serve's proxy cancels a request, Ray would
-    # also cancel each Ray call of `work`, at any point of that call.
-    working = asyncio.create_task(work, context=Context())
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        await working
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
-
-
-async def _until_done(disconnected: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` in this task; cancel it and raise ClientDisconnect when `disconnected` is done."""
-    task = asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
-
-    def leave(_: asyncio.Future[None]) -> None:
-        task.cancel()
-
-    disconnected.add_done_callback(leave)
-    try:
-        await work
-    except asyncio.CancelledError:
-        if disconnected.done() and task.uncancel() == 0:
-            raise ClientDisconnect from None
-        raise
-    finally:
-        disconnected.remove_done_callback(leave)
-
-
-async def _disconnected(receive: Receive) -> None:
-    with suppress(TaskCancelledError):  # Serve's proxy cancels its request on a disconnect
-        while (await receive())["type"] != "http.disconnect":
-            pass

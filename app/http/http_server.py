@@ -158,7 +158,6 @@ class HttpServer:
         await send({"type": "http.response.body", "body": self._service.encode()})
 
     def _allows(self, scope: Scope) -> bool:
-        """Return whether the client has a certificate, or needs none."""
         needed = self._tls is not None and self._tls.ca_certs is not None and not is_open(scope)
         return not needed or scope[CLIENT_CERTIFICATE]
 
@@ -197,7 +196,6 @@ class HttpServer:
 
 
 def certificate_required() -> JSONResponse:
-    """Return the 403 response for a client without a certificate."""
     return forbidden("a client certificate is required; connect with one")
 
 
@@ -219,7 +217,6 @@ def for_serve_proxies(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
 
 
 def proxies_refuse(settings: RouterSettings) -> str:
-    """Return the reason why Serve's proxies refuse requests with TLS settings, and the remedy."""
     needed = "TLS" if settings.ssl_ca_certs is None else "TLS and a client certificate"
     return (
         f"this service requires {needed}, so Ray Serve's proxy answers only {', '.join(sorted(OPEN_PATHS))}; connect "
@@ -228,7 +225,6 @@ def proxies_refuse(settings: RouterSettings) -> str:
 
 
 def forbidden(message: str) -> JSONResponse:
-    """Return a 403 response."""
     return JSONResponse(error_body(HTTPStatus.FORBIDDEN, message), status_code=HTTPStatus.FORBIDDEN)
 
 
@@ -240,10 +236,6 @@ def this_service() -> str:
 
 
 def _bind(host: str, port: int, shared: bool) -> socket.socket:
-    """Return a listener, with SO_REUSEPORT if `shared`; `::` includes IPv4.
-
-    Raises OSError if the address cannot be used.
-    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server(
         (host, port), family=family, backlog=BACKLOG, reuse_port=shared, dualstack_ipv6=host == "::"

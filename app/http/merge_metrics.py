@@ -75,10 +75,6 @@ def _labelled(line: str, origin: str) -> tuple[str, str]:
 
 
 def _without_origin(rest: str) -> str:
-    """Return labels and value of a sample without its own labels `role` and `replica`.
-
-    ``rest``  the sample's line after `{`
-    """
     kept, end = [], 0
     while label := LABEL.match(rest, end):
         if label[1] not in ("role", "replica"):

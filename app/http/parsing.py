@@ -75,12 +75,20 @@ PRIORITY_HEADER = b"x-vllm-priority"
 
 
 async def read_request(
-    request: Request, endpoint: Endpoint, max_body_bytes: int, max_prompts: int = 2**31, client_priority: bool = False
+    request: Request,
+    endpoint: Endpoint,
+    max_body_bytes: int,
+    max_prompts: int = 2**31,
+    client_priority: bool = False,
+    session_header: str = "x-session-id",
+    explain: bool = False,
 ) -> ClientRequest:
     """Read and check a request; that of `/invocations` becomes one of INVOKED.
 
     ``max_prompts``      maximum of the number of prompts times `n`
     ``client_priority``  whether the router forwards PRIORITY_HEADER
+    ``session_header``   header with the session of the request
+    ``explain``          see `ClientRequest`
 
     Raises BadRequestError for an invalid request, and ClientDisconnect if the client closes the
     connection before the end of the body.
@@ -102,16 +110,11 @@ async def read_request(
     if isinstance(body.get("request_id"), str) and not _sends_id(request):
         # vLLM would prefer the generated header to the body's id.
         headers = tuple(header for header in headers if header[0] != b"x-request-id")
-    return ClientRequest(endpoint, headers, raw, body, arrived_at=arrived_at, read_at=read_at)
+    session = request.headers.get(session_header)
+    return ClientRequest(endpoint, headers, raw, body, session, explain, arrived_at=arrived_at, read_at=read_at)
 
 
 def forwarded_headers(request: Request, client_priority: bool = False) -> Headers:
-    """Return the request headers for the engines, with a new X-Request-Id if the client sent none.
-
-    ``client_priority``  whether to include PRIORITY_HEADER
-
-    Raises BadRequestError for an id that is not of the form ID.
-    """
     passed = FORWARDED_HEADERS | {PRIORITY_HEADER} if client_priority else FORWARDED_HEADERS
     given: dict[bytes, bytes] = {}
     for name, value in request.headers.raw:
@@ -124,10 +127,6 @@ def forwarded_headers(request: Request, client_priority: bool = False) -> Header
 
 
 def _sends_id(request: Request) -> bool:
-    """Return whether the client itself has sent an X-Request-Id.
-
-    A UUID of a request that came through Serve's proxy is probably the proxy's.
-    """
     given = request.headers.get("x-request-id")
     return given is not None and (OWN_PORT in request.scope or not PROXY_ID.fullmatch(given))
 
@@ -189,7 +188,6 @@ async def parse_form(request: Request, raw: bytes) -> dict[str, Any]:
 
 
 def _check_id(value: Any, name: str) -> None:
-    """Raise BadRequestError for a string not of the form ID. Engines refuse other types."""
     if isinstance(value, str) and not ID.fullmatch(value):
         raise BadRequestError(f"{name} must have 1 to 256 visible ASCII characters and no blanks", name)
 
@@ -242,10 +240,6 @@ def check_prompts(body: Mapping[str, Any], most: int) -> None:
 
 
 def _several(prompt: Any) -> int:
-    """Return the number of prompts in `prompt`, `prompt_embeds` or `items`.
-
-    A list of token ids is one prompt.
-    """
     several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt[:1])
     return len(prompt) if several else 1
 
@@ -262,11 +256,6 @@ def _check_depth(body: dict[str, Any]) -> None:
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """Return the body.
-
-    Raises BadRequestError with status 413 if it is too large, and ClientDisconnect if the client
-    closes the connection before its end.
-    """
     too_large = BadRequestError(
         f"the body is larger than {max_body_bytes} bytes; send a smaller one",
         status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

@@ -17,13 +17,13 @@ from starlette.types import ASGIApp
 from actors.request import Endpoint
 from actors.router.peer_routers import RouterReplica
 from actors.router.single_flight import SingleFlight
-from actors.telemetry.access_log import AccessLog
 from app.http.auth import OPERATOR, Authenticated, forbidden
 from app.http.errors import BadRequestError, error_body, error_response
 from app.http.forwarded.from_decode import FromDecode
 from app.http.forwarded.models import AdapterEndpoints, ModelList
 from app.http.generate import Generate
 from app.http.merge_metrics import CONTENT_TYPE, merge
+from app.http.record import AccessLog
 from app.http.status_page import PAGE_HEADERS, status_page
 from app.http.traces import Traces
 from configs.settings.router import RouterSettings
@@ -125,11 +125,6 @@ def build_http(
 
 
 def _models_routes(router: RouterReplica) -> list[Route]:
-    """Return the routes that only some services have.
-
-    `/v1/models` joins the lists of several models. Two routes load and unload adapters, if clients
-    may change the adapters of at least one model.
-    """
     routes = []
     if len(router.models) > 1:
         routes.append(Route("/v1/models", ModelList(router).endpoint, methods=["GET"]))

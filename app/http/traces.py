@@ -6,6 +6,7 @@ after the answer has started, so that they do not delay it. `Traces` imports SDK
 that a router without tracing needs neither.
 """
 
+from http import HTTPStatus
 from typing import Any
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
@@ -13,7 +14,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from actors.request import Headers
 from actors.router.client_request import ClientRequest
-from actors.telemetry.recent_requests import RequestRecord, now_unix
+from actors.router.models.model_router import AnyAnswer
+from actors.telemetry.recent_requests import now_unix
 
 PROPAGATED = ("traceparent", "tracestate")
 
@@ -36,29 +38,23 @@ class RequestTrace:
         self.request = request.with_metadata(headers=self._forwarded(request.headers))
         """The request for the engines; its trace headers name this span as parent."""
 
-    def refused(self, status: int) -> None:
-        """Record the status of an engine's answer that is an error (400 or higher)."""
-        self._span.set_attribute("http.response.status_code", status)
-
-    def answered(self, record: RequestRecord) -> None:
+    def answered(self, answer: AnyAnswer) -> None:
         """Record status, route, its reason and replicas; add a span per part of the breakdown.
 
-        Call this after the answer has started.
+        Call this after the answer has started. An answer with an error status has only a status.
         """
-        self._span.set_attribute("http.response.status_code", record.status)
-        self._span.set_attribute("tandem.route", record.route)
-        if record.pair.decode is not None:
-            self._span.set_attribute("tandem.decode", record.pair.decode)
-        if record.reason is not None:
-            self._span.set_attribute("tandem.local_reason", record.reason)
-        if record.pair.prefill is not None:
-            self._span.set_attribute("tandem.prefill", record.pair.prefill)
-        for part in record.breakdown.spans:
+        self._span.set_attribute("http.response.status_code", answer.start.status)
+        if answer.start.status >= HTTPStatus.BAD_REQUEST:
+            return
+        found = {"route": answer.route, "decode": answer.pair.decode, "prefill": answer.pair.prefill}
+        for name, value in {**found, "local_reason": answer.local_reason}.items():
+            if value is not None:
+                self._span.set_attribute(f"tandem.{name}", value)
+        for part in answer.breakdown.spans:
             span = self._tracer.start_span(part.part, self._context, start_time=self._at_ns(part.begin_s))
             span.end(self._at_ns(part.end_s))
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the span, with `error` if the request failed."""
         if error is not None:
             self._span.set_status(Status(StatusCode.ERROR, type(error).__name__))
         self._span.end()
@@ -74,8 +70,6 @@ class RequestTrace:
 
 
 class Traces:
-    """Tracer that creates the spans of this router and exports them in the background."""
-
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -91,7 +85,6 @@ class Traces:
         return RequestTrace(self._tracer, request)
 
     def flush(self) -> None:
-        """Export all queued spans; block until the exporter has sent them or failed."""
         self._provider.force_flush()
 
 

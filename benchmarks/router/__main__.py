@@ -101,9 +101,12 @@ async def measure(arms: dict[str, Arm], rounds: int) -> Cells:
                 # New connections for each batch: the connections of one arm must not affect the
                 # next one.
                 async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-                    await play(session, arms[name].url, data, tokens, clients, clients)
-                    before_s = arms[name].cpu_s()
-                    load = await play(session, arms[name].url, data, tokens, clients, count)
+                    try:
+                        await play(session, arms[name].url, data, tokens, clients, clients)
+                        before_s = arms[name].cpu_s()
+                        load = await play(session, arms[name].url, data, tokens, clients, count)
+                    except (ValueError, OSError, aiohttp.ClientError) as error:
+                        raise RuntimeError(f"arm {name}, {cell}, round {number + 1}: {error!r}") from error
                     batch = Batch(load, arms[name].cpu_s() - before_s)
                 if number >= 0:
                     cells[cell][name].append(batch)

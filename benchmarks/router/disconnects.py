@@ -33,7 +33,7 @@ import psutil
 
 from app.http.routes import OPEN_AGE_S
 from benchmarks.report import write
-from benchmarks.router.load import body
+from benchmarks.router.load import body, raw
 from benchmarks.router.service import running
 from testing.ports import free_port
 
@@ -72,17 +72,14 @@ class Run:
 async def client(port: int, rng: random.Random, data: bytes) -> str:
     """Send one request on its own connection; return this client's outcome."""
     kind = rng.choices(["reads", "half", "waits", "tokens"], [5, 1, 2, 2])[0]
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
-    ).encode()
+    request = raw(port, data)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         if kind == "half":
-            writer.write(head + data[: len(data) // 2])
+            writer.write(request[: -len(data) // 2])
             await asyncio.sleep(rng.uniform(0.0, 0.1))
             return HALF
-        writer.write(head + data)
+        writer.write(request)
         if kind == "waits":
             with suppress(TimeoutError):
                 async with asyncio.timeout(rng.uniform(0.0, 0.3)):

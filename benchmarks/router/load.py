@@ -48,6 +48,15 @@ def body(prompt_bytes: int, tokens: int, pace_ms: float = 0.0) -> bytes:
     return json.dumps(asked | ({"pace_ms": pace_ms} if pace_ms else {})).encode()
 
 
+def raw(port: int, data: bytes) -> bytes:
+    """Return a whole HTTP request on a connection of its own, for clients that count bytes."""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + data
+
+
 async def ask(session: aiohttp.ClientSession, url: str, data: bytes, tokens: int) -> Stream:
     """Send one request and read all of it.
 

@@ -38,7 +38,7 @@ import uvloop
 
 from benchmarks.report import write
 from benchmarks.router.disconnects import counted, processes, settled
-from benchmarks.router.load import DATA, MADE, body
+from benchmarks.router.load import DATA, MADE, body, raw
 from benchmarks.router.service import application, running
 from testing.ports import free_port
 
@@ -160,18 +160,13 @@ def client(port: int, streams: int, pace_s: float, reports: Connection) -> None:
         loop = asyncio.get_running_loop()
         for _ in left:
             wanted = max(math.ceil((until - time.monotonic()) / pace_s), 1)
-            data = body(PROMPT_BYTES, wanted, 1e3 * pace_s)
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
-            ).encode()
             try:
                 _, stream = await loop.create_connection(lambda: Stream(counts, wanted), "127.0.0.1", port)  # noqa: B023
             except OSError as error:
                 counts.failures[repr(error)] += 1
                 counts.ended += 1
                 continue
-            stream.send(head + data)
+            stream.send(raw(port, body(PROMPT_BYTES, wanted, 1e3 * pace_s)))
             await stream.opened
 
     async def answer() -> None:

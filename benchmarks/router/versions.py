@@ -46,7 +46,7 @@ import psutil
 from actors.router.peer_routers import STATUS_AGE_S
 from actors.rpc.protocol import NEWEST_VERSION
 from benchmarks.report import write
-from benchmarks.router.load import body
+from benchmarks.router.load import body, raw
 from benchmarks.router.service import application, deploy, running
 from testing.ports import free_port
 from testing.service_process import ROOT
@@ -150,14 +150,10 @@ class Clients(threading.Thread):
         data = body(size, TOKENS, PACE_MS)
         if not stream:
             data = data.replace(b'"stream": true', b'"stream": false')
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{self._port}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(data)}\r\nconnection: close\r\n\r\n"
-        ).encode()
         async with asyncio.timeout(120):
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             try:
-                writer.write(head + data)
+                writer.write(raw(self._port, data))
                 answer = await reader.read()
             finally:
                 writer.transport.abort()

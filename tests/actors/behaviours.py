@@ -13,6 +13,7 @@ from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, Token
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
 from configs.settings.router import RouterLimits, RoutingSettings
+from testing.answers import whole_body
 from tests.actors.fleet import SOURCE, Handle, Replica, router_of
 
 JSON = ((b"content-type", b"application/json"),)
@@ -153,7 +154,7 @@ def well() -> None:
 async def ask(router: Router, wanted: ClientRequest) -> tuple[Any, bytes]:
     """Return the answer as the HTTP layer receives it, to its end."""
     async with router.answer(wanted) as answer:
-        return answer, b"".join([some async for some in answer.body()])
+        return answer, await whole_body(answer)
 
 
 def transfers(handle: Handle) -> list[str]:

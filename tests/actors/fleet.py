@@ -110,7 +110,8 @@ class Connection:
             async with aclosing(self._items(request)) as items:
                 async for item in items:
                     self._handle.on_item()
-                    listener.received(item)
+                    if (wake := listener.received(item)) is not None:
+                        wake()
                     await asyncio.sleep(0)
         except EngineDownError as error:
             failure = RpcFailure("engine_down", str(error))

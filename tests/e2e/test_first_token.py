@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from actors.request import TRANSFER_FIELD, Call, Endpoint
+from testing.answers import body_of, whole_body
 from testing.facts import make_prompt
 from testing.sse import said
 from testing.streams import KINDS, MODEL, chat, completion
@@ -78,7 +79,7 @@ async def stream(
     """
     router, prefill, decode = pair.router(first_token, *faults)
     async with router.answer(request(*kind)) as answer:
-        sent = b"".join([some async for some in answer.body()])
+        sent = await whole_body(answer)
         assert answer.start.streams, sent
         assert answer.sampled_by in (sampled_by if first_token == "prefill" else (None,))
     await at_rest_of(prefill, decode)
@@ -129,7 +130,7 @@ async def test_one_token_without_a_stream(pair: EnginePair, kind: Any) -> None:
     for first_token in ("decode", "prefill"):
         router, prefill, decode = pair.router(first_token)
         async with router.answer(request(endpoint, body)) as given:
-            whole = json.loads(b"".join([some async for some in given.body()]))
+            whole = json.loads(await whole_body(given))
         await at_rest_of(prefill, decode)
         found[first_token] = ({**whole, "created": 0}, given.sampled_by, len(decode.calls))
     answer, *rest = found["decode"]
@@ -182,7 +183,7 @@ async def test_a_client_that_leaves(pair: EnginePair, events: int) -> None:
     """The client leaves after the first or second event; nothing stays on either engine."""
     router, prefill, decode = pair.router("prefill")
     async with router.answer(request(*GREEDY)) as answer:
-        body = answer.body()
+        body = body_of(answer)
         for _ in range(events):
             await anext(body)
         await body.aclose()
@@ -193,7 +194,7 @@ async def test_what_is_not_streamed_is_sampled_by_decode(pair: EnginePair) -> No
     router, prefill, decode = pair.router("prefill")
     endpoint, body = completion(prompt=LONG, temperature=0, max_tokens=4)
     async with router.answer(request(endpoint, body | {"stream": False, "stream_options": None})) as answer:
-        assert [some async for some in answer.body()]
+        assert [some async for some in body_of(answer)]
         assert (answer.route, answer.sampled_by) == ("remote", "decode")
     assert json.loads(prefill.calls[0].body)[TRANSFER_FIELD].get("first_token") is None
     await at_rest_of(prefill, decode)

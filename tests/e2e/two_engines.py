@@ -22,6 +22,7 @@ from actors.router.router import Router
 from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits, RoutingSettings
 from configs.settings.service import ServiceSettings
+from testing.answers import whole_body
 from testing.streams import FRONTEND
 from tests.actors.fleet import Handle, Replica, router_of
 
@@ -130,7 +131,7 @@ async def stream(
         decode.in_order = True
         router = router_of(limits, Handle([]), decode)
         async with router.answer(request(endpoint, body)) as answer:
-            sent = b"".join([some async for some in answer.body()])
+            sent = await whole_body(answer)
             assert answer.start.streams, sent
         resumed = router.metrics.registry.get_sample_value("tandem_resumed_streams_total", {"outcome": "resumed"})
         if bool(resumed) == (dies_at is not None):

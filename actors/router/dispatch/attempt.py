@@ -66,7 +66,6 @@ class Attempt:
         self._prefilled_at: float | None = None
         self._answered = False
         self._delivered = False
-        self._tokens = 0
         if decision.decode:
             self.sent(decision.decode[0], next(iter(decision.prefill), None))
 
@@ -211,11 +210,6 @@ class Attempt:
         self._prefilled_at = _now()
         self._report_prefilled()
 
-    def passed_on(self, item: object) -> None:
-        """Count the tokens in an item of decode's answer; ignore items of prefill."""
-        if isinstance(item, StreamChunk) and not isinstance(item, FirstTokenChunk) and self.pair.decode is not None:
-            self._tokens += sum(map(len, item.groups))
-
     @property
     def times(self) -> tuple[CallTimes, CallTimes | None, float]:
         """Times of decode's last try and of its prefill call, and the start of a repeated try.
@@ -233,8 +227,11 @@ class Attempt:
         sent_at = decode.reached_at
         return decode, CallTimes(sent_at, sent_at + report.took_s, report.timings), retried_at
 
-    def close(self) -> None:
-        """Cancel the running call, give back its slots, and report the end to the planner."""
+    def close(self, tokens: int = 0) -> None:
+        """Cancel the running call, give back its slots, and report the end to the planner.
+
+        ``tokens``  number of tokens of decode's answer
+        """
         if hasattr(self, "call"):
             self.call.cancel()
         if self._prefill_slot is not None and self._report is not None:
@@ -249,7 +246,7 @@ class Attempt:
             pool.give_back(slot)
         self._report_prefilled()
         if self._inflight is not None:
-            self._planner.ended(self._inflight, _now(), self._tokens, broken=not self._answered)
+            self._planner.ended(self._inflight, _now(), tokens, broken=not self._answered)
 
     def _opened(self) -> None:
         self._answered = True

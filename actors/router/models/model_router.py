@@ -1,6 +1,7 @@
 """Router of the requests of one model, with its own engines, slots, routing state and metrics."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from actors.router.dispatch.dispatcher import Dispatcher
 from actors.router.dispatch.fleet import Fleet
 from actors.router.dispatch.slot_wait import choose, deadline
 from actors.router.prompt_lists import ListAnswer, parent_id, split
+from actors.router.relay import StreamClock
 from actors.router.routing_feedback import RoutingFeedback
-from actors.telemetry.recent_requests import RecentRequests
+from actors.telemetry.recent_requests import RecentRequest
 from actors.telemetry.router_metrics import RouterMetrics
 from configs.settings.base import RoleName
 from configs.settings.router import RouterLimits
@@ -54,7 +56,8 @@ class ModelRouter:
         engines: ModelEngines,
         limits: Callable[[], RouterLimits],
         metrics: RouterMetrics,
-        recent: RecentRequests,
+        recent: deque[RecentRequest],
+        clock: StreamClock,
     ) -> None:
         """Create the router; `limits` returns the current limits of the service."""
         self.names = engines.names
@@ -66,6 +69,7 @@ class ModelRouter:
         self.pools: dict[RoleName, EnginePool] = {"prefill": engines.prefill, "decode": engines.decode}
         self._decode = engines.decode
         self._limits = limits
+        self._clock = clock
         prefill, decode = engines.prefill, engines.decode
         self.feedback = RoutingFeedback(limits().routing, metrics, prefill, decode)
         self._fleet = Fleet(prefill, decode, metrics, self.feedback)
@@ -97,7 +101,7 @@ class ModelRouter:
         attempts = Dispatcher(
             request, self.limits, RequestTimer(self._timeout_s(request), request.arrived_at), self._fleet
         )
-        answer = Answer(attempts, await attempts.open(), self.metrics)
+        answer = Answer(attempts, await attempts.open(), self.metrics, self._clock)
         try:
             yield answer
         finally:

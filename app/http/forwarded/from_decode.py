@@ -13,9 +13,9 @@ from starlette.types import Message, Receive, Scope, Send
 from actors.errors import with_causes
 from actors.request import Call
 from actors.router.router import Router
-from actors.upstream.uvicorn_protocol import DISCONNECTED
+from app.http.client_writer import until_disconnect
 from app.http.errors import error_event, error_response, status_of
-from app.http.generate import RELAYED_HEADERS, until_disconnect
+from app.http.generate import RELAYED_HEADERS
 from app.http.parsing import forwarded_headers
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class FromDecode:
             await send(message)
 
         try:
-            await until_disconnect(receive, self._relay(call, relay), scope.get(DISCONNECTED))
+            await until_disconnect(scope, receive, self._relay(call, relay))
         except ClientDisconnect:
             return
         except Exception as error:

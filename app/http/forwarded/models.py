@@ -83,7 +83,6 @@ class AdapterEndpoints:
         return await self._answer(request, self._load)
 
     async def unload(self, request: Request) -> Response:
-        """Unload an adapter on all engines of its model."""
         return await self._answer(request, self._unload)
 
     async def _answer(self, request: Request, change: Any) -> Response:

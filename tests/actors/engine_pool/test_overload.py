@@ -24,6 +24,7 @@ from actors.rpc.server import RpcServer, replica_metadata
 from actors.rpc.server_connection import ServedStream
 from configs.settings.deployment import RoleSettings
 from configs.settings.router import RouterLimits
+from testing.answers import whole_body
 from tests.actors.behaviours import JSON, LIMITS, request
 from tests.actors.fleet import METADATA
 
@@ -109,7 +110,7 @@ class Service:
 
 async def ask(router: Router) -> bytes:
     async with router.answer(request(stream=False)) as answer:
-        return b"".join([some async for some in answer.body()])
+        return await whole_body(answer)
 
 
 async def test_a_full_engine_costs_no_prompts() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from actors.errors import EngineDownError, EngineError
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk
+from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, fleet, request, well
 from tests.actors.fleet import SOURCE, at_rest
 
@@ -30,7 +31,7 @@ async def pieces(decode: Any) -> list[int]:
     router, p, d = fleet([well], [decode])
     async with router.answer(request()) as answer:
         found = []
-        async for piece in answer.body():
+        async for piece in body_of(answer):
             assert piece.endswith(b"\n\n")
             found.append(piece.count(b"data: "))
             await asyncio.sleep(0.02)  # a reading client, while all ready data arrives
@@ -113,7 +114,7 @@ async def test_nothing_that_came_before_a_death_is_lost() -> None:
     router, p, d = fleet([well] * 2, [serve] * 2)
     async with router.answer(request()) as answer:
         body = b""
-        async for piece in answer.body():
+        async for piece in body_of(answer):
             body += piece
             await asyncio.sleep(0.02)
     assert [text.split(b'"')[0] for text in body.split(b'"text": "')[1:]] == [b"%d" % number for number in range(10)]
@@ -135,7 +136,7 @@ async def test_nothing_that_came_before_an_error_is_lost() -> None:
 
     async def read() -> None:
         async with router.answer(request()) as answer:
-            async for piece in answer.body():
+            async for piece in body_of(answer):
                 found.append(piece)
                 await asyncio.sleep(0.02)
 

@@ -17,6 +17,7 @@ from actors.router.client_request import ClientRequest
 from actors.telemetry.latency_breakdown import LatencyBreakdown
 from actors.telemetry.timestamps import CallTimestamps, KvTimes
 from configs.settings.router import RouterLimits
+from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, JSON, event, request
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
@@ -188,7 +189,7 @@ async def test_prefill_is_free_when_the_router_has_the_first_token(delays):
     """Prefill's slot is free with the first token, and its call ends long before the stream."""
     engines = Engines(**delays, streaming=8 * DELAY_S)
     async with engines.router.answer(request()) as answer:
-        body = answer.body()
+        body = body_of(answer)
         await anext(body)
         assert engines.prefill.taken == 0
         rest = asyncio.create_task(anext(body))

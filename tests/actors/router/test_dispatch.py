@@ -13,6 +13,7 @@ import pytest
 
 from actors.errors import CannotResumeError, DeadlineError, EngineDownError, UnavailableError
 from actors.request import TRANSFER_FIELD, Call, Heartbeat, ResponseStart, StreamChunk, TokenChunk, TokenSource
+from testing.answers import body_of
 from testing.sse import said
 from tests.actors.behaviours import (
     EVENTS,
@@ -222,7 +223,7 @@ async def test_a_stream_that_kills_every_engine_at_one_token_ends():
 
     async def read() -> None:
         async with router.answer(request()) as answer:
-            async for some in answer.body():
+            async for some in body_of(answer):
                 sent.append(some)
 
     with pytest.raises(UnavailableError):

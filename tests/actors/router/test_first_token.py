@@ -14,6 +14,7 @@ from actors.request import TRANSFER_FIELD, Call, EngineTimings, FirstTokenChunk,
 from actors.router.answer import Answer
 from actors.router.request_shaping import is_one_token, needs_seed, why_decode_samples
 from actors.router.router import Router
+from testing.answers import body_of
 from tests.actors.behaviours import EVENTS, JSON, LIMITS, TOKENS, answers, ask, counted, dies, engine, event, request
 from tests.actors.fleet import METADATA, SOURCE, Handle, Replica, at_rest, router_of
 
@@ -84,7 +85,7 @@ async def test_the_first_token_is_sent_before_decode_answers():
     gate = asyncio.Event()
     router, p, d = fleet([samples()], [gated(engine(1, [1]), gate)])
     async with router.answer(request()) as answer:
-        body = answer.body()
+        body = body_of(answer)
         first = await anext(body)
         assert (first, answer.sampled_by, answer.prompt_tokens) == (FIRST, "prefill", 9)
         gate.set()
@@ -99,7 +100,7 @@ async def test_decode_with_another_prompt_does_not_continue_prefills_token():
     """An image URL may return other content to each engine."""
     router, p, d = fleet([samples(prompt=b"one")], [later(engine(1, [1], prompt=b"other"))] * 2)
     async with router.answer(request()) as answer:
-        body = answer.body()
+        body = body_of(answer)
         assert await anext(body) == FIRST
         with pytest.raises(CannotResumeError, match="built a different prompt"):
             async for _ in body:
@@ -156,7 +157,7 @@ async def test_the_deadline_of_the_first_token_ends_with_it():
     router, p, d = fleet([samples()], [gated(dies, gate), engine(1, [1])])
     router.limits = router.limits.model_copy(update={"first_token_timeout_s": 60.0, "idle_timeout_s": 6000.0})
     async with router.answer(request()) as answer:
-        body = answer.body()
+        body = body_of(answer)
         await anext(body)
         assert isinstance(answer, Answer)
         assert answer._attempts.timing.left_s > 3000  # noqa: SLF001
@@ -199,7 +200,7 @@ async def test_a_comment_before_the_first_token_does_not_start_the_response():
 
     router, p, d = fleet([keeps_alive], [gated(engine(1, [1]), asyncio.Event())])
     async with router.answer(request()) as answer:
-        pieces = [piece async for piece in answer.body()]
+        pieces = [piece async for piece in body_of(answer)]
     assert pieces == [b": keep-alive\n\n" + LAST]
     await at_rest(p, d)
 
@@ -215,7 +216,7 @@ async def test_the_first_byte_is_that_of_the_answer():
 
     router, p, d = fleet([samples()], [ends_within_event, engine(1, [1])], multiple=0)
     async with router.answer(request()) as answer:
-        async for _ in answer.body():
+        async for _ in body_of(answer):
             break
         assert answer.first_byte_s >= 7
     await at_rest(p, d)

@@ -16,6 +16,7 @@ from actors.router.client_request import ClientRequest
 from actors.router.prompt_lists import COUNTS
 from actors.router.routing_feedback import LEARN_DELAY_S, Deferred
 from configs.settings.router import RouterLimits, RoutingSettings
+from testing.answers import whole_body
 from tests.actors.behaviours import EVENTS, JSON, counted, dies
 from tests.actors.fleet import Handle, Replica, at_rest, router_of
 
@@ -69,7 +70,7 @@ class Engines:
         )
         before = self.calls()
         async with self.router.answer(wanted) as answer:
-            whole = b"".join([some async for some in answer.body()])
+            whole = await whole_body(answer)
             assert whole.count(b'"x"') == (body["max_tokens"] if answer.start.streams else 0)
             assert answer.explanation is not None
             told = json.loads(answer.explanation)

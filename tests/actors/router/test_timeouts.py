@@ -10,8 +10,9 @@ import pytest
 
 from actors.errors import DeadlineError
 from actors.request import Call, Heartbeat, ResponseStart, StreamChunk
-from actors.router import answer
+from actors.router import relay
 from actors.router.router import Router
+from testing.answers import body_of
 from testing.sse import said
 from tests.actors.behaviours import EVENTS, LIMITS, TOKENS, answers, ask, engine, fleet, hangs, request, well
 from tests.actors.fleet import at_rest
@@ -71,7 +72,7 @@ async def read_slowly(router: Router, pause_s: float) -> str:
     """Return the text of a stream whose client pauses after each read."""
     body = b""
     async with router.answer(request()) as streamed:
-        async for some in streamed.body():
+        async for some in body_of(streamed):
             body += some
             await asyncio.sleep(pause_s)
     return str(said(body)["text"])
@@ -79,7 +80,7 @@ async def read_slowly(router: Router, pause_s: float) -> str:
 
 async def test_a_stream_whose_client_reads_slowly_is_resumed(monkeypatch: pytest.MonkeyPatch):
     """The client takes longer than every timeout for tokens that have arrived before the death."""
-    monkeypatch.setattr(answer, "MOST_BYTES", 1)
+    monkeypatch.setattr(relay, "MOST_BYTES", 1)
     router, p, d = fleet([well], [engine(1, [1], dies_after=25), engine(2, [1])])
     router.limits = LIMITS.model_copy(update=SHORT)
     for _ in range(2):

@@ -268,16 +268,12 @@ async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch:
     assert world.engines.slots_taken == 0
 
 
-async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
-    """A reader that checks for more items before it waits would otherwise wait after it."""
+async def test_a_sign_of_life_is_nothing_to_pass_on(world: World) -> None:
+    """A reader takes the items that have arrived; a heartbeat only shows that the engine lives."""
     call = EngineCall("decode", await world.engines.take(), SlotPool(dict))
-    assert call.waits
-    for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat()):
-        call.received(item)
-    for said, waits in ((b"first", False), (b"second", True)):
-        assert (await call.next(), call.waits) == (said, waits)
-    call.ended(None)
-    assert not call.waits
+    wakes = [call.received(item) is not None for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat())]
+    assert wakes == [False, True, False, False, False]
+    assert [call.pop(), call.pop(), call.has_items, call.heard] == [b"first", b"second", False, True]
 
 
 async def test_a_large_body(world: World) -> None:

@@ -82,11 +82,12 @@ class WholeCall(EngineCall):
     Raises the cause of a lost call, which names the engine.
     """
 
-    def received(self, item: Any) -> None:
-        super().received(item)
+    def received(self, item: Any) -> Any:
+        wake = super().received(item)
         if isinstance(item, Accepted | Heartbeat):
             self._items.append(item)
             self._wake(None)
+        return wake
 
     async def __anext__(self) -> Any:
         try:

@@ -8,30 +8,21 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from actors.telemetry.engine_status import EngineStatus, read_status
 from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
-from actors.telemetry.recent_requests import Pair, RecentRequests, RequestRecord, newest_of
+from actors.telemetry.recent_requests import Pair, RecentRequest, newest_of
 
 
-def record(number: int, prefill: str | None = "p1") -> RequestRecord:
+def record(number: int, prefill: str | None = "p1") -> RecentRequest:
     breakdown = LatencyBreakdown((Span("router", 0, 0.001), Span("prefill", 0.001, 0.0405)))
     reason = None if prefill else "n"
     route = "remote" if prefill else "local"
-    return RequestRecord(
+    return RecentRequest(
         f"r{number}", 1000.0 + number, "/v1/completions", route, reason, 200, True, Pair(prefill, "d1"), breakdown
     )
 
 
-def test_the_newest_are_kept_and_no_more() -> None:
-    """The newest three of a thousand requests are kept."""
-    recent = RecentRequests(kept=3)
-    for number in range(1000):
-        recent.add(record(number))
-    assert [one["request_id"] for one in recent.newest(10)] == ["r999", "r998", "r997"]
-    assert [one["request_id"] for one in recent.newest(2)] == ["r999", "r998"]
-
-
 def test_a_record_is_json_in_milliseconds() -> None:
     """The record has no prompt."""
-    (described,) = one(record(7)).newest(1)
+    described = record(7).describe()
     assert json.loads(json.dumps(described)) == {
         "request_id": "r7",
         "began_at": 1007.0,
@@ -45,12 +36,6 @@ def test_a_record_is_json_in_milliseconds() -> None:
         "total_ms": 40.5,
         "spans_ms": [["router", 0, 1.0], ["prefill", 1.0, 40.5]],
     }
-
-
-def one(only: RequestRecord) -> RecentRequests:
-    recent = RecentRequests()
-    recent.add(only)
-    return recent
 
 
 def test_several_routers_requests_are_one_list() -> None:

@@ -12,9 +12,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from actors.telemetry import access_log
-from actors.telemetry.access_log import open_access_log
+from app.http import record
 from app.http.auth import digest
+from app.http.record import open_access_log
 from app.http.routes import build_http
 from configs.settings.router import RouterSettings
 from tests.actors.behaviours import TOKENS, answers, dies, engine, fleet, hangs, well
@@ -104,29 +104,26 @@ BODY = {
 }
 
 
-async def test_parameters_of_requests() -> None:
-    """The log has numbers, names, and lengths instead of texts."""
-    logged = Logged([], [answers(200, {})], KEY, request_log="parameters")
-    await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
-    assert (await logged.line())["request"] == {
-        "model": "m",
-        "messages": "1 items",
-        "max_tokens": 5,
-        "stop": "6 characters",
-        "stream_options": {"include_usage": True},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "6 characters"}},
-        "logit_bias": None,
-    }
-    assert "secret" not in logged.lines[0]
-    assert KEY not in logged.lines[0]
+PARAMETERS = {
+    "model": "m",
+    "messages": "1 items",
+    "max_tokens": 5,
+    "stop": "6 characters",
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "6 characters"}},
+    "logit_bias": None,
+}
+"""Numbers, names, and lengths instead of texts."""
 
 
-async def test_texts_of_requests() -> None:
-    """The log has the requests' bodies as they were sent, and no API key."""
-    logged = Logged([], [answers(200, {})], KEY, request_log="text")
-    await logged.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
-    assert (await logged.line())["request"] == BODY
-    assert KEY not in logged.lines[0]
+@pytest.mark.parametrize(("request_log", "logged"), [("parameters", PARAMETERS), ("text", BODY)])
+async def test_requests_in_the_log(request_log: str, logged: dict[str, Any]) -> None:
+    """The log has the parameters of requests, or their bodies as they were sent; no API key."""
+    found = Logged([], [answers(200, {})], KEY, request_log=request_log)
+    await found.http.post("/v1/chat/completions", json=BODY, headers={"Authorization": f"Bearer {KEY}"})
+    assert (await found.line())["request"] == logged
+    assert ("secret" in found.lines[0]) == (request_log == "text")
+    assert KEY not in found.lines[0]
 
 
 async def test_an_answer_tells_its_usage() -> None:
@@ -179,7 +176,7 @@ async def test_probes_are_not_logged() -> None:
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three full files are kept."""
-    monkeypatch.setattr(access_log, "FILE_BYTES", 100)
+    monkeypatch.setattr(record, "FILE_BYTES", 100)
     write = open_access_log(tmp_path, "r1")
     for number in range(1000):
         write(json.dumps({"n": number, "pad": "%s %d" * 3}))

@@ -16,7 +16,7 @@ import pytest
 
 from actors.router.client_request import ClientRequest
 from actors.router.router import Router
-from actors.upstream.uvicorn_protocol import DISCONNECTED
+from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http.auth import Authenticated, digest
 from app.http.routes import build_http
 from testing.prometheus import value_of
@@ -90,14 +90,19 @@ class Client:
             "headers": [(b"authorization", b"Bearer " + KEY.encode()), *(wanted.headers or JSON)],
             "query_string": b"",
         }
-        self._disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_resume: Callable[[], None] | None = None
+        self.paused = False
         if own_port:
-            self.scope[DISCONNECTED] = self._disconnected
+            self.scope[CONNECTION] = self
 
     def leave(self) -> None:
         self.left.set()
-        if not self._disconnected.done():
-            self._disconnected.set_result(None)
+        if not self.disconnected.done():
+            self.disconnected.set_result(None)
+
+    def write(self, data: bytes) -> None:
+        """Take a part of the body, as a connection to the router's port."""
 
     async def receive(self) -> dict[str, Any]:
         await asyncio.sleep(0)

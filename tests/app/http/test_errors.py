@@ -28,45 +28,40 @@ def test_an_errors_response(error, status, kind, retry_after):
     assert response.headers.get("retry-after") == retry_after
     assert body["param"] == ("n" if status == 400 else None)
 
-
-def test_an_internal_error_says_nothing_of_its_inside():
-    """The log has the exception's text; the client does not receive it."""
-    assert b"secret" not in error_response(ZeroDivisionError("secret"), 1).body
+    assert b"secret" not in response.body, "the log has the exception's text; the client does not receive it"
 
 
-def test_an_error_within_a_stream_ends_it():
-    """[DONE] follows the error, because clients read until [DONE]."""
-    first, last, rest = error_event(UnavailableError("gone")).decode().split("\n\n")
-    assert json.loads(first.removeprefix("data: "))["error"]["code"] == 503
-    assert (last, rest) == ("data: [DONE]", "")
+@pytest.mark.parametrize(
+    ("endpoint", "kind", "end", "said"),
+    [
+        ("/v1/completions", None, "data: [DONE]\n\n", {"error": {"code": 503, "param": None, "message": "gone"}}),
+        ("/v1/responses", "error", "", {"type": "error", "message": "gone", "param": None}),
+        ("/v1/messages", "error", "", {"type": "error", "error": {"message": "gone"}}),
+    ],
+)
+def test_an_error_within_a_stream_ends_it(endpoint, kind, end, said):
+    """The event has the form and the end mark that the endpoint's clients read until."""
+    event, rest = error_event(UnavailableError("gone"), endpoint).decode().split("\n\n", 1)
+    name, _, data = event.rpartition("data: ")
+    found = json.loads(data)
+    kinds = [found["error"].pop("type")] if "error" in found else [found.pop("code")]
+    assert (name, rest, kinds) == (f"event: {kind}\n" if kind else "", end, ["ServiceUnavailableError"])
+    assert found == said
 
 
-def test_an_error_within_a_response_of_the_responses_api():
-    """One event that its clients know; there is no end mark."""
-    event, rest = error_event(UnavailableError("gone"), "/v1/responses").decode().split("\n\n")
-    kind, data = event.split("\n")
-    said = json.loads(data.removeprefix("data: "))
-    assert (kind, rest) == ("event: error", "")
-    assert said == {"type": "error", "code": "ServiceUnavailableError", "message": "gone", "param": None}
-
-
-def test_an_error_of_the_messages_api():
-    """The error has Anthropic's form, with vLLM's type."""
-    response = error_response(OverloadedError("full"), 7, "/v1/messages")
-    said = {"type": "error", "error": {"type": "RateLimitError", "message": "full"}}
-    assert (response.status_code, json.loads(bytes(response.body))) == (429, said)
-    assert response.headers["retry-after"] == "7"
-
-
-def test_a_malformed_request_to_the_messages_api():
-    """The error has the form that vLLM's web framework sends before the endpoint's code runs."""
-    body = json.loads(bytes(error_response(MalformedError("no JSON", "body"), 1, "/v1/messages").body))
-    assert body == {"error": {"message": "no JSON", "type": "Bad Request", "param": "body", "code": 400}}
-
-
-def test_an_error_within_a_stream_of_the_messages_api():
-    """One event that its clients know; there is no end mark."""
-    event, rest = error_event(UnavailableError("gone"), "/v1/messages").decode().split("\n\n")
-    kind, data = event.split("\n")
-    said = {"type": "error", "error": {"type": "ServiceUnavailableError", "message": "gone"}}
-    assert (kind, rest, json.loads(data.removeprefix("data: "))) == ("event: error", "", said)
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (OverloadedError("full"), 429, {"type": "error", "error": {"type": "RateLimitError", "message": "full"}}),
+        (
+            MalformedError("no JSON", "body"),
+            400,
+            {"error": {"message": "no JSON", "type": "Bad Request", "param": "body", "code": 400}},
+        ),
+    ],
+    ids=["Anthropic's form", "malformed: as vLLM's web framework"],
+)
+def test_an_error_of_the_messages_api(error, status, said):
+    response = error_response(error, 7, "/v1/messages")
+    assert (response.status_code, json.loads(bytes(response.body))) == (status, said)
+    assert response.headers.get("retry-after") == ("7" if status == 429 else None)

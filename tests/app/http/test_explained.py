@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.http import explain
+from app.http import record
 from app.http.auth import digest
 from app.http.routes import build_http
 from tests.actors.behaviours import counted, request
@@ -61,7 +61,7 @@ async def test_with_keys_only_an_operator_is_told(keys: str) -> None:
 
 async def test_a_client_that_asks_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client receives the parts known so far, and the router records these."""
-    monkeypatch.setattr(explain, "ACCOUNT_S", 0.01)
+    monkeypatch.setattr(record, "ACCOUNT_S", 0.01)
     client = Asking()
     assert await ask(Engines(**{"prefill's answer": 60}), client) == {"prefill": 0, "unexplained": 1, "first_step": 1}
     assert "unexplained;" in client.timing

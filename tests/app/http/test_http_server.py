@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import httptools_impl
 
 from actors.upstream import uvicorn_protocol
-from actors.upstream.uvicorn_protocol import DISCONNECTED
+from actors.upstream.uvicorn_protocol import CONNECTION
 from app.http import http_server
 from app.http.http_server import SERVICE_PATH, HttpServer, PortTakenError
 from app.http.parsing import read_request
@@ -328,7 +328,7 @@ async def test_a_disconnect_after_a_large_body_is_noticed(monkeypatch: pytest.Mo
         while (await receive()).get("more_body"):
             pass
         read.set()
-        await scope[DISCONNECTED]
+        await scope[CONNECTION].disconnected
         left.set()
 
     port = free_port()

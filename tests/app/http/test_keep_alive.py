@@ -169,14 +169,22 @@ async def test_an_error_after_the_headers_is_an_event(
     assert (line["status"], line["late_status"]) == (200, error["code"])
 
 
-async def test_an_error_of_the_messages_api() -> None:
-    """The error has Anthropic's form, without `[DONE]`."""
-    wanted = replace(request(messages=[{"role": "user", "content": "a"}]), endpoint="/v1/messages")
-    error = {"type": "BadRequestError", "message": "the prompt is too long"}
-    client, _ = await served([], [late(answers(400, {"type": "error", "error": error}))], wanted)
+ANTHROPIC = {"type": "error", "error": {"type": "BadRequestError", "message": "the prompt is too long"}}
+OF_RESPONSES = {"type": "error", "code": "BadRequestError", "message": "the prompt is too long", "param": "prompt"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "prompt", "answer", "said"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, ANTHROPIC, ANTHROPIC),
+        ("/v1/responses", {"input": "a"}, WRONG, OF_RESPONSES),
+    ],
+)
+async def test_an_error_in_another_form(endpoint: Any, prompt: Any, answer: Any, said: Any) -> None:
+    """The error event has the form of the endpoint's API, without `[DONE]`."""
+    client, _ = await served([], [late(answers(400, answer))], replace(request(**prompt), endpoint=endpoint))
     kind, data = client.body.replace(COMMENT, b"").decode().split("\n", 1)
-    assert kind == "event: error"
-    assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}
+    assert (kind, json.loads(data.removeprefix("data: "))) == ("event: error", said)
 
 
 def recording(endpoint: Any, **fields: str) -> ClientRequest:
@@ -199,35 +207,21 @@ async def test_streams_of_recordings(endpoint: Any) -> None:
     assert client.status == 400
 
 
-async def test_an_endpoint_without_streams() -> None:
-    """The endpoint ignores `stream`."""
-    client, _ = await served([], [late(answers(400, WRONG))], replace(request(), endpoint="/detokenize"))
-    assert client.status == 400
-
-
-async def test_an_error_of_the_responses_api() -> None:
-    """The error has the form of the Responses API, without `[DONE]`."""
-    wanted = replace(request(input="a"), endpoint="/v1/responses")
-    client, _ = await served([], [late(answers(400, WRONG))], wanted)
-    kind, data = client.body.replace(COMMENT, b"").decode().split("\n", 1)
-    assert kind == "event: error"
-    assert json.loads(data.removeprefix("data: ")) == {
-        "type": "error",
-        "code": "BadRequestError",
-        "message": "the prompt is too long",
-        "param": "prompt",
-    }
-
-
 @pytest.mark.parametrize(
-    ("stream", "interval_s"), [(False, 0.1), (True, None), ("false", 0.1)], ids=["whole", "off", "not true"]
+    ("stream", "interval_s", "endpoint"),
+    [
+        (False, 0.1, "/v1/completions"),
+        (True, None, "/v1/completions"),
+        ("false", 0.1, "/v1/completions"),
+        (True, 0.1, "/detokenize"),
+    ],
+    ids=["whole", "off", "not true", "an endpoint that ignores it"],
 )
-async def test_others_wait_for_their_status(stream: Any, interval_s: float | None) -> None:
-    """Answers that are not streamed, and streams with `keep_alive_s: null`."""
+async def test_others_wait_for_their_status(stream: Any, interval_s: float | None, endpoint: Any) -> None:
     for answer, status in ((answers(400, WRONG), 400), (answers(200, WHOLE), 200)):
-        client, _ = await served([], [late(answer)], request(stream=stream), keep_alive_s=interval_s)
-        assert client.status == status
-        assert len(client.pieces) == 1
+        wanted = replace(request(stream=stream), endpoint=endpoint)
+        client, _ = await served([], [late(answer)], wanted, keep_alive_s=interval_s)
+        assert (client.status, len(client.pieces)) == (status, 1)
 
 
 async def test_a_client_that_leaves_while_it_waits() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from actors.router.peer_routers import RouterReplica
 from actors.telemetry.latency_breakdown import LatencyBreakdown, Span
-from actors.telemetry.recent_requests import Pair, RequestRecord
+from actors.telemetry.recent_requests import Pair, RecentRequest
 from app.http.auth import digest
 from app.http.http_server import HttpServer
 from app.http.routes import build_http
@@ -39,7 +39,7 @@ class Busy(Told):
 
     async def status(self) -> dict[str, Any]:
         spans = (Span("router", 0.0, 0.002), Span("prefill", 0.002, 0.080), Span("generation", 0.080, 0.5))
-        record = RequestRecord(
+        record = RecentRequest(
             MARKUP, 1.5e9, "/v1/completions", "remote", None, 200, True, Pair("prefill-1", "decode-1"),
             LatencyBreakdown(spans),
         )  # fmt: skip

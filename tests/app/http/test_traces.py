@@ -7,13 +7,16 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from actors.request import ResponseStart
 from actors.router.client_request import ClientRequest
-from actors.telemetry.recent_requests import Pair, RequestRecord, now_unix
+from actors.telemetry.recent_requests import Pair
 from app.http.traces import Traces
 from tests.actors.telemetry.test_latency_breakdown import REMOTE, break_down
 
@@ -66,9 +69,14 @@ def request(*headers: tuple[bytes, bytes]) -> ClientRequest:
     return ClientRequest("/v1/completions", ((b"x-request-id", b"r1"), *headers), b"{}", {})
 
 
-def record(wanted: ClientRequest) -> RequestRecord:
-    began_at, pair = now_unix(wanted.arrived_at), Pair("p", "d")
-    return RequestRecord("r1", began_at, wanted.endpoint, "remote", None, 200, True, pair, break_down(REMOTE))
+def answer() -> Any:
+    return SimpleNamespace(
+        start=ResponseStart(200, ()),
+        route="remote",
+        local_reason=None,
+        pair=Pair("p", "d"),
+        breakdown=break_down(REMOTE),
+    )
 
 
 def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:
@@ -76,7 +84,7 @@ def test_a_requests_parts_join_the_clients_trace(collector: Collector) -> None:
     traces = Traces(collector.endpoint)
     wanted = request((b"traceparent", CLIENTS), (b"tracestate", b"a=b"))
     trace = traces.begin(wanted)
-    trace.answered(record(wanted))
+    trace.answered(answer())
     trace.end()
     traces.flush()
     (root,) = (span for span in collector.spans if span.name == "POST /v1/completions")
@@ -123,7 +131,7 @@ def test_a_client_that_does_not_sample_is_heard(collector: Collector) -> None:
     traces = Traces(collector.endpoint)
     wanted = request((b"traceparent", CLIENTS[:-1] + b"0"))
     trace = traces.begin(wanted)
-    trace.answered(record(wanted))
+    trace.answered(answer())
     trace.end()
     traces.flush()
     assert collector.spans == []

@@ -2,18 +2,23 @@
 
 import pytest
 
-from actors.router.event_stream import EventStream
+from actors.router.splice import Splice
+from actors.telemetry.router_metrics import RouterMetrics
 
 
 def event(index: int, created: int = 1) -> bytes:
     return f'data: {{"id":"a","created":{created},"choices":[{{"text":"{index}"}}]}}\n\n'.encode()
 
 
+def splice() -> Splice:
+    return Splice(True, RouterMetrics())
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
 def test_pieces_of_any_size_become_whole_events(size):
     """Each piece ends at an event's end; nothing is lost or added."""
     data = b"".join(event(index) for index in range(5)) + b"data: [DONE]\n\n"
-    stream, passed = EventStream(), b""
+    stream, passed = splice(), b""
     for begin in range(0, len(data), size):
         some = stream.feed(data[begin : begin + size])
         assert some == b"" or some.endswith(b"\n\n")
@@ -26,7 +31,7 @@ def test_a_stream_begun_anew_goes_on_where_it_was(cut):
     """Events already sent are removed; an incomplete event before the cut is dropped."""
     old = [event(index) for index in range(6)]
     new = [event(index, created=2) for index in range(6)]
-    stream = EventStream()
+    stream = splice()
     passed = stream.feed(b"".join(old[:cut]) + b'data: {"id"')
     stream.restart()
     passed += stream.feed(b"".join(new))
@@ -35,7 +40,7 @@ def test_a_stream_begun_anew_goes_on_where_it_was(cut):
 
 def test_comments_are_passed_on_and_not_counted():
     """vLLM's keep-alive comments are passed on at once."""
-    stream = EventStream()
+    stream = splice()
     assert stream.feed(b": ping\n\n" + event(0)) == b": ping\n\n" + event(0)
     stream.restart()
     assert stream.feed(event(0) + b": ping\n\n" + event(1)) == b": ping\n\n" + event(1)
@@ -44,7 +49,7 @@ def test_comments_are_passed_on_and_not_counted():
 
 def test_text_that_looks_like_a_date_is_left_alone():
     """Within a string, JSON escapes the quotes."""
-    stream = EventStream()
+    stream = splice()
     stream.feed(event(0, created=1))
     stream.restart()
     stream.feed(event(0, created=2))
@@ -55,7 +60,7 @@ def test_text_that_looks_like_a_date_is_left_alone():
 @pytest.mark.parametrize("last", ["response.completed", "response.failed", "error", "message_stop"])
 def test_the_responses_api_ends_without_a_mark(last):
     """The last event of a response ends its stream; the same text within a string does not."""
-    stream = EventStream()
+    stream = splice()
     stream.feed(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n')
     assert not stream.done
     stream.feed(f'event: {last}\ndata: {{"type": "{last}"}}\n\n'.encode())
@@ -74,7 +79,7 @@ def test_an_error_is_no_repetition_and_ends_the_stream(error, end, repeats):
     """An engine that fails while it repeats events has not sent the event at that position. No
     other engine continues the stream, even if the engine dies before `[DONE]`.
     """
-    stream = EventStream()
+    stream = splice()
     stream.feed(event(0) + event(1))
     if repeats:
         stream.restart()

@@ -1,0 +1,203 @@
+"""Write a streamed answer to a client: to the router's own port, or through Ray Serve's proxy."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from contextvars import Context
+from typing import Any
+
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from actors.errors import DeadlineError
+from actors.request import KEEP_ALIVE, Endpoint
+from actors.router.client_request import ClientRequest
+from actors.router.relay import ClientWriter
+from actors.upstream.uvicorn_protocol import CONNECTION
+from app.http.parsing import FORM_ENDPOINTS
+from configs.settings.router import RouterLimits
+
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+"""Headers that are known before the engine answers; the content type is that of vLLM's streams."""
+
+STREAMING: frozenset[Endpoint] = FORM_ENDPOINTS | {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+}
+"""Endpoints whose streams get comments: those whose body or form has the field `stream`."""
+
+
+Drained = Callable[[], Awaitable[None]]
+
+
+class SendWriter:
+    """ClientWriter over `send`, for Serve's proxy. It is paused while a message is sent."""
+
+    def __init__(self, send: Send) -> None:
+        self.on_resume: Callable[[], None] | None = None
+        self._send = send
+        self._sending: asyncio.Task[None] | None = None
+
+    @property
+    def paused(self) -> bool:
+        return self._sending is not None
+
+    def write(self, data: bytes) -> None:
+        assert self._sending is None, "a relay writes while `paused` is false"
+        self._sending = asyncio.create_task(self._write(data))
+
+    async def _write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending = None
+        if self.on_resume is not None:
+            self.on_resume()
+
+    async def drained(self) -> None:
+        """Wait until everything is sent."""
+        if self._sending is not None:
+            await self._sending
+
+    async def close(self) -> None:
+        """Cancel a `send` that does not return."""
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.wait({self._sending})
+
+
+@asynccontextmanager
+async def writing(scope: Scope, send: Send) -> AsyncGenerator[tuple[ClientWriter, Drained], None]:
+    """Yield the writer of a request, and a function that waits until everything is passed on.
+
+    The writer is the request's connection, if it is one to the router's port.
+    """
+    if (connection := scope.get(CONNECTION)) is not None:
+        yield connection, _nothing
+        return
+    writer = SendWriter(send)
+    try:
+        yield writer, writer.drained
+    finally:
+        await writer.close()
+
+
+async def _nothing() -> None:
+    """The connection has its own buffer, for which `send` waits."""
+
+
+class KeepAlive:
+    """Sends headers, and SSE comments, to the client of a stream that has no token yet.
+
+    Load balancers close idle connections (nginx, AWS: after 60 s). The headers and the first
+    comment are sent after `limits.keep_alive_s`.
+    """
+
+    def __init__(self, send: Send, limits: RouterLimits) -> None:
+        self.started = False
+        """True once this object starts to send status 200 to the client."""
+        self._send = send
+        self._limits = limits
+        self._stopping = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._comments: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def waiting(self, request: ClientRequest) -> AsyncGenerator[None, None]:
+        """Send comments until `stop` or the end of the block, if `request` is for a stream.
+
+        Sends none if `limits.keep_alive_s` is None, or for JSON values of `stream` other than
+        `true`: vLLM converts some to true (`"true"`) and others to false (`"false"`).
+        """
+        interval_s = self._limits.keep_alive_s
+        if interval_s is not None and request.body.get("stream") is True and request.endpoint in STREAMING:
+            self._timer = asyncio.get_running_loop().call_later(interval_s, self._start)
+        try:
+            yield
+        except Exception:
+            await self.stop()  # an error event follows
+            raise
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._comments is not None:
+                self._comments.cancel()
+                await asyncio.gather(self._comments, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Stop the comments; return when the last one has been sent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comments is not None:
+            # The task ends by itself: after a cancellation it would be unknown whether its message
+            # was sent.
+            self._stopping.set()
+            await self._comments
+
+    def _start(self) -> None:
+        self.started = True
+        self._comments = asyncio.create_task(self._comment(), name="sse-keep-alive")
+
+    async def _comment(self) -> None:
+        message: Message = {"type": "http.response.start", "status": 200, "headers": HEADERS}
+        await self._deliver(message)
+        while not self._stopping.is_set():
+            await self._deliver({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self._limits.keep_alive_s)
+
+    async def _deliver(self, message: Message) -> None:
+        idle_s = self._limits.idle_timeout_s
+        try:
+            await asyncio.wait_for(self._send(message), idle_s)
+        except TimeoutError:
+            raise DeadlineError(f"the client read nothing of the stream for {idle_s:g} s") from None
+
+
+async def until_disconnect(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it and raise ClientDisconnect if the client disconnects.
+
+    Returns or raises after `work` has ended.
+    """
+    if (connection := scope.get(CONNECTION)) is not None:
+        await _until_done(connection.disconnected, work)
+        return
+    # Run `work` in an empty context. Otherwise, when Serve's proxy cancels a request, Ray would
+    # also cancel each Ray call of `work`, at any point of that call.
+    working = asyncio.create_task(work, context=Context())
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _until_done(disconnected: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in this task; cancel it and raise ClientDisconnect when `disconnected` is done."""
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+
+    def leave(_: asyncio.Future[None]) -> None:
+        task.cancel()
+
+    disconnected.add_done_callback(leave)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if disconnected.done() and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        disconnected.remove_done_callback(leave)
+
+
+async def _disconnected(receive: Receive) -> None:
+    with suppress(TaskCancelledError):  # Serve's proxy cancels its request on a disconnect
+        while (await receive())["type"] != "http.disconnect":
+            pass
