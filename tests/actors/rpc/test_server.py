@@ -111,10 +111,10 @@ async def test_sequences_fill_an_engine(world: World) -> None:
     async with AsyncExitStack() as stack:
         slot = await world.engines.take(sequences=3)
         stack.callback(world.engines.give_back, slot)
-        many = world.engines.dispatch(slot, Call("POST", "hangs", body=b"{}", sequences=3))
+        many: Any = world.engines.dispatch(slot, Call("POST", "hangs", body=b"{}", sequences=3))
         assert isinstance(await many.__anext__(), Accepted)
         assert world.server.ongoing == 3
-        other = world.engines.dispatch(slot, Call("POST", "ends", body=b"{}"))
+        other: Any = world.engines.dispatch(slot, Call("POST", "ends", body=b"{}"))
         with pytest.raises(RefusedError, match="3 sequences"):
             await other.__anext__()
         many.cancel()
