@@ -111,11 +111,12 @@ async def test_sequences_fill_an_engine(world: World) -> None:
     async with AsyncExitStack() as stack:
         slot = await world.engines.take(sequences=3)
         stack.callback(world.engines.give_back, slot)
-        many = world.engines.dispatch(slot, Call("POST", "hangs", body=b"{}", sequences=3))
-        await world.has(3)
-        other = world.engines.dispatch(slot, Call("POST", "ends", body=b"{}"))
+        many: Any = world.engines.dispatch(slot, Call("POST", "hangs", body=b"{}", sequences=3))
+        assert isinstance(await many.__anext__(), Accepted)
+        assert world.server.ongoing == 3
+        other: Any = world.engines.dispatch(slot, Call("POST", "ends", body=b"{}"))
         with pytest.raises(RefusedError, match="3 sequences"):
-            await other.next()
+            await other.__anext__()
         many.cancel()
     await world.at_rest()
 
@@ -267,12 +268,16 @@ async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch:
     assert world.engines.slots_taken == 0
 
 
-async def test_a_sign_of_life_is_nothing_to_pass_on(world: World) -> None:
-    """A reader takes the items that have arrived; a heartbeat only shows that the engine lives."""
+async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
+    """A reader that checks for more items before it waits would otherwise wait after it."""
     call = EngineCall("decode", await world.engines.take(), SlotPool(dict))
-    wakes = [call.received(item) is not None for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat())]
-    assert wakes == [False, True, False, False, False]
-    assert [call.pop(), call.pop(), call.has_items, call.heard] == [b"first", b"second", False, True]
+    assert call.waits
+    for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat()):
+        call.received(item)
+    for said, waits in ((b"first", False), (b"second", True)):
+        assert (await call.next(), call.waits) == (said, waits)
+    call.ended(None)
+    assert not call.waits
 
 
 async def test_a_large_body(world: World) -> None:
