@@ -6,7 +6,6 @@ applications:
     args: {model: demo}
 """
 
-import gc
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -164,9 +163,6 @@ class HttpRouter(RouterReplica):
             await self._http_server.open()
         if in_replica():
             on_stop(self.leave)
-            # Garbage collections during requests must not visit the modules' objects each time.
-            gc.collect()
-            gc.freeze()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._for_proxies
