@@ -143,6 +143,11 @@ _MOST = {
 """Limits of numbers in agent metadata that determine how much memory a plan takes."""
 
 
+_METADATA = msgspec.json.Decoder(AgentMetadata)
+"""Builds msgspec's description of the type at import: two threads that built it at once crashed the
+process (msgspec 0.22, `convert`)."""
+
+
 def encode_agent_metadata(agent_metadata: AgentMetadata) -> bytes:
     """Return agent metadata as JSON, with the protocol version."""
     return msgspec.json.encode({"version": PROTOCOL_VERSION, "worker": agent_metadata})

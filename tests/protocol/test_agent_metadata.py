@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -213,3 +215,31 @@ def test_any_bytes_decode_or_raise(payload: bytes, cut: int) -> None:
             decode_agent_metadata(candidate)
         except WireError:
             continue
+
+
+FIRST_DECODES = """
+import sys, threading
+from connectors.codec import decode_agent_metadata
+sys.setswitchinterval(1e-6)
+payload = sys.stdin.buffer.read()
+start = threading.Barrier(8)
+
+def decode():
+    start.wait()
+    decode_agent_metadata(payload)
+
+threads = [threading.Thread(target=decode) for _ in range(8)]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join()
+"""
+
+
+def test_the_first_decodes_of_several_threads() -> None:
+    """The handshake and the side channel decode in threads of one process.
+
+    Each process crashed in two of three runs while msgspec built its description of the type then.
+    """
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", FIRST_DECODES], input=encode_agent_metadata(agent_metadata()), check=True)
