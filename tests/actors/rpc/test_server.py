@@ -271,13 +271,13 @@ async def test_a_slot_that_cannot_be_used_is_returned(world: World, monkeypatch:
 async def test_a_sign_of_life_is_nothing_to_wait_for(world: World) -> None:
     """A reader that checks for more items before it waits would otherwise wait after it."""
     call = EngineCall("decode", await world.engines.take(), SlotPool(dict))
-    assert call.waits
+    assert not call.has_items
     for item in (Heartbeat(), b"first", Heartbeat(), b"second", Heartbeat()):
         call.received(item)
-    for said, waits in ((b"first", False), (b"second", True)):
-        assert (await call.next(), call.waits) == (said, waits)
+    for said, more in ((b"first", True), (b"second", False)):
+        assert (await call.next(), call.has_items) == (said, more)
     call.ended(None)
-    assert not call.waits
+    assert call.over
 
 
 async def test_a_large_body(world: World) -> None:
