@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.campaigns.registry import CAMPAIGNS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     Path(line)
@@ -81,6 +83,22 @@ def test_the_source_tree_in_the_architecture_exists() -> None:
         ]
         missing += [] if own.is_dir() else [str(own)]
     assert (missing, seen > 40) == ([], True)
+
+
+def unknown_commands(text: str) -> set[str]:
+    """Return the targets, campaigns and benchmarks that a text names and that do not exist."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    benchmarks = re.findall(r"^([a-z-]+) +benchmarks\.", (ROOT / "benchmarks/__main__.py").read_text(), re.MULTILINE)
+    commands = set(re.findall(r"[`$] *make\s+([a-z][a-z-]*)", text))
+    names = set(re.findall(r"\bNAME=([a-z-]+)", text))
+    return (commands - targets) | (names - {*CAMPAIGNS, *benchmarks})
+
+
+def test_commands_exist() -> None:
+    """Each `make TARGET` and `NAME=…` of a page or an example exists."""
+    files = [*PAGES, *(path.relative_to(ROOT) for path in (*ROOT.glob("configs/*.yaml"), *ROOT.glob("k8s/**/*.yaml")))]
+    assert {str(file): found for file in files if (found := unknown_commands((ROOT / file).read_text()))} == {}
+    assert unknown_commands("`make\ngrids`, `make test`, $ make no NAME=faults NAME=none") == {"grids", "no", "none"}
 
 
 GENERATED = "docs/configuration.md"

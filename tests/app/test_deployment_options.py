@@ -27,7 +27,9 @@ GPUS = 4
 NODES = ("a", "b", "c")
 OBJECT_STORE_BYTES = 80 * 2**20
 
-MORE = pytest.mark.skipif("TANDEM_PLACEMENT" not in os.environ, reason="takes more than a minute: `make placement`")
+MORE = pytest.mark.skipif(
+    "TANDEM_PLACEMENT" not in os.environ, reason="takes more than a minute: the campaign `placement`"
+)
 
 
 def settings(role: RoleName = "prefill", **role_settings: Any) -> ServiceSettings:

@@ -1,6 +1,6 @@
 """Mutate the pure core and list the mutants that no test kills.
 
-    python -m tests.campaigns.mutations [--count 200] [--seed 1] [--only PART]
+    python -m tests.campaigns mutations COUNT=200 SEED=1 ONLY=PART
 
 A mutant differs from the checkout in one comparison, operator, condition, constant, statement or
 order of arguments, of each kind equally many. A child process imports it and runs the tests of its
@@ -10,7 +10,6 @@ decorators and ``zip``'s ``strict`` remain: no result depends on them.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
 import multiprocessing
@@ -27,7 +26,8 @@ import pytest
 import torch  # noqa: F401 - tests import it, and only this process takes the time
 from hypothesis import HealthCheck, settings
 
-ROOT = Path(__file__).parents[2]
+from tests.campaigns.runner import ROOT, Report
+
 CORE = {
     "connectors/planning": ("tests/planning", "tests/protocol"),
     "connectors/protocol": ("tests/protocol",),
@@ -126,13 +126,9 @@ def kill(mutant: Mutant) -> tuple[str, float]:
     return "", time.monotonic() - started_at
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for option, default in (("--count", 200), ("--seed", 1)):
-        parser.add_argument(option, type=int, default=default)
-    parser.add_argument("--only", default="", help="mutants whose file, function or change has this in it")
-    arguments = parser.parse_args()
-    chosen = [each for each in choose(arguments.count, arguments.seed) if arguments.only in str(each[:5])]
+def mutations(report: Report, *, count: int = 200, seed: int = 1, only: str = "") -> None:
+    """At least 95% must be killed; ``only`` is a part of a mutant's file, function or change."""
+    chosen = [each for each in choose(count, seed) if only in str(each[:5])]
     settings.register_profile("mutants", deadline=None, suppress_health_check=list(HealthCheck), database=None)
     settings.load_profile("mutants")
     pytest.main(["--version"])  # loads the plugins before the processes fork
@@ -142,9 +138,7 @@ def main() -> int:
         for mutant, (by, seconds) in zip(chosen, pool.imap(kill, chosen), strict=True):
             survivors += not by
             print(f"{seconds:6.1f} s {by or 'SURVIVES'}:", *mutant[:5], flush=True)
-    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed, {survivors} survive")
-    return survivors * 20 > len(chosen)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+            if not by:
+                report.row(survivor=mutant[:5])
+    report.row(mutants=len(chosen), killed=len(chosen) - survivors)
+    report.check(survivors * 20 <= len(chosen), f"{survivors} of {len(chosen)} mutants survive")

@@ -12,11 +12,11 @@ TABLE = """
 manifests           manifests:manifests 1 . computes k8s/ fits schemas, KubeRay's rules and settings
 alerts              manifests:alerts 1 - promtool promtool's tests of the alerts
 plans               suites:plans 2 . computes plans of all shapes equal an oracle's
-grids               grids:grids 2 PART=1/8 computes all pairs of parallel grids move the right bytes
 corruption          suites:corruption 3 . computes digests detect all damaged transfers
 fuzz-connector      fuzz.connector:connector 3 COUNT=100 computes hostile peers damage no transfer
+mutations           mutations:mutations 60 - computes mutants of the pure core that no test kills
 explore             suites:explore 10 PART=1/6 computes every interleaving of small transfers
-schedules           suites:schedules 6 COUNT=20000 computes random schedules; steps of vLLM's scheduler
+schedules           suites:schedules 3 . computes random steps of vLLM's scheduler, with drafts too
 store-faults        suites:store_faults 5 . computes faults in the KV store
 store-schedules     suites:store_schedules 4 STEPS=24000 computes steps of vLLM's scheduler with a store
 gpu-check           suites:gpu_check 1 . computes transport, digests and engines on NVIDIA GPUs
@@ -27,9 +27,7 @@ speculation         shapes.requests:speculation 2 COUNT=6,PAIRS=1:2 - drafts aft
 adapters            shapes.requests:adapters 1 COUNT=100,PAIRS=1:2 - KV of another LoRA adapter is not used
 images              shapes.requests:images 2 COUNT=12,PAIRS=1:2 - KV of another image is not used; encoder runs
 upstream-shapes     shapes.upstream:upstream 60 - - the same shapes through vLLM's NixlConnector
-store-conversations suites:store_conversations 8 - - turns over pairs that are killed between them
-store-restart       suites:store_restart 3 COUNT=6,ONLY=llama - other pairs load a killed pair's KV
-store-kills         suites:store_kills 3 KILLS=2,ONLY=llama - a pair is killed while it stores
+store-restart       suites:store_restart 4 COUNT=6,KILLS=2,ONLY=llama - others load the KV of pairs killed during writes
 faults              faults.campaign:faults 6 COUNT=40,LANES=2 - kill, stop, cancel, forge: right or refused
 fault-pairs         faults.campaign:pairs 4 COUNT=8,LANES=2 root two faults at once on a link that is cut
 stopped-rank        hosts.stopped_rank:stopped_rank 2 COUNT=5 computes a stopped rank writes no foreign byte
@@ -48,6 +46,7 @@ models              service.models:models 5 - - two models at one endpoint, adap
 latency-breakdown   service.latency_delays:latency_breakdown 3 - - a delayed part is the largest
 fuzz                fuzz.http:http 3 COUNT=1500 - hostile HTTP: no 500, hang or growth
 clients             clients.campaign:clients 3 . - SDKs, LangChain, curl and load generators
+placement           suites:placement 2 . - where Serve places replicas and ranks, on four nodes
 overlay-serves      manifests:overlay_serves 2 . - the configuration in an overlay serves
 two-hosts           hosts.on_two_hosts:two_hosts 6 . root the link between two hosts is cut and restored
 """

@@ -44,13 +44,15 @@ def cuts(report: Report) -> None:
     program(report, "pytest", "-q", "tests/e2e/test_streams.py", TANDEM_STREAMS="1")
 
 
+def placement(report: Report) -> None:
+    program(report, "pytest", "-q", "tests/app/test_deployment_options.py", TANDEM_PLACEMENT="1")
+
+
 def explore(report: Report, *, part: str = "1/1") -> None:
     program(report, "tests.campaigns.protocol.explore", "--part", part)
 
 
-def schedules(report: Report, *, count: int = 100_000, steps: int = 12_000, seed: int = 1) -> None:
-    simulated = ("tests.campaigns.schedules.schedules", "--schedules", str(count), "--seed", str(seed))
-    program(report, *simulated)
+def schedules(report: Report, *, steps: int = 12_000, seed: int = 1) -> None:
     for drafts in ("0", "3"):
         scheduled = ("tests.campaigns.schedules.scheduling", "--steps", str(steps), "--seed", str(seed))
         program(report, *scheduled, "--drafts", drafts)
@@ -64,20 +66,9 @@ def store_schedules(report: Report, *, steps: int = 48_000, seed: int = 1) -> No
     program(report, "tests.campaigns.store.scheduling", "--steps", str(steps), "--seed", str(seed))
 
 
-def store_conversations(report: Report, *, only: str = "") -> None:
-    program(report, "tests.campaigns.store.conversation", *_only(only))
-
-
-def store_restart(report: Report, *, only: str = "", count: int = 25) -> None:
-    program(report, "tests.campaigns.store.restart", *_only(only), "--prompts", str(count))
-
-
-def store_kills(report: Report, *, only: str = "", kills: int = 10) -> None:
-    program(report, "tests.campaigns.store.kills", *_only(only), "--restarts", str(kills))
-
-
-def _only(names: str) -> tuple[str, ...]:
-    return ("--only", *names.split()) if names else ()
+def store_restart(report: Report, *, only: str = "", count: int = 25, kills: int = 1) -> None:
+    cases = ("--only", *only.split()) if only else ()
+    program(report, "tests.campaigns.store.restart", *cases, "--prompts", str(count), "--restarts", str(kills))
 
 
 def gpu_check(report: Report) -> None:

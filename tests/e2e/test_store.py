@@ -1,6 +1,6 @@
 """A conversation over two pairs of engines with a KV store; the first pair is killed between turns.
 
-A part of ``make store-conversations``, which holds longer conversations with more models.
+A part of the campaign ``store-restart``, which kills more pairs, with more models.
 """
 
 from __future__ import annotations

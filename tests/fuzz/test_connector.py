@@ -1,4 +1,4 @@
-"""A short campaign of each kind in every run of the suite; `make fuzz` runs the long ones."""
+"""A short campaign of each kind in every run of the suite; `fuzz-connector` runs the long one."""
 
 import pytest
 

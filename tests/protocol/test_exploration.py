@@ -1,7 +1,7 @@
 """Both machines in every order of events: no state of a small transfer breaks a promise.
 
-``make explore`` covers more: two by two ranks with a message lost, one duplicated, and an ending
-each.
+The campaign ``explore`` covers more: two by two ranks with a message lost, one duplicated, and an
+ending each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Digests detect every corruption and raise no false alarm: real bytes over random layouts.
 
-The suite runs a part, ``make corruption`` all 1,000 cases of each kind and 10,000 clean transfers.
-Cases are seeded: a failure names the seeds.
+The suite runs a part, the campaign ``corruption`` all 1,000 cases of each kind and 10,000 clean
+transfers. Cases are seeded: a failure names the seeds.
 """
 
 from __future__ import annotations

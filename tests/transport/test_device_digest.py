@@ -121,7 +121,7 @@ def scenes() -> list[Scene]:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_corruption_is_caught(kind: str, scenes: list[Scene]) -> None:
-    """The digest detects the damage of ``make corruption``; undamaged transfers pass."""
+    """The digest detects the damage of the campaign ``corruption``; undamaged transfers pass."""
     damage = DAMAGES[kind]
     fitting = [scene for scene in scenes if len(scene.consumer.heads) >= damage.heads]
     for seed in range(2 * len(fitting)):

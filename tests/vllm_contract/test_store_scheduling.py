@@ -1,5 +1,5 @@
-"""A part of `make store-schedules`: vLLM's own scheduler with the store, and a check of attended
-tokens.
+"""A part of the campaign `store-schedules`: vLLM's own scheduler with the store,
+and a check of attended tokens.
 """
 
 from __future__ import annotations

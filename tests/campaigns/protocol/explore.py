@@ -1,4 +1,4 @@
-"""``make explore``: every interleaving of small transfers; fails if a promise breaks.
+"""Every interleaving of small transfers; fails if a promise breaks.
 
     python -m tests.campaigns.protocol.explore [--quick] [--part 1/6] [PART OF A NAME]
 

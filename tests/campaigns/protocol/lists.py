@@ -1,4 +1,4 @@
-"""Explored scenarios: all in ``make explore``, and those of half a minute in ``make test``."""
+"""Explored scenarios: all in ``explore``, and those of half a minute in ``make test``."""
 
 from __future__ import annotations
 

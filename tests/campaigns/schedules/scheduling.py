@@ -539,7 +539,7 @@ def kv_cache(blocks: int) -> KVCacheConfig:
 
 
 def main() -> None:
-    """``make schedules``: run this number of steps over engines of every kind."""
+    """Run this number of steps over engines of every kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -9,8 +9,8 @@ ones that continue the answers. Checks of each life:
 
 loads   nearly all tokens in whole chunks that an earlier life has computed come from the store, of
         prompts and of answers; with a budget that evicts objects, some
-wrong   tokens and logprobs match those of one engine without a connector, by the rules of ``make
-        identity``. Some cases have one engine with TandemStoreConnector instead of a pair
+wrong   tokens and logprobs match those of one engine without a connector, by the rules of
+        ``identity``. Some cases have one engine with TandemStoreConnector instead of a pair
 budget  all files fit into the budget
 parts   files that the last life was writing are removed soon
 damage  after the kill, header and digest of each object are right
