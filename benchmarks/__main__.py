@@ -15,12 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 TABLE = """
-handover        benchmarks.handover                handover and TTFT of engines, beside NixlConnector
+handover        benchmarks.handover                handover and TTFT, beside NixlConnector, or PEER=bare
 service         benchmarks.service                 TTFT through HTTP, beside vllm-router and Ray Serve LLM
-exposed         benchmarks.exposed                 what streaming does not hide, over memory and a slow link (root)
 link            benchmarks.link                    TTFT over a slow link, beside vLLM's connectors (root)
 first-token     benchmarks.first_token             first and second token over a slow link (root)
-promises        benchmarks.promises                cost of digests, secret and message tags
 backlog         benchmarks.backlog                 decode under a prefill backlog; BEFORE=checkout
 transfer        benchmarks.transfer                transfers, beside raw NIXL and memcpy
 descriptors     benchmarks.descriptors             building and posting descriptors, beside NixlConnector
@@ -65,7 +63,7 @@ def arguments(name: str, words: Sequence[str]) -> Iterator[str]:
             yield word
         else:
             yield "--" + option.lower().replace("_", "-")
-            yield from value.split()
+            yield from value.split() or [""]
 
 
 def main(words: Sequence[str]) -> int:

@@ -34,16 +34,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm import SamplingParams, TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from benchmarks.handover import in_turn
 from benchmarks.link import ENGINE, SETTLES_S, bits_a_second, start
 from benchmarks.namespace import Namespace, namespace
 from benchmarks.report import ratios, summary, write
 from testing.engines import describe, start_engine
+from testing.legs import leg
 from testing.models import VOCABULARY, SizedModel, wide_llama
 from testing.processes import Arm, Processes, children, own_cores, pin
-from testing.sequential_proxy import PRODUCE
 
 ARMS = ("link", "decode", "memory", "alone", "nixl")
 METHODS = ("stopped", "alive")
@@ -60,27 +60,6 @@ AIMS = (
 
 Times = dict[tuple[int, str], list[tuple[float, float]]]
 """Milliseconds to the first and to the second token of each request, by prompt tokens and arm."""
-
-
-async def tokens(
-    engine: AsyncLLM, prompt: list[int], count: int, transfer: dict[str, Any] | None
-) -> tuple[list[int], list[float], dict[str, Any] | None]:
-    """Tokens of a greedy answer, arrival time of each, and the answer's transfer parameters."""
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=count,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"kv_transfer_params": transfer} if transfer else None,
-    )
-    at: list[float] = []
-    found: list[int] = []
-    answered = None
-    async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, uuid.uuid4().hex):
-        found = list(output.outputs[0].token_ids)
-        at += [time.monotonic()] * (len(found) - len(at))
-        answered = output.kv_transfer_params
-    return found, at, answered
 
 
 @dataclass
@@ -109,11 +88,10 @@ class Bench:
         """Return the milliseconds to the first and to the second token of one request."""
         started = time.monotonic()
         if arm == "alone":
-            _, at, _ = await tokens(self.alone, prompt, TOKENS, None)
+            at = (await leg(self.alone, prompt, TOKENS, None)).token_at
         elif arm == "nixl":
-            _, _, transfer = await tokens(self.pairs[arm].prefill, prompt, 1, PRODUCE)
-            assert transfer is not None
-            _, at, _ = await tokens(self.pairs[arm].decode, prompt, TOKENS, transfer)
+            _, decode = await in_turn(self.pairs[arm], prompt, TOKENS)
+            at = decode.token_at
         else:
             at = await self._tandem("link" if arm == "decode" else arm, prompt, from_prefill=arm != "decode")
         await asyncio.sleep(SETTLES_S)
@@ -128,13 +106,15 @@ class Bench:
         if from_prefill:
             produce["first_token"] = True
             consume["prompt_multiple"] = multiple
-        (first, prefilled, _), (found, at, _) = await asyncio.gather(
-            tokens(pair.prefill, prompt, 1, produce), tokens(pair.decode, prompt, TOKENS, consume)
+        prefill, decode = await asyncio.gather(
+            leg(pair.prefill, prompt, 1, produce), leg(pair.decode, prompt, TOKENS, consume)
         )
+        first, found = (list(one.output.outputs[0].token_ids) for one in (prefill, decode))
+        at = list(decode.token_at)
         if from_prefill:
             self.handed_over += 1
             self.other_first_tokens += first[0] != found[0]
-            at[0] = min(prefilled[0], at[0])
+            at[0] = min(prefill.first_token_at, at[0])
         return at
 
 

@@ -1,8 +1,10 @@
-"""Handover and TTFT of Tandem's connector and vLLM's NixlConnector between engines.
+"""Handover and TTFT of Tandem's connector beside a peer, between engines.
 
-    python -m benchmarks.handover [--requests 12] [--lengths 200,1000,2000] [--tp 1:2]
+    python -m benchmarks.handover [--requests 12] [--lengths 200,1000,2000] [--tp 1:2] [--peer bare]
 
-In one interleaved run:
+The peer is vLLM's NixlConnector, or ``bare``: Tandem without digests, secret and message tags
+(``integrity: off``), to measure their cost. Deadlines, leases, numbered messages and counted bytes
+cannot be disabled. In one interleaved run; the idle arm is stopped (``testing/processes.py``):
 
 ttft      from the client's request to the decode engine's first token. Tandem's legs are sent at
           once; NixlConnector's one after the other, as its protocol requires
@@ -39,6 +41,7 @@ from testing.transfer_bytes import nixl_bytes, written_bytes
 
 DECODE_TOKENS = 9
 NIXL_FIRST_PORT = 5600
+SECRET = "a secret of the benchmark"
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": 256, "block_size": 32, "enable_prefix_caching": False}
 
 
@@ -55,26 +58,27 @@ class Samples:
         return [handover - step for handover, step in zip(self.handover_ms, self.step_ms, strict=True)]
 
 
-async def tandem(arm: Arm, address: dict[str, Any], prompt: list[int]) -> tuple[Leg, Leg]:
+async def tandem(arm: Arm, address: dict[str, Any], prompt: list[int], tokens: int = DECODE_TOKENS) -> tuple[Leg, Leg]:
+    """Send both legs at once."""
     transfer_id = uuid.uuid4().hex
     produce = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     prefill, decode = await asyncio.gather(
         leg(arm.prefill, prompt, 1, produce),
-        leg(arm.decode, prompt, DECODE_TOKENS, address | {"transfer_id": transfer_id}),
+        leg(arm.decode, prompt, tokens, address | {"transfer_id": transfer_id}),
     )
     return prefill, decode
 
 
-async def nixl(arm: Arm, prompt: list[int]) -> tuple[Leg, Leg]:
+async def in_turn(arm: Arm, prompt: list[int], tokens: int = DECODE_TOKENS) -> tuple[Leg, Leg]:
     prefill = await leg(arm.prefill, prompt, 1, PRODUCE)
     assert prefill.output.kv_transfer_params is not None
-    return prefill, await leg(arm.decode, prompt, DECODE_TOKENS, prefill.output.kv_transfer_params)
+    return prefill, await leg(arm.decode, prompt, tokens, prefill.output.kv_transfer_params)
 
 
 def ideal_bytes(model: dict[str, int], tokens: int) -> int:
     """Return the bytes of KV that decode needs to continue after ``tokens`` prompt tokens."""
     window = min(tokens, WINDOW_TOKENS)
-    return model["token_bytes_a_layer"] * (model["full_layers"] * tokens + model["sliding_layers"] * window)
+    return model["token_bytes_a_layer"] * (model["full_layers"] * tokens + model.get("sliding_layers", 0) * window)
 
 
 def landed_early(events: list[dict[str, Any]]) -> float:
@@ -100,53 +104,50 @@ def start_arm(
     return Arm(pids, name, *engines)
 
 
-async def measure(requests: int, lengths: list[int], tp_sizes: tuple[int, int], folder: Path) -> dict[str, Any]:
-    model = benchmark_gemma3(folder / "model")
-    trace = folder / "trace.jsonl"
-    ours = start_arm(
-        "tandem",
-        model.path,
-        tp_sizes,
-        tuple(
-            KVTransferConfig(
-                kv_connector="TandemConnector",
-                kv_connector_module_path="connectors.vllm_hma.connector",
-                kv_role=role,
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"trace_path": str(trace)},
-            )
-            for role in ("kv_producer", "kv_consumer")
-        ),
+def transfers(name: str, trace: Path, peer: str) -> tuple[KVTransferConfig, KVTransferConfig]:
+    """Return the configurations of an arm's prefill and decode engine."""
+    if name == "nixl":
+        options: dict[str, Any] = {"kv_connector": "NixlConnector"}
+    else:
+        proofs = {"integrity": "off"} if name == "bare" else {"integrity": "full", "secret": SECRET}
+        settings = {"trace_path": str(trace)} | (proofs if peer == "bare" else {})
+        options = {"kv_connector": "TandemConnector", "kv_connector_module_path": "connectors.vllm_hma.connector"}
+        options["kv_connector_extra_config"] = settings
+    prefill, decode = (
+        KVTransferConfig(kv_role=role, kv_load_failure_policy="recompute", **options)
+        for role in ("kv_producer", "kv_consumer")
     )
-    address = await describe(ours.prefill)
-    theirs = None
+    return prefill, decode
+
+
+async def measure(
+    requests: int, lengths: list[int], tp_sizes: tuple[int, int], peer: str, folder: Path
+) -> dict[str, Any]:
+    model = benchmark_gemma3(folder / "model")
+    traces = {name: folder / f"{name}.jsonl" for name in ("tandem", peer)}
+    addresses, arms = {}, []
     try:
-        theirs = start_arm(
-            "nixl",
-            model.path,
-            tp_sizes,
-            tuple(
-                KVTransferConfig(kv_connector="NixlConnector", kv_role=role, kv_load_failure_policy="recompute")
-                for role in ("kv_producer", "kv_consumer")
-            ),
-        )
+        for name, trace in traces.items():
+            arms.append(start_arm(name, model.path, tp_sizes, transfers(name, trace, peer)))
+            if name != "nixl":
+                addresses[name] = await describe(arms[-1].prefill)
         rng = random.Random(0)
-        samples = {length: {"tandem": Samples(), "nixl": Samples()} for length in lengths}
-        for arm in (ours, theirs):
+        samples = {length: {name: Samples() for name in traces} for length in lengths}
+        for arm in arms:
             arm.sleep()
         rounds = [(n, length) for n in range(-2, requests) for length in lengths]
         for number, length in rounds:
             prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
-            order = (ours, theirs) if (number + length) % 2 else (theirs, ours)
-            for arm in order:
+            for arm in arms if (number + length) % 2 else arms[::-1]:
+                address, trace = addresses.get(arm.name), traces[arm.name]
                 with arm.awake():
-                    seen, before = trace.stat().st_size, nixl_bytes()
+                    seen, before = trace.stat().st_size if address else 0, nixl_bytes()
                     started = time.monotonic()
-                    run = tandem(arm, address, prompt) if arm is ours else nixl(arm, prompt)
+                    run = tandem(arm, address, prompt) if address else in_turn(arm, prompt)
                     prefill, decode = await asyncio.wait_for(run, 120)
                     await asyncio.sleep(0.2)
-                    events = read_trace(trace, seen)
-                    moved = written_bytes(events) if arm is ours else nixl_bytes() - before
+                    events = read_trace(trace, seen) if address else []
+                    moved = written_bytes(events) if address else nixl_bytes() - before
                 if number < 0:
                     continue
                 first, last = prefill.output.metrics, decode.output.metrics
@@ -157,23 +158,22 @@ async def measure(requests: int, lengths: list[int], tp_sizes: tuple[int, int], 
                 sample.handover_ms.append(1e3 * (last.first_token_ts - first.first_token_ts))
                 sample.step_ms.append(1e3 * (last.last_token_ts - last.first_token_ts) / (DECODE_TOKENS - 1))
                 sample.moved_over_ideal.append(moved / ideal_bytes(model.shape, length - 1))
-                if arm is ours:
+                if arm.name == "tandem":
                     sample.landed_early.append(landed_early(events))
     finally:
-        ours.shutdown()
-        if theirs is not None:
-            theirs.shutdown()
-    return {str(length): _compare(**both) for length, both in samples.items()}
+        for arm in arms:
+            arm.shutdown()
+    return {str(length): _compare(both["tandem"], both[peer], peer) for length, both in samples.items()}
 
 
-def _compare(tandem: Samples, nixl: Samples) -> dict[str, Any]:
+def _compare(tandem: Samples, other: Samples, peer: str) -> dict[str, Any]:
     kinds = ("ttft_ms", "handover_ms", "step_ms", "beyond_step_ms", "moved_over_ideal")
     table: dict[str, Any] = {
-        kind: {"tandem": summary(getattr(tandem, kind)), "nixl": summary(getattr(nixl, kind))} for kind in kinds
+        kind: {"tandem": summary(getattr(tandem, kind)), peer: summary(getattr(other, kind))} for kind in kinds
     }
     table["landed_early"] = {"tandem": summary(tandem.landed_early)}
     for kind in ("ttft_ms", "handover_ms", "beyond_step_ms"):
-        table[kind]["ratio"] = ratios(getattr(tandem, kind), getattr(nixl, kind))
+        table[kind]["ratio"] = ratios(getattr(tandem, kind), getattr(other, kind))
     return table
 
 
@@ -186,19 +186,23 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=12, help="measured requests per length and connector")
     parser.add_argument("--lengths", default="200,1000,2000", help="prompt tokens")
     parser.add_argument("--tp", default="1:1", help="prefill:decode tensor-parallel sizes")
+    parser.add_argument("--peer", choices=("nixl", "bare"), default="nixl")
     arguments = parser.parse_args()
     prefill_tp, decode_tp = (int(size) for size in arguments.tp.split(":"))
     lengths = [int(length) for length in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(measure(arguments.requests, lengths, (prefill_tp, decode_tp), Path(folder)))
-    print(f"{'tokens':>7} {'measure':<18} {'tandem':>20} {'NixlConnector':>20} {'ratio':>20}")
+        result = asyncio.run(
+            measure(arguments.requests, lengths, (prefill_tp, decode_tp), arguments.peer, Path(folder))
+        )
+    print(f"{'tokens':>7} {'measure':<18} {'tandem':>20} {arguments.peer:>20} {'ratio':>20}")
     for length, table in result.items():
         for kind, row in table.items():
-            ours, theirs = (_cell(row.get(side)) for side in ("tandem", "nixl"))
+            ours, theirs = (_cell(row.get(side)) for side in ("tandem", arguments.peer))
             r = row.get("ratio")
             ratio = f"{r['of_medians']:.2f} ({r['q1']:.2f}-{r['q3']:.2f})" if r else ""
             print(f"{length:>7} {kind:<18} {ours:>20} {theirs:>20} {ratio:>20}")
-    name = "handover" if arguments.tp == "1:1" else f"handover_tp_{prefill_tp}_to_{decode_tp}"
+    name = "promises" if arguments.peer == "bare" else "handover"
+    name += "" if arguments.tp == "1:1" else f"_tp_{prefill_tp}_to_{decode_tp}"
     print("written to", write(name, {"requests": arguments.requests, "tp": arguments.tp, "prompt_tokens": result}))
 
 

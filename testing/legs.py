@@ -15,7 +15,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 @dataclass(frozen=True)
 class Leg:
     output: RequestOutput
-    first_token_at: float
+    token_at: list[float]
+    """Monotonic time of each token."""
+
+    @property
+    def first_token_at(self) -> float:
+        return self.token_at[0]
 
 
 async def leg(
@@ -26,7 +31,7 @@ async def leg(
     request_id: str | None = None,
     **sampling: Any,
 ) -> Leg:
-    """Send a request, greedy unless ``sampling`` has other parameters; the time is monotonic."""
+    """Send a request, greedy unless ``sampling`` has other parameters."""
     params = SamplingParams(
         max_tokens=max_tokens,
         ignore_eos=True,
@@ -34,10 +39,10 @@ async def leg(
         extra_args={"kv_transfer_params": transfer} if transfer else None,
         **({"temperature": 0.0} | sampling),
     )
-    first_token_at = 0.0
+    token_at: list[float] = []
     final = None
     async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id or uuid.uuid4().hex):
-        first_token_at = first_token_at or time.monotonic()
+        token_at += [time.monotonic()] * (len(output.outputs[0].token_ids) - len(token_at))
         final = output
     assert final is not None
-    return Leg(final, first_token_at)
+    return Leg(final, token_at)
