@@ -63,11 +63,12 @@ class Case:
             "within" if self.within_window else "outside",
         )
 
-    def token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the prompt as the model's input, with <bos>."""
-        if self.chat:
-            return tokenizer.apply_chat_template(self.prompt.messages, add_generation_prompt=True, return_dict=False)
-        return tokenizer(self.prompt.text).input_ids
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: RecallPrompt, chat: bool) -> list[int]:
+    """Return the prompt as the model's input, with <bos>."""
+    if chat:
+        return tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+    return tokenizer(prompt.text).input_ids
 
 
 def held_out_cases(seed: int, per_row: int, window: int) -> Iterator[Case]:
@@ -145,7 +146,7 @@ def main() -> None:
     window = json.loads((arguments.model / "config.json").read_text())["sliding_window"]
     cases = list(held_out_cases(arguments.seed, arguments.per_row, window))
     complete = complete_with_vllm if arguments.engine == "vllm" else complete_with_transformers
-    completions = complete(arguments.model, tokenizer, [case.token_ids(tokenizer) for case in cases])
+    completions = complete(arguments.model, tokenizer, [token_ids(tokenizer, case.prompt, case.chat) for case in cases])
 
     rows: dict[tuple[str, tuple[int, int], str], list[bool]] = defaultdict(list)
     wrong = []

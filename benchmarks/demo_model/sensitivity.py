@@ -32,6 +32,7 @@ from benchmarks.demo_model.evaluate import (
     END_TOKENS,
     MAX_NEW_TOKENS,
     text_of_ended,
+    token_ids,
 )
 from testing.facts import SEPARATORS, RecallPrompt, accuracy, exact, fact_count_for, make_prompt
 
@@ -60,13 +61,6 @@ def draw_batch(rng: Random, length: int, chat: bool, prompts: int) -> list[Recal
         prompt = make_prompt(rng, fact_count_for(length - frame), separator=rng.choice(SEPARATORS))
         batch[prompt.question_name] = prompt
     return list(batch.values())
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, prompt: RecallPrompt, chat: bool) -> list[int]:
-    """Return the prompt as the model's input, with <bos>."""
-    if chat:
-        return tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
-    return tokenizer(prompt.text).input_ids
 
 
 def damaged_copy(cache: DynamicCache, damage: Damage | None) -> DynamicCache:
