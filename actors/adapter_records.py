@@ -27,11 +27,13 @@ class AdapterRecord:
     ``model``  suffix of the deployments of its model (`ServiceSettings.each_model`)
     ``path``   path of the adapter as vLLM receives it
     ``is_3d``  vLLM's `is_3d_lora_weight`
+    ``load``   id of the load that made the record
     """
 
     model: str
     path: str
     is_3d: bool = False
+    load: str = ""
 
 
 class AdapterRecords:
@@ -60,6 +62,19 @@ class AdapterRecords:
     async def delete(self, name: str) -> None:
         """Delete the record of `name`, if there is one."""
         await self._run(lambda: ray_private.store_delete(self._key(name)))
+
+    async def remove(self, name: str, record: AdapterRecord) -> None:
+        """Delete the record of `name` if it is `record`.
+
+        Runs after an `add` that has timed out: the only thread runs the operations in order.
+        """
+        data = json.dumps(astuple(record)).encode()
+
+        def remove() -> None:
+            if ray_private.store_get(self._key(name)) == data:
+                ray_private.store_delete(self._key(name))
+
+        await self._run(remove)
 
     async def names(self) -> list[str]:
         """Return the names of all recorded adapters."""

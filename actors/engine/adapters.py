@@ -1,8 +1,10 @@
 """LoRA adapters of one engine, loaded and unloaded at run time.
 
 The router records an adapter, then loads it on all engines of its model. An engine that starts
-later loads the recorded adapters, and each engine loads one that it lacks when a request names it:
-vLLM asks `RecordedAdapters`, one of its LoRA resolvers.
+later loads the recorded adapters, and each engine loads one that it lacks when a request names it.
+For that, `resolve_lora` replaces vLLM's method of the same name, which asks its LoRA resolvers and
+keeps a lock for each unknown name that a request has ever had
+(vllm/entrypoints/openai/models/serving.py).
 """
 
 import asyncio
@@ -13,11 +15,12 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.adapter_records import AdapterRecords
+from actors.adapter_records import AdapterRecord, AdapterRecords
 from actors.errors import UnavailableError
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.lora.request import LoRARequest
 
     from actors.upstream.vllm_replaying_llm import ReplayingLLM
@@ -40,12 +43,12 @@ class EngineAdapters:
         self._models = models
         self._llm = llm
         self._cpu_slots = cpu_slots
-        self._loading: set[str] = set()
-        """Names that vLLM may be loading now; each needs a slot."""
+        self._lock = asyncio.Lock()
         self._files: dict[tuple[str, str], bytes] = {}
         """Digest of `_files` at the last load, by name and path."""
         self._resolved: set[str] = set()
-        """Adapters loaded from their records, for which the router's `load` may still come."""
+        """Adapters loaded from their records. The router may not know this engine yet, so `compare`
+        follows their records."""
         self._records: AdapterRecords | None = None
         self._model = ""
         for name, one in models.lora_requests.items():
@@ -56,72 +59,86 @@ class EngineAdapters:
 
         Logs adapters that cannot be loaded. Raises UnavailableError if the records cannot be read.
         """
-        from vllm.lora.request import LoRARequest
-
         self._records, self._model = records, model
-        self._models.lora_resolvers.append(_resolver(self))
+        self._models.resolve_lora = self.resolve_lora
         for name in await records.names():
-            record = await records.get(name)
-            if record is None or record.model != model:
-                continue
-            found = await self._models.resolve_lora(name)
-            if not isinstance(found, LoRARequest):
-                logger.error("cannot load the recorded adapter %s: %s", name, found.error.message)
+            await self.resolve_lora(name)
+
+    async def resolve_lora(self, lora_name: str) -> "LoRARequest | ErrorResponse":
+        """Return the loaded adapter, after loading it from its record if necessary; vLLM's hook."""
+        from vllm.entrypoints.serve import create_error_response
+
+        problem = f"LoRA adapter {lora_name} does not exist"
+        try:
+            record = await self._record_of(lora_name)
+        except UnavailableError as error:
+            logger.error("cannot read the record of an adapter: %s", error)
+            record = None
+        async with self._lock:
+            if record is not None and lora_name not in self._models.lora_requests:
+                refused = await self._load(lora_name, record.path, record.is_3d)
+                if refused is None:
+                    self._resolved.add(lora_name)
+                else:
+                    problem = refused["error"]["message"]
+                    logger.error("cannot load the recorded adapter %s: %s", lora_name, problem)
+            found = self._models.lora_requests.get(lora_name)
+        if found is not None:
+            return found
+        return create_error_response(message=problem, err_type="NotFoundError", status_code=HTTPStatus.NOT_FOUND)
+
+    async def compare(self) -> None:
+        """Unload the adapters loaded from records that have been deleted or changed since.
+
+        Raises UnavailableError if the records cannot be read.
+        """
+        for name in list(self._resolved):
+            record = await self._record_of(name)
+            own = self._models.lora_requests.get(name)
+            if own is not None and (
+                record is None or (record.path, record.is_3d) != (own.lora_path, own.is_3d_lora_weight)
+            ):
+                await self.unload(name)
+
+    async def _record_of(self, name: str) -> AdapterRecord | None:
+        assert self._records is not None, "`follow` sets it"
+        record = await self._records.get(name)
+        return record if record is not None and record.model == self._model else None
 
     async def load(self, name: str, path: str, is_3d: bool) -> dict[str, Any] | None:
         """Load an adapter. Return None, or an error body in OpenAI's format."""
-        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
-
-        own = self._models.lora_requests.get(name)
-        if own is not None and name in self._resolved and (own.lora_path, own.is_3d_lora_weight) == (path, is_3d):
-            return None
-        try:
-            files = await self._checked(name, path)
-        except ValueError as problem:
-            return _error(HTTPStatus.BAD_REQUEST, str(problem), "InvalidUserInput")
-        try:
-            request = LoadLoRAAdapterRequest(lora_name=name, lora_path=path, is_3d_lora_weight=is_3d)
-            reply = await self._models.load_lora_adapter(request)
-        finally:
-            self._loading.discard(name)
-        if not isinstance(reply, str):
-            return reply.model_dump(mode="json")
-        self._files[name, path] = files
-        return None
+        async with self._lock:
+            own = self._models.lora_requests.get(name)
+            if own is not None and name in self._resolved and (own.lora_path, own.is_3d_lora_weight) == (path, is_3d):
+                self._resolved.discard(name)
+                return None
+            return await self._load(name, path, is_3d)
 
     async def unload(self, name: str) -> dict[str, Any] | None:
         """Unload an adapter for later requests. Return None, or an error body as `load` does."""
         from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
 
-        for names in (self._resolved, self._loading):
-            names.discard(name)
-        reply = await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
-        return None if isinstance(reply, str) else reply.model_dump(mode="json")
+        async with self._lock:
+            self._resolved.discard(name)
+            reply = await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+            return None if isinstance(reply, str) else reply.model_dump(mode="json")
 
-    async def recorded(self, name: str) -> "LoRARequest | None":
-        """Return the request with which vLLM loads the recorded adapter `name`; None without one.
+    async def _load(self, name: str, path: str, is_3d: bool) -> dict[str, Any] | None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        Also returns None, and logs the reason, if the record cannot be read or used.
-        """
-        from vllm.lora.request import LoRARequest
-
-        assert self._records is not None, "`follow` sets it"
         try:
-            record = await self._records.get(name)
-            if record is None or record.model != self._model:
-                return None
-            self._files[name, record.path] = await self._checked(name, record.path)
-            self._resolved.add(name)
-        except (UnavailableError, ValueError) as problem:
-            logger.error("cannot load the adapter %s: %s", name, problem)
-            return None
-        return LoRARequest(lora_name=name, lora_int_id=1, lora_path=record.path, is_3d_lora_weight=record.is_3d)
+            files = await self._checked(name, path)
+        except ValueError as problem:
+            return _error(HTTPStatus.BAD_REQUEST, str(problem), "InvalidUserInput")
+        request = LoadLoRAAdapterRequest(lora_name=name, lora_path=path, is_3d_lora_weight=is_3d)
+        reply = await self._models.load_lora_adapter(request)
+        if not isinstance(reply, str):
+            return reply.model_dump(mode="json")
+        self._files[name, path] = files
+        return None
 
     async def _checked(self, name: str, path: str) -> bytes:
-        """Return the digest of an adapter's files, and reserve a slot for it in `_loading`.
-
-        Raises ValueError if the adapter cannot be loaded.
-        """
+        """Return the digest of an adapter's files. Raises ValueError if it cannot be loaded."""
         try:
             files = await asyncio.to_thread(_files, path)
         except OSError as error:
@@ -137,9 +154,7 @@ class EngineAdapters:
             )
         if len(self._files) >= MOST_FILES and (name, path) not in self._files:
             raise ValueError(f"this engine has loaded {MOST_FILES} adapters; restart it to load others")
-        self._loading.add(name)
         if name not in self._models.lora_requests and (problem := await self._no_slot()):
-            self._loading.discard(name)
             raise ValueError(problem)
         return files
 
@@ -158,19 +173,8 @@ class EngineAdapters:
             await self._llm.remove_lora(unused)
         from actors.upstream.cpu_build.vllm_cpu_kernels import adapter_problem
 
-        problem = adapter_problem(self._cpu_slots, len(used) + len(self._loading - self._models.lora_requests.keys()))
+        problem = adapter_problem(self._cpu_slots, len(used) + 1)
         return None if problem is None else str(problem)
-
-
-def _resolver(adapters: EngineAdapters) -> Any:
-    """Return a LoRA resolver of vLLM for the recorded adapters."""
-    from vllm.lora.resolver import LoRAResolver
-
-    class RecordedAdapters(LoRAResolver):
-        async def resolve_lora(self, base_model_name: str, lora_name: str) -> "LoRARequest | None":
-            return await adapters.recorded(lora_name)
-
-    return RecordedAdapters()
 
 
 def _error(status: HTTPStatus, message: str, kind: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ray import serve
 
 from actors.adapter_records import AdapterRecords
 from actors.engine.node_failures import dead_nodes_now, grace_s, watch_nodes
-from actors.engine.pair_warmup import model_suffix
+from actors.engine.pair_warmup import WARM_UP_INTERVAL_S, every, model_suffix
 from actors.engine.startup.serve_log import keep_serve_log
 from actors.engine.startup.start_progress import StartProgress
 from actors.engine.vllm_engine import VllmEngine
@@ -69,7 +69,10 @@ class EngineActor:
             await self._prepare(settings)
             if self._changes_adapters:
                 context = serve.get_replica_context()
-                await self.engine.adapters.follow(AdapterRecords(context.app_name), model_suffix(context.deployment))
+                adapters = self.engine.adapters
+                await adapters.follow(AdapterRecords(context.app_name), model_suffix(context.deployment))
+                comparing = every(WARM_UP_INTERVAL_S, adapters.compare)
+                self._tasks.append(asyncio.create_task(comparing, name="compares-adapters"))
 
     async def _prepare(self, settings: ServiceSettings) -> None:
         """Prepare the replica for its role; runs before Serve marks the replica ready."""

@@ -65,7 +65,7 @@ async def test_a_router_serves_others_while_it_reads_a_large_body() -> None:
 
     found, ticks = await ticks_during(read())
     assert found.body["prompt"][-2:] == [12345, 1]
-    assert {"prompt", "fields"} <= vars(found).keys()
+    assert "prompt" in vars(found)
     assert ticks >= TICKS
 
 

@@ -4,15 +4,20 @@ A loaded adapter has a record, from which later engines load it (`actors/engine/
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+import uuid
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from actors.adapter_records import AdapterRecord, AdapterRecords
 from actors.errors import TandemError, UnavailableError
 from actors.router.models.model_router import ModelRouter
 from configs.settings.base import RoleName
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CHANGE_S = 120.0
 """Timeout in seconds of a change on one engine, which may read an adapter from a slow disk."""
@@ -59,6 +64,7 @@ class Adapters:
         self._configured = {name: model for model in models for name in model.adapters}
         self._known: dict[str, tuple[ModelRouter, float]] = {}
         """Model of each recorded adapter, and `time.monotonic` of the reading."""
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def model_of(self, name: str) -> ModelRouter | None:
         """Return the model that has the adapter `name`, or None.
@@ -100,7 +106,13 @@ class Adapters:
         """
         assert self.records is not None, "clients may load adapters of this model"
         self._refuse_configured(name)
-        if not await self.records.add(name, AdapterRecord(model.suffix, path, is_3d)):
+        record = AdapterRecord(model.suffix, path, is_3d, uuid.uuid4().hex)
+        try:
+            added = await self.records.add(name, record)
+        except BaseException:  # also after a cancellation: the operation continues
+            self._in_background(self._remove(name, record))
+            raise
+        if not added:
             raise AdapterNameError(f"The lora adapter '{name}' has already been loaded. Unload it first.")
         done = False
         try:
@@ -111,7 +123,7 @@ class Adapters:
                 return
         finally:
             self.forget(name)
-            left = "" if done else await self._take_back(model, name)
+            left = "" if done else await asyncio.shield(self._in_background(self._take_back(model, name, record)))
         raise _error(
             failed, len(replies), f"{left} may have loaded it" if left else "it is loaded on none of the others"
         )
@@ -121,21 +133,29 @@ class Adapters:
         if name in self._configured:
             raise AdapterNameError(f"'{name}' is an adapter of the configuration; change `frontend.lora_modules`")
 
-    async def _take_back(self, model: ModelRouter, name: str) -> str:
+    async def _take_back(self, model: ModelRouter, name: str, record: AdapterRecord) -> str:
         """Delete the record of a failed load, and unload the adapter.
 
-        Return the engines that do not answer, for a message. Also does so if the client leaves.
+        Return the engines that do not answer, for a message.
         """
+        await self._remove(name, record)
+        replies = await model.tell_engines("unload_adapter", REVERT_S, name)
+        silent = [f"{role} {replica}" for (role, replica), one in replies.items() if isinstance(one, Exception)]
+        return ", ".join(silent)
 
-        async def undo() -> str:
-            assert self.records is not None
-            with suppress(UnavailableError):
-                await self.records.delete(name)
-            replies = await model.tell_engines("unload_adapter", REVERT_S, name)
-            silent = [f"{role} {replica}" for (role, replica), one in replies.items() if isinstance(one, Exception)]
-            return ", ".join(silent)
+    async def _remove(self, name: str, record: AdapterRecord) -> None:
+        assert self.records is not None
+        try:
+            await self.records.remove(name, record)
+        except UnavailableError as error:
+            logger.warning("cannot delete the record of the adapter %s, whose load failed: %s", name, error)
 
-        return await asyncio.shield(asyncio.create_task(undo(), name=f"unloads-{name}"))
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run `work` to its end, also if the client leaves."""
+        task = asyncio.create_task(work, name="takes-back-an-adapter")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def unload(self, model: ModelRouter, name: str) -> None:
         """Delete an adapter's record and unload it on all engines; running requests keep it.
@@ -145,7 +165,10 @@ class Adapters:
         engine do not answer or no decode engine runs.
         """
         self._refuse_configured(name)
-        if self.records is not None:
+        record = None if self.records is None else await self.records.get(name)
+        if record is not None and self.records is not None:
+            if record.model != model.suffix:
+                raise AdapterNameError(f"'{name}' is an adapter of another model")
             await self.records.delete(name)
         self.forget(name)
         replies = await _tell(model, "unload_adapter", name)

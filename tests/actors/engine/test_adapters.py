@@ -93,7 +93,7 @@ async def test_a_recorded_adapter_is_loaded_when_a_request_names_it() -> None:
     assert engine.paths == {"new": "/new"}, "a new engine has them at its start"
     records.by_name["late"] = AdapterRecord("-a", "/late")
     found = await engine.models.resolve_lora("late")
-    assert (found.lora_name, found.lora_path, found.lora_int_id) == ("late", "/late", 2)
+    assert (found.lora_name, found.lora_path) == ("late", "/late")
     assert await engine.adapters.load("late", "/late", False) is None, "the router's load comes after the record"
     for unknown in ("other", "none"):
         assert (await engine.models.resolve_lora(unknown)).error.code == 404
@@ -108,6 +108,31 @@ async def test_an_unloaded_adapter_is_not_resolved() -> None:
     assert await engine.adapters.unload("new") is None
     assert (await engine.models.resolve_lora("new")).error.code == 404
     assert "cannot be found" in message(await engine.adapters.unload("new"))
+
+
+async def test_a_record_that_changes_before_the_router_knows_the_engine() -> None:
+    engine = Engine()
+    records = Records(old=AdapterRecord("", "/old"), gone=AdapterRecord("", "/gone"), kept=AdapterRecord("", "/kept"))
+    await engine.adapters.follow(records, "")
+    records.by_name["old"] = AdapterRecord("", "/new")
+    del records.by_name["gone"]
+    await engine.adapters.compare()
+    assert engine.paths == {"kept": "/kept"}
+    assert (await engine.models.resolve_lora("old")).lora_path == "/new"
+
+
+async def test_a_load_that_failed_bars_nothing(tmp_path: Path) -> None:
+    """Its files may come later; it holds no slot, and no lock is kept for an unknown name."""
+    engine = Engine(slots=2)
+    records = Records(late=AdapterRecord("", str(tmp_path)))
+    engine.core.broken = True
+    await engine.adapters.follow(records, "")
+    assert engine.paths == {}
+    engine.core.broken = False
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert (await engine.models.resolve_lora("late")).lora_path == str(tmp_path)
+    await engine.models.resolve_lora("unknown")
+    assert "unknown" not in engine.models.lora_resolver_lock
 
 
 async def test_a_record_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -115,22 +115,18 @@ class Engine:
             self.discarded += not stream.done
 
     async def answer(self, call: Call, notices: Notices, _: float) -> AsyncGenerator[object, None]:
-        self.running += 1
-        try:
-            if "counts" in json.loads(call.body)["prompt"]:
-                async with aclosing(self.count(call)) as items:
-                    async for item in items:
-                        yield item
-                return
-            if f"{self.role} dies" in json.loads(call.body)["prompt"]:
-                raise EngineDownError(self.role)
-            async with aclosing(call_asgi(self.app, call, disconnect_s=0.1, notices=notices)) as answer:
-                async for item in answer:
-                    if item == b"poison":
-                        raise EngineDownError(self.role)
-                    yield TokenChunk(item, ()) if item == FIRST_TOKEN else item
-        finally:
-            self.running -= 1
+        if "counts" in json.loads(call.body)["prompt"]:
+            async with aclosing(self.count(call)) as items:
+                async for item in items:
+                    yield item
+            return
+        if f"{self.role} dies" in json.loads(call.body)["prompt"]:
+            raise EngineDownError(self.role)
+        async with aclosing(call_asgi(self.app, call, disconnect_s=0.1, notices=notices)) as answer:
+            async for item in answer:
+                if item == b"poison":
+                    raise EngineDownError(self.role)
+                yield TokenChunk(item, ()) if item == FIRST_TOKEN else item
 
     async def count(self, call: Call) -> AsyncGenerator[object, None]:
         """Stream forty tokens one by one.

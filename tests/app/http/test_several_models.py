@@ -98,6 +98,11 @@ class Records(AdapterRecords):
         self._check()
         self.by_name.pop(name, None)
 
+    async def remove(self, name: str, record: AdapterRecord) -> None:
+        self._check()
+        if self.by_name.get(name) == record:
+            del self.by_name[name]
+
 
 def error(message: str, kind: str, code: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
@@ -318,6 +323,32 @@ async def test_one_of_two_models_gets_an_adapter_of_a_name(two_loading: Service)
     assert [reply.status_code for reply in replies] == [200, 400]
     assert replies[1].json()["error"]["type"] == "InvalidUserInput"
     assert "new" not in service.b[1].loaded()
+
+
+async def test_an_unload_of_another_models_adapter(two_loading: Service) -> None:
+    service = two_loading
+    load = {"lora_name": "new", "lora_path": "/new", "base_model_name": "a"}
+    assert (await service.post("/v1/load_lora_adapter", **load)).status_code == 200
+    assert (await service.post("/v1/unload_lora_adapter", lora_name="new", base_model_name="b")).status_code == 400
+    assert (await service.post("/v1/completions", model="new", prompt="x")).json()["answered_by"] == "a"
+
+
+async def test_a_load_whose_client_leaves(service: Service) -> None:
+    """Neither the record nor the adapter stays."""
+    body = {"lora_name": "new", "lora_path": "/new", "base_model_name": "a"}
+    for turns in range(12):
+        loading = asyncio.create_task(service.router.adapters.load(service.router.models[0], "new", "/new"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        done = loading.done()
+        loading.cancel()
+        await asyncio.wait({loading})
+        await asyncio.sleep(1)
+        assert (
+            ("new" in service.records.by_name) == ("new" in service.a[1].loaded()) == (done or not loading.cancelled())
+        )
+        if done or not loading.cancelled():
+            assert (await service.post("/v1/unload_lora_adapter", **body)).status_code == 200
 
 
 async def test_a_slow_body_of_a_change_gets_408(service: Service) -> None:

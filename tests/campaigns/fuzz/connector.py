@@ -291,7 +291,7 @@ def nothing_is_left_in(worker: Worker) -> None:
     assert serves(worker.server)
     assert len(left.peers.admitted) <= PEERS
     assert len(left.peers.planned) <= len(left.peers.admitted)
-    assert len(worker.transport.peers) <= PEERS + 1
+    assert len(worker.transport._metadata) <= PEERS + 1  # noqa: SLF001
     assert not left.producer.early
     assert not left.producer.offered_blocks
     until(lambda: not snapshot(worker.runtime).handshaker.pending_hellos)
