@@ -60,8 +60,8 @@ class Prefill(EngineActor):
 
         The engine answers before decode has received the KV. The ongoing call makes a stopping
         replica wait for the handover, and the autoscaler counts it. A call that ends with an error
-        status, or with a stream without tokens, has no KV and ends at once. If the call is
-        cancelled or lost before decode has the KV, discards it.
+        status, or with a stream without tokens, has no KV and ends at once. Unless decode has the
+        KV, discards the transfer: decode's connector may have asked for it.
         """
         self._held.add(transfer_id)
         computed = False
@@ -74,8 +74,6 @@ class Prefill(EngineActor):
                     yield item
             if computed:
                 await asyncio.sleep(request.hold_s)
-                return
-            stream.done = True
         finally:
             self._held.discard(transfer_id)
             if not stream.done:
