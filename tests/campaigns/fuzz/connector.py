@@ -291,7 +291,8 @@ def nothing_is_left_in(worker: Worker) -> None:
     assert serves(worker.server)
     assert len(left.peers.admitted) <= PEERS
     assert len(left.peers.planned) <= len(left.peers.admitted)
-    assert len(worker.transport._metadata) <= PEERS + 1  # noqa: SLF001
+    transport = cast(NixlTransport, worker.transport)
+    assert len(transport._metadata) <= PEERS + 1  # noqa: SLF001
     assert not left.producer.early
     assert not left.producer.offered_blocks
     until(lambda: not snapshot(worker.runtime).handshaker.pending_hellos)
