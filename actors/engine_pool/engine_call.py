@@ -247,9 +247,12 @@ class EngineCall:
         self._timings = timings or self._timings
 
     def _first_token(self) -> None:
-        if self._watcher is not None:
-            self._watcher.sampled()
         self._has_token = True
+        try:
+            if self._watcher is not None:
+                self._watcher.sampled()
+        except Exception:  # would close the connection, with the calls of others
+            logger.exception("cannot record the first token of a request")
 
     def _set_timer(self) -> None:
         times = [at for at in (self._silent_at, self._until) if at is not None]

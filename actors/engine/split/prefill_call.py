@@ -111,7 +111,7 @@ class PrefillCall:
 
     def finish(self, done: bool) -> None:
         """Close the call once its answer has arrived: its timings update the routing policy."""
-        if self.outcome == "computed" or not done:
+        if self.outcome == "computed" or self.broken or not done:
             self.close(done)
         else:
             self._done = done
@@ -163,7 +163,7 @@ class PrefillCall:
                 self.candidate.replica, outcome, self._tried_s, took_s, ongoing, prompt_tokens, timings, message
             )
         )
-        if self._done is not None and outcome == "computed":
+        if self._done is not None and outcome != "accepted":
             self.close(self._done)
 
     def _heard(self) -> None:

@@ -172,6 +172,8 @@ class Attempt:
         """Give back the prefill slot: decode has sampled its first token, so it has the KV."""
         self._delivered = True
         self._give_back_prefill()
+        if self._report is not None and self._report is self._computed:
+            self.accounted.set()
         if self._inflight is not None:
             self._planner.handed_over(self._inflight)
             if self.is_open and self.start.streams and not self._answered:

@@ -221,3 +221,13 @@ async def test_an_engine_without_statistics_is_unexplained():
     engines.decode.replicas = [Replica("d", silent)]
     parts = (await breakdown_of(engines, request(stream=False))).parts
     assert parts["unexplained"] >= DELAY_S * 0.99
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_accounted_for_with_its_first_token(stream: bool) -> None:
+    """Prefill's timings arrive first in most requests; the client does not wait for others."""
+    engines = Engines(streaming=5.0)
+    async with engines.router.answer(request(stream=stream)) as answer:
+        await answer.begin()
+        assert answer.accounted
+    await at_rest(engines.prefill, engines.decode)
