@@ -128,4 +128,4 @@ async def test_a_client_cannot_force_tokens(engine: VllmEngine) -> None:
 async def test_what_cannot_go_on_exactly_is_refused(engine: VllmEngine, more: dict[str, Any]) -> None:
     endpoint, body = completion(ignore_eos=True, temperature=1.0, **more)
     with pytest.raises(CannotResumeError, match="continued on another engine"):
-        await stream(engine, endpoint, body, dies_at=0)
+        await stream(engine, endpoint, body, dies_at=-1)

@@ -42,7 +42,10 @@ ATTEMPTS = 30
 
 @dataclass
 class Fault:
-    """An engine's death after ``dies_at`` tokens (None: never), and a change of its calls."""
+    """An engine's death after ``dies_at`` tokens, and a change of its calls.
+
+    None: never; 0: before the first item after the start; -1: after that item.
+    """
 
     dies_at: int | None = None
     change: Callable[[Call], Call] = lambda call: call
@@ -69,8 +72,10 @@ async def _answer(engine: VllmEngine, call: Call, fault: Fault) -> AsyncGenerato
             if fault.dies_at == 0 and not isinstance(item, ResponseStart):
                 raise EngineDownError("as if killed")
             yield item
+            if fault.dies_at == -1 and not isinstance(item, ResponseStart):
+                raise EngineDownError("as if killed")
             tokens += sum(map(len, item.groups)) if isinstance(item, StreamChunk) else 0
-            if fault.dies_at and tokens >= fault.dies_at:
+            if fault.dies_at and 0 < fault.dies_at <= tokens:
                 raise EngineDownError("as if killed")
 
 
