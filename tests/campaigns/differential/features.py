@@ -149,4 +149,6 @@ def prompt_cases() -> Iterator[Case]:
             for stream in (False, True):
                 name = f"{COMPLETIONS} {form} {sorted(more)}{', streamed' if stream else ''}"
                 body = completion(name, prompt=make(name), **more) | _streaming(COMPLETIONS, stream)
-                yield Case(name, (request(COMPLETIONS, body),), route)
+                # A streamed list of several prompts goes to decode alone (decision 45).
+                alone = stream and form.startswith("several")
+                yield Case(name, (request(COMPLETIONS, body),), "local" if alone else route)
