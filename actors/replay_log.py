@@ -47,6 +47,10 @@ class ServedCall:
     """Whether the outputs of this call's next engine request pass through a `ReplayCollector`."""
     unfinished: bool = False
     """Whether another engine continues the answer, unless the first token ends it."""
+    emitted: deque[TokenGroup] = field(default_factory=deque)
+    """Token groups that vLLM's frontend has to process before the engine's own first output."""
+    prefilled: int = 0
+    """Number of tokens of `replay` that the engine computes with the prompt, for the next chunk."""
     _sampled: bool = False
     """Whether the engine has sampled a token since the last chunk."""
     _new: deque[TokenGroup] = field(default_factory=deque)
@@ -95,7 +99,8 @@ class ServedCall:
         if self.prompt_tokens is not None:
             prompt_tokens, self.prompt_tokens = self.prompt_tokens, None
             return FirstTokenChunk(body, groups, timings, prompt_tokens, digest, source)
-        return TokenChunk(body, groups, timings, digest, source)
+        prefilled, self.prefilled = self.prefilled, 0
+        return TokenChunk(body, groups, timings, digest, source, prefilled)
 
     def fail(self, why: str) -> TandemError:
         """Record and return the error of a replay log that the engine cannot repeat."""

@@ -200,6 +200,10 @@ class TokenChunk(StreamChunk, frozen=True, array_like=True, tag=3):
 
     None in other chunks, and from engines of earlier releases.
     """
+    prefilled: int = 0
+    """Number of tokens of the replay log that the engine computed with the prompt, in the first
+    chunk; 0 if it repeated them in as many steps.
+    """
 
 
 class FirstTokenChunk(StreamChunk, frozen=True, array_like=True, tag=4):

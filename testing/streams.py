@@ -52,11 +52,22 @@ KINDS: dict[str, tuple[Endpoint, dict[str, Any]]] = {
     "logprobs": completion(temperature=0.9, seed=3, ignore_eos=True, logprobs=3),
     "stop strings": completion(temperature=1.6, seed=5, stop=["qq", "9=", "ba1"], min_tokens=30, ignore_eos=True),
     "min tokens": completion(temperature=0, min_tokens=20, stop=["\n"]),
+    "regex": completion(temperature=0, structured_outputs={"regex": "([äöü€😀] ?){14}"}),
     "split characters": completion(temperature=1.0, seed=5, structured_outputs={"regex": "([äöü€😀] ?){14}"}),
     "echo": completion(temperature=0, echo=True, logprobs=2, ignore_eos=True),
     "token ids": completion(temperature=0.9, seed=8, return_token_ids=True, ignore_eos=True),
     "chat": chat(seed=2, logprobs=True, top_logprobs=2, ignore_eos=True),
     "schema": chat(seed=4, response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": PARAMETERS}}),
+    "greedy schema": chat(
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": PARAMETERS}},
+    ),
+    "greedy penalties": completion(
+        temperature=0, ignore_eos=True, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2
+    ),
+    "greedy bad words": completion(temperature=0, ignore_eos=True, bad_words=["09", "3"]),
+    "greedy tool": chat(temperature=0, tools=[TOOL], tool_choice="required"),
+    "greedy stop": completion(temperature=0, ignore_eos=True, stop=["kelo=", "618"], min_tokens=5),
     "any tool": chat(seed=4, tools=[TOOL], tool_choice="required"),
     "named tool": chat(seed=6, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "weather"}}),
 }

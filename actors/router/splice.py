@@ -193,6 +193,9 @@ class Splice:
         elif expected is None or item.groups[0] == expected:
             if expected is not None:
                 self._metrics.first_tokens.labels("repeated").inc()
+            elif isinstance(item, TokenChunk):
+                self._metrics.resumed_tokens.labels("prefilled").inc(item.prefilled)
+                self._metrics.resumed_tokens.labels("replayed").inc(self.tokens - item.prefilled)
             return
         else:
             self._metrics.first_tokens.labels("replayed").inc()

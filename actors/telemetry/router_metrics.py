@@ -87,6 +87,12 @@ class RouterMetrics:
             "continued exactly). Unless the client has disconnected, the last two end with an error.",
             ["outcome"],
         )
+        self.resumed_tokens = counter(
+            "tandem_resumed_tokens",
+            "Tokens that resumed streams had sent before: prefilled (the engine computed them with the prompt) or "
+            "replayed (it repeated them, one per step).",
+            ["way"],
+        )
         self.first_tokens = counter(
             "tandem_first_tokens",
             "First tokens that prefill sampled (router.first_token): ended (the token ended the answer), repeated "

@@ -14,12 +14,17 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
+from connectors.protocol.params import EMITTED_TOKENS
+
 FORCED_TOKENS = "tandem_forced_tokens"
 """Key of SamplingParams.extra_args with the ids of the tokens to emit first."""
 
 
 def forced_tokens(params: SamplingParams) -> list[int]:
-    return (params.extra_args or {}).get(FORCED_TOKENS) or []
+    """Return the tokens by their position in the output, of which the first may be emitted."""
+    extra = params.extra_args or {}
+    forced: list[int] = extra.get(FORCED_TOKENS) or []
+    return [*(extra.get(EMITTED_TOKENS) or ()), *forced] if forced else []
 
 
 def force(logits: torch.Tensor, row: int, token: int) -> None:

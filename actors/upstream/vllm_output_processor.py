@@ -14,6 +14,7 @@ AsyncLLM has no parameter for an output processor, so `take_over` replaces the c
 own. Source: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/output_processor.py
 """
 
+import asyncio
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -24,6 +25,9 @@ from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from actors.replay_log import SERVED_CALL, ServedCall
 from actors.request import TRANSFER_FIELD
 from actors.telemetry.timestamps import KvArrivals
+
+BURST = 32
+"""Number of emitted token groups to process before other tasks run."""
 
 
 class SharedRequestOutputs(OutputProcessor):
@@ -80,11 +84,16 @@ class SharedRequestOutputs(OutputProcessor):
         **options: Any,
     ) -> OutputProcessorOutput:
         ended: list[EngineCoreOutput] = []
+        aborted: list[str] = []
         for output in engine_core_outputs:
             state, stats = self.request_states.get(output.request_id), output.prefill_stats
-            if state is not None and state.is_prefilling and state.output_kind is RequestOutputKind.FINAL_ONLY:
-                served: ServedCall | None = getattr(state, "served", None)
-                if served is not None and output.finish_reason is None:
+            served: ServedCall | None = getattr(state, "served", None)
+            if state is not None and state.is_prefilling and served is not None:
+                aborted += self._process_emitted(state, served, len(served.emitted))
+                if stats is not None and served.replay:
+                    # Excludes cached tokens of the answer.
+                    state.remote_prefill_cached_tokens = min(stats.num_cached_tokens, state.prompt_len)
+                if state.output_kind is RequestOutputKind.FINAL_ONLY and output.finish_reason is None:
                     served.sampled_first()
             if state is not None and stats is not None and stats.num_external_cached_tokens:
                 # vLLM's own field for this number. With vLLM's connectors, a router copies it from
@@ -105,7 +114,31 @@ class SharedRequestOutputs(OutputProcessor):
                 self._update_stats_from_finished(state, FinishReason.LENGTH, iteration_stats)
                 if self.tracing_enabled:
                     self.do_tracing(output, state, iteration_stats)
+        processed.reqs_to_abort.extend(aborted)
         return processed
+
+    async def restore(self, request_id: str) -> list[str]:
+        """Process the emitted tokens of a resumed call while its engine computes them.
+
+        Tokens of an adapter whose identity is not known yet wait for the engine's first output.
+        Returns the requests to abort, as vLLM's ``process_outputs``.
+        """
+        state: Any = self.request_states.get(request_id)
+        served: ServedCall | None = getattr(state, "served", None)
+        aborted: list[str] = []
+        while served is not None and served.emitted and served.source() and request_id in self.request_states:
+            aborted += self._process_emitted(state, served, BURST)
+            await asyncio.sleep(0)
+        return aborted
+
+    def _process_emitted(self, state: Any, served: ServedCall, most: int) -> list[str]:
+        aborted: list[str] = []
+        for _ in range(min(most, len(served.emitted))):
+            output = EngineCoreOutput(state.request_id, list(served.emitted.popleft()))
+            aborted += super().process_outputs([output]).reqs_to_abort
+        # vLLM's statistics and counts of cached tokens begin with the engine's own first output.
+        state.is_prefilling = True
+        return aborted
 
 
 def newly_cached(stats: PrefillStats, block_tokens: int | None) -> int:

@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -32,6 +32,7 @@ from actors.telemetry.timestamps import KvArrivals
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS
 from actors.upstream.vllm_output_processor import SharedRequestOutputs, one_token, samples_first_token
 from actors.upstream.vllm_sendable import check_sendable
+from connectors.protocol.params import EMITTED_TOKENS
 
 ABORTED = str(FinishReason.ABORT)
 
@@ -272,12 +273,33 @@ class ReplayingLLM(AsyncLLM):
                 "the stream was interrupted, and a stream with logprobs cannot be continued on another engine, "
                 f"because the engine's logprobs_mode is {self.model_config.logprobs_mode}; send the request again"
             )
-        extra = {key: value for key, value in (params.extra_args or {}).items() if key != FORCED_TOKENS}
+        own = (FORCED_TOKENS, EMITTED_TOKENS)
+        extra = {key: value for key, value in (params.extra_args or {}).items() if key not in own}
         if not replayed and extra == (params.extra_args or {}):
             return params
+        if served and replayed:
+            if self._prefills(params):
+                # The sampler repeats the last token, which may end the answer.
+                served.emitted.extend(group for group in (*served.replay[:-1], served.replay[-1][:-1]) if group)
+                served.prefilled = len(replayed) - 1
+                extra |= {EMITTED_TOKENS: replayed[:-1], FORCED_TOKENS: replayed[-1:]}
+            else:
+                extra |= {FORCED_TOKENS: replayed}
         params = params.clone()
-        params.extra_args = extra | ({FORCED_TOKENS: replayed} if replayed else {})
+        params.extra_args = extra
         return params
+
+    def _prefills(self, params: SamplingParams) -> bool:
+        """Return whether computing the sent tokens with the prompt changes no later token."""
+        seeded = params.sampling_type is SamplingType.RANDOM_SEED
+        return (
+            params.logprobs is None
+            and params.prompt_logprobs is None
+            # vLLM finds the end of a reasoning in the tokens of each step.
+            and not (params.structured_outputs and self.vllm_config.structured_outputs_config.reasoning_parser)
+            # The V1 runner's generator draws numbers in each step.
+            and (self.vllm_config.use_v2_model_runner or not seeded)
+        )
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         served = SERVED_CALL.get()
@@ -295,6 +317,8 @@ class ReplayingLLM(AsyncLLM):
             # registers the request; nothing else would remove its id.
             self._outputs.unfinished.discard(request.request_id)
             raise
+        if served is not None and served.emitted:
+            await self.engine_core.abort_requests_async(await self._outputs.restore(request.request_id))
 
 
 def _prompt_digest(request: EngineCoreRequest) -> bytes | None:

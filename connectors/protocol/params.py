@@ -32,6 +32,9 @@ from connectors.errors import WireError
 
 _MAX_CHARACTERS = 256
 
+EMITTED_TOKENS = "tandem_emitted_tokens"
+"""Key of vLLM's SamplingParams.extra_args with the ids of output tokens that precede a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:

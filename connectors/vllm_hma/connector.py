@@ -54,6 +54,7 @@ from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from connectors.vllm_hma.upstream.parent_watchdog import end_with_parent
 from connectors.vllm_hma.upstream.vllm_coordinator import end_coordinator_with_parent
+from connectors.vllm_hma.upstream.vllm_emitted_tokens import prepare_v1_runner, restore_output
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         else:
             # Refuse unsupported caches before vLLM allocates memory.
             group_shapes(vllm_config, kv_cache_config)
+            if not vllm_config.use_v2_model_runner:
+                prepare_v1_runner()
             if self.transfers:
                 self._worker = WorkerConnector(config, incarnation, vllm_config, kv_cache_config)
             if config.store is not None:
@@ -233,6 +236,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         # prompt.
         if self.transfers:
             self.scheduler.new_request(request)
+        restore_output(request)
         if self._store_scheduler is not None:
             self._store_scheduler.new_request(request)
 

@@ -5,6 +5,7 @@ The campaign `cuts` interrupts each kind at every token, `streams` kills real en
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,11 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from actors.engine.vllm_engine import VllmEngine
 from actors.errors import CannotResumeError
+from actors.request import Call, ReplayLog, TokenChunk
 from app.demo.paths import MODEL_DIR
 from configs.settings.service import ServiceSettings
 from testing.sse import said
 from testing.streams import KINDS, MODEL, PARAMETERS, PROMPT, TOKENS, completion
-from tests.e2e.two_engines import SETTINGS, NothingLeftError, identity_of, start, stream
+from tests.e2e.two_engines import HEADERS, SETTINGS, NothingLeftError, identity_of, start, stream
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -91,6 +93,24 @@ async def test_a_message_goes_on_as_if_nothing_was(engine: VllmEngine, more: dic
             assert resumed == whole, f"cut at token {cut}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "prefilled"),
+    [("greedy", True), ("greedy schema", True), ("greedy bad words", True), ("penalties", False), ("logprobs", False)],
+)
+async def test_sent_tokens_are_computed_with_the_prompt(engine: VllmEngine, kind: str, prefilled: bool) -> None:
+    """Not where logprobs or the V1 runner's generator of a seed depend on the steps."""
+
+    async def chunks(log: ReplayLog) -> list[TokenChunk]:
+        endpoint, body = KINDS[kind]
+        call = Call("POST", endpoint, HEADERS, json.dumps(body).encode(), log)
+        return [one async for one in engine.serve(call) if isinstance(one, TokenChunk)]
+
+    whole = [group for chunk in await chunks(()) for group in chunk.groups]
+    resumed = await chunks(tuple(whole[:20]))
+    assert [group for chunk in resumed for group in chunk.groups][:20] == whole[:20]
+    assert resumed[0].prefilled == (sum(map(len, whole[:20])) - 1 if prefilled else 0)
+
+
 async def test_a_stream_without_a_seed_keeps_what_was_sent(engine: VllmEngine) -> None:
     """Tokens after the interruption are sampled again; sent tokens are not."""
     endpoint, body = completion(temperature=2.0, ignore_eos=True, return_token_ids=True)
@@ -120,7 +140,7 @@ async def test_a_stream_does_not_continue_on_other_weights(engine: VllmEngine, t
 async def test_a_client_cannot_force_tokens(engine: VllmEngine) -> None:
     """The engine ignores the field in a client's request."""
     endpoint, body = completion(temperature=0, ignore_eos=True)
-    forced = body | {"vllm_xargs": {"tandem_forced_tokens": [7, 7, 7]}}
+    forced = body | {"vllm_xargs": {"tandem_forced_tokens": [7, 7, 7], "tandem_emitted_tokens": [7, 7]}}
     assert said(await stream(engine, endpoint, forced)) == said(await stream(engine, endpoint, body))
 
 

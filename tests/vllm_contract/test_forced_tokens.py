@@ -13,12 +13,14 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from actors.upstream.vllm_forced_tokens import FORCED_TOKENS, ForcedTokens, ForcedTokensV2
+from connectors.protocol.params import EMITTED_TOKENS
 
 VOCABULARY = 8
 
 
-def params(*forced: int) -> SamplingParams:
-    return SamplingParams(extra_args={FORCED_TOKENS: list(forced)} if forced else None)
+def params(*forced: int, emitted: tuple[int, ...] = ()) -> SamplingParams:
+    extra = {FORCED_TOKENS: list(forced), EMITTED_TOKENS: list(emitted)}
+    return SamplingParams(extra_args=extra if forced else None)
 
 
 def only(logits: torch.Tensor) -> list[int | None]:
@@ -68,6 +70,14 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     processor = ForcedTokens(None, torch.device("cpu"), False)
     processor.update_state(update(1, added=((0, params(4, 5, 6), [0], [4, 5]),)))
     assert rows(processor, 1) == [6]
+
+
+def test_tokens_after_emitted_ones_are_forced() -> None:
+    processor = ForcedTokens(None, torch.device("cpu"), False)
+    processor.update_state(update(1, added=((0, params(6, emitted=(4, 5)), [0], output := [4, 5]),)))
+    assert rows(processor, 1) == [6]
+    output.append(6)
+    assert rows(processor, 1) == [None]
 
 
 def test_what_is_forced_changes_greedy_answers() -> None:

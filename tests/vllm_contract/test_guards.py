@@ -25,6 +25,14 @@ GUARDS: dict[str, dict[str, str]] = {
     "vllm_coordinator": {
         "vllm/v1/engine/coordinator.py:DPCoordinatorProc.run_coordinator": "734c039f6d0b",
     },
+    "vllm_emitted_tokens": {
+        "vllm/v1/request.py:Request.append_output_token_ids": "c221adabfba9",
+        "vllm/v1/core/sched/scheduler.py:Scheduler.add_request": "753346a92049",
+        "vllm/v1/structured_output/__init__.py:StructuredOutputManager.grammar_init": "2551addccca9",
+        "vllm/v1/structured_output/request.py:StructuredOutputRequest": "88257b0ec204",
+        "vllm/v1/worker/gpu_input_batch.py:CachedRequestState": "6b5a997bb000",
+        "vllm/v1/worker/gpu_model_runner.py:GPUModelRunner._update_states": "23c0535218aa",
+    },
     "vllm_media_names": {
         "vllm/model_executor/models/qwen3_vl.py:Qwen3VLMultiModalProcessor._get_mm_hashes": "c7f3b00d3456",
         "vllm/multimodal/hasher.py:MultiModalHasher.hash_kwargs": "d4a8bfb2e512",

@@ -99,8 +99,9 @@ FILES = {
         "version-1-prompt-digest.hex",
         "version-1-source.hex",
         "version-1-prefill.hex",
+        "version-1-prefilled.hex",
     ],
-    2: ["version-2.hex"],
+    2: ["version-2.hex", "version-2-prefilled.hex"],
 }
 """Recorded frames of each version, oldest first: a later release may have appended fields."""
 
