@@ -318,7 +318,6 @@ class Producer(Production):
         return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
 
     def _check(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Apply the deadlines of one transfer and set the time of the next check."""
         actions: list[ProducerAction] = []
         transfer.check_at = float("inf") if transfer.stage is Stage.LIVE else transfer.since + self._limits.lease_s
         for delivery in transfer.deliveries.values():
@@ -339,7 +338,6 @@ class Producer(Production):
         return actions
 
     def _engine_hangs(self, transfer: Transfer, now: float) -> bool:
-        """Return whether the engine has had this request for step_s without finishing a step."""
         progress_at = max(self._stepped_at, transfer.since)
         return transfer.stage is Stage.LIVE and now - progress_at >= self._limits.step_s
 
@@ -353,7 +351,6 @@ class Producer(Production):
         return actions
 
     def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
-        """Remove consumers that are lost or silent for forget_s and have no open delivery."""
         silent = {**self._lost, **dict.fromkeys(due(self._heard_at, lambda at: now - at >= self._limits.forget_s))}
         if not silent:
             return []

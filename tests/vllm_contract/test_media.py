@@ -31,7 +31,7 @@ from tests.vllm_contract.scheduler_sides import (
 )
 
 
-def digests(*images: str, **where: int) -> tuple[str, str]:
+def digests(*images: str, **where: Any) -> tuple[str, str]:
     """Return the prompt digests of both legs of a request with these images."""
     (expect,) = start(scheduler(), request(PRODUCE, images=images, **where)).expects
     (receive,) = start(scheduler(), request(CONSUME, images=images, **where)).receives

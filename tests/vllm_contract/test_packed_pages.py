@@ -89,10 +89,7 @@ def test_slotted_pages_are_not_cut() -> None:
         check_compatible(slotted_rank(2, KVCacheLayout.LBHNC).layout, here.layout)
     with pytest.raises(IncompatiblePeerError, match="2 head slots/token, slot/one of 1 ranks"):
         check_compatible(slotted_rank(1, KVCacheLayout.LBNHC).layout, here.layout)
-
-
-def test_two_slots_are_not_two_heads_by_coincidence() -> None:
-    """With two heads and two slots, half a block of K would count as half a block of one head."""
+    # With two heads and two slots, half a block of K would count as half a block of one head.
     short, long = (slotted_rank(2, KVCacheLayout.LBHNC, size) for size in (TOKENS, 2 * TOKENS))
     with pytest.raises(IncompatiblePeerError, match="give both engines the same block_size"):
         check_compatible(long.layout, short.layout)

@@ -43,15 +43,12 @@ class Blocks:
         return blocks
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Drop one reference to each of these blocks, which ``take`` has returned."""
+        """Drop a reference that ``take`` has taken."""
         if blocks:
             self._bound.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
-        """Drop vLLM's references to a request's blocks.
-
-        Until the request has blocks again, a further call, also one by vLLM, has no effect.
-        """
+        """Drop vLLM's references, until the request has blocks again: vLLM's call does nothing."""
         self._bound.free(request)
 
     def zero_edges(self, request_id: str, start_token: int) -> None:
@@ -73,7 +70,7 @@ class Blocks:
                 manager.new_block_ids += dict.fromkeys((*new[:1], *new[-1:]))
 
     def held(self, without: Set[str]) -> set[int]:
-        """Return the ids of all requests' blocks, except null blocks and these requests'."""
+        """Return the ids of all blocks of requests ``without`` these."""
         managers = self._bound.coordinator.single_type_managers
         request_ids = {each for manager in managers for each in manager.req_to_blocks} - without
         tables = (table for each in request_ids for table in self._bound.get_blocks(each).blocks)
@@ -107,7 +104,5 @@ class Blocks:
 
     @property
     def _bound(self) -> KVCacheManager:
-        assert self._manager is not None, (
-            "vLLM has not bound its KV cache manager to this connector (bind_kv_cache_manager)"
-        )
+        assert self._manager is not None, "vLLM has not called bind_kv_cache_manager"
         return self._manager

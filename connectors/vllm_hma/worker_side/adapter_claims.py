@@ -47,7 +47,6 @@ class AdapterClaims:
         self._claims.pop(request_id, None)
 
     def take_outdated(self) -> set[str]:
-        """Return, and forget, the prefill requests whose adapter has changed since ``expect``."""
         if self._replaced == self._loads.replaced:
             return set()
         self._replaced = self._loads.replaced

@@ -68,7 +68,6 @@ class Governor:
         return better if self._steps % _TRY_AGAIN_EVERY else not better
 
     def cost(self, by_layers: bool, exposed_s: float, engine_s: float) -> None:
-        """Record the cost of a step that ended a prompt: writes after its end, and engine time."""
         self._costs[by_layers].add(exposed_s + engine_s)
 
 
@@ -108,7 +107,6 @@ class LastChunks:
             self._exposed = Exposure(now, by_layers, self.engine_s, self._writes.in_flight())
 
     def measure(self, now: float) -> None:
-        """Report the cost of the measured step to the governor, once its writes have ended."""
         exposed = self._exposed
         if exposed is not None and not exposed.writes & self._writes.in_flight():
             self._exposed = None
