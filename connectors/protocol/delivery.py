@@ -264,6 +264,13 @@ def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], con
     return None
 
 
+def wanted(offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> list[UnitSet]:
+    return [
+        wanted_units(group, blocks, shape, offer.end_token)
+        for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)
+    ]
+
+
 def take(
     transfer: Transfer, delivery: Delivery, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer | None
 ) -> tuple[str | None, list[Moves]]:
@@ -278,10 +285,7 @@ def take(
         problem = offer_problem(transfer, offer, groups, consumer)
         if problem is not None:
             return problem, []
-        delivery.pending = [
-            wanted_units(group, blocks, shape, offer.end_token)
-            for group, blocks, shape in zip(groups, offer.groups, consumer.shapes, strict=True)
-        ]
+        delivery.pending = wanted(offer, groups, consumer)
         delivery.unarrived = tuple(map(len, delivery.pending))
         if offer.digest and consumer.new_digest is not None:
             delivery.digest = consumer.new_digest()

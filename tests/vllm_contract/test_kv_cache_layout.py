@@ -32,14 +32,18 @@ def test_the_requested_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     separate run. A backend that knows one layout keeps it; CPU attention is always head-major. MLA
     has one head, so its pages are equal in both layouts.
     """
-    made: VllmConfig = vllm_config.__wrapped__(kv_transfer_config=connector_config())
     cpu = [layout.name for layout in CPUAttentionBackend.supported_kv_cache_layouts()]
     assert cpu == ["LBHNC"]
-    for known, found in ((ANY, "LBHNC"), (cpu, "LBHNC"), (["LBNHC"], "LBNHC")):
-        assert resolve_kv_cache_layout(made, [known]).name == found
-    monkeypatch.setattr(type(made.model_config), "use_mla", True)
-    made = vllm_config.__wrapped__(kv_transfer_config=connector_config())
-    assert resolve_kv_cache_layout(made, [ANY]).name == "LBNHC"
+
+    def resolved(known: list[str], mla: bool = False) -> str:
+        made: VllmConfig = vllm_config.__wrapped__(kv_transfer_config=connector_config())
+        with monkeypatch.context() as patch:
+            if mla:
+                patch.setattr(type(made.model_config), "use_mla", True)
+            return str(resolve_kv_cache_layout(made, [known]).name)
+
+    assert [resolved(ANY), resolved(cpu), resolved(["LBNHC"])] == ["LBHNC", "LBHNC", "LBNHC"]
+    assert resolved(ANY, mla=True) == "LBNHC"
 
 
 @pytest.mark.parametrize(
