@@ -19,8 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from connectors.vllm_hma.model.kv_cache_layout import best_layout
 from tests.vllm_contract.caches import HEADS, connector_config, vllm_config
-from tests.vllm_contract.memory_engines import MemoryRank, memory_rank, transfer, whole_blocks
-from tests.vllm_contract.test_quantized_caches import config as quantized
+from tests.vllm_contract.memory_engines import MemoryRank, config, memory_rank, transfer, whole_blocks
 from tests.vllm_contract.test_quantized_caches import spec
 
 ANY = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
@@ -71,7 +70,7 @@ LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
 
 def ranks(tp_size: int, layout: KVCacheLayout) -> list[MemoryRank]:
     specs = {layer: spec("fp8_per_token_head", tp_size, 32) for layer in LAYERS}
-    return [memory_rank(quantized(tp_size), specs, layout, tp_rank=rank) for rank in range(tp_size)]
+    return [memory_rank(config(tp_size), specs, layout, tp_rank=rank) for rank in range(tp_size)]
 
 
 @pytest.mark.parametrize("producer_layout", KVCacheLayout)

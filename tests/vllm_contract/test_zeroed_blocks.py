@@ -27,9 +27,9 @@ from testing.connector_state import snapshot
 from tests.campaigns.schedules import scheduling
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
-from tests.vllm_contract.memory_engines import memory_rank, plans_for, transfer, units
+from tests.vllm_contract.memory_engines import config, memory_rank, plans_for, transfer, units
 from tests.vllm_contract.scheduler_sides import CONSUME
-from tests.vllm_contract.test_packed_pages import LAYER, config
+from tests.vllm_contract.test_packed_pages import LAYER
 from tests.vllm_contract.test_streaming import SlowFence
 from tests.vllm_contract.workers import ARRIVED, FAILED, SENT, Worker, compute, receive, results, until
 
