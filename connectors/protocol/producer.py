@@ -99,7 +99,6 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def starting(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Handle a prompt that starts in this step, or that may start in the next."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -243,7 +242,6 @@ class Producer(Production):
         return peer in self._consumers
 
     def serves(self, peer: Peer) -> bool:
-        """Return whether ``peer`` has an open delivery."""
         return any(
             delivery.peer == peer and not delivery.closed
             for transfer in (*self._transfers.values(), *(transfer for transfer, _ in self._writes.values()))

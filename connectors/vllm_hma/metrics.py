@@ -220,7 +220,6 @@ class TandemStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return Tandem's fields for vLLM's periodic log line."""
         counts = self.data["counts"]
         found: dict[str, int | float] = {f"KV {end}": number for end, number in counts.get("requests", {}).items()}
         if "bytes" in counts:
@@ -268,8 +267,6 @@ class RankTally:
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
-    """The connectors' Prometheus metrics, in the API server process."""
-
     def __init__(
         self,
         vllm_config: VllmConfig,

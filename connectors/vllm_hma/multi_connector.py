@@ -92,7 +92,6 @@ class ChildTally:
         self._answers[request_id] = answers, load_async
 
     def scheduled(self, request_id: str, chosen: int | None, tokens: int) -> None:
-        """Count a request whose ``tokens`` are loaded from child number ``chosen``."""
         # A request is scheduled twice, and asked once, if its load is asynchronous.
         answers, load_async = self._answers.pop(request_id, ([], False))
         for number, answer in enumerate(answers):
@@ -129,8 +128,6 @@ class ChildTally:
 
 
 class ChildPromMetrics(MultiKVConnectorPromMetrics):
-    """The metrics of all children, by class, and of this connector."""
-
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for label, stats in transfer_stats_data.items():
             kind = _kind_of(label)

@@ -48,7 +48,7 @@ class Blocks:
             self._bound.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
-        """Drop vLLM's references, until the request has blocks again: vLLM's call does nothing."""
+        """Drop vLLM's references to a request's blocks. vLLM's own later call has no effect."""
         self._bound.free(request)
 
     def zero_edges(self, request_id: str, start_token: int) -> None:

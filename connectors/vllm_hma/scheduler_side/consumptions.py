@@ -111,7 +111,6 @@ class Consumptions:
                 self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
 
     def consumes(self, request_id: str) -> bool:
-        """Return whether the request has a transfer that has not started."""
         return request_id in self._consumptions
 
     def receives(self, request_id: str) -> bool:
@@ -183,7 +182,6 @@ class Consumptions:
         return bool(self._failed)
 
     def ran(self, request_ids: Iterable[str], preempted: Iterable[str] = ()) -> None:
-        """Record that a step runs these requests, after vLLM has preempted others."""
         self._running.difference_update(preempted)
         self._running.update(request_ids)
 

@@ -194,7 +194,6 @@ class Productions:
         self._blocks.drop(self._productions.pop(request_id).windows)
 
     def schedule(self, output: SchedulerOutput, orders: Orders) -> None:
-        """Add this step's orders for prefill requests."""
         for request_id in output.preempted_req_ids or ():
             production = self._productions.get(request_id)
             if production is not None:

@@ -188,7 +188,6 @@ class SchedulerConnector:
         return self._outbox.take_stats()
 
     def orders(self, output: SchedulerOutput) -> Orders:
-        """Take the orders collected since the last step, and add this step's."""
         orders = self._outbox.take_orders()
         orders.report = bool(self.quarantine) or self.consumptions.delayed
         self.consumptions.ran(output.num_scheduled_tokens, output.preempted_req_ids or ())

@@ -38,7 +38,6 @@ class AdapterClaims:
         return replace(expect, prompt_digest=_digest(expect.prompt_digest, identity))
 
     def receive(self, receive: Receive) -> Receive:
-        """Return the order of a decode request with the adapter's identity in its prompt digest."""
         if receive.adapter is None:
             return receive
         return replace(receive, prompt_digest=_digest(receive.prompt_digest, self._loads.identity(receive.adapter)))

@@ -96,13 +96,11 @@ class LastChunks:
         self._exposed: Exposure | None = None
 
     def begin_step(self, ends_prompt: bool) -> bool:
-        """Choose the mode of a step before its forward pass; return ``by_layers``."""
         self.by_layers = ends_prompt and self._governor.by_layers()
         self.engine_s, self._begun_before = 0.0, self._writes.begun
         return self.by_layers
 
     def end_step(self, by_layers: bool, now: float) -> None:
-        """Begin to measure the cost of a step that began writes, unless another one is measured."""
         if self._writes.begun > self._begun_before and self._exposed is None:
             self._exposed = Exposure(now, by_layers, self.engine_s, self._writes.in_flight())
 

@@ -308,7 +308,6 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call, and all gauges if one has changed; else None."""
         with self._lock:
             return self._tally.take(self.counts())
 
