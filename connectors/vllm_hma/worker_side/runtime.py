@@ -127,15 +127,15 @@ class WorkerRuntime:
             self._lock,
         )
         self._last_chunks = LastChunks(governor, self._writes)
-        self._round: tuple[Callable[[float], None], ...] = (
-            self._read_messages,
-            self._take_computed,
-            lambda now: self._perform(self._writes.poll(now)),
-            self._last_chunks.measure,
-            lambda now: self._perform(self._producer.tick(now)),
-            lambda now: self._perform(self._consumer.tick(now)),
-            self._watch_workers,
-        )
+        self._round: dict[str, Callable[[float], None]] = {
+            "reading messages": self._read_messages,
+            "sending computed KV": self._take_computed,
+            "polling writes": lambda now: self._perform(self._writes.poll(now)),
+            "measuring a step": self._last_chunks.measure,
+            "checking deadlines of sent transfers": lambda now: self._perform(self._producer.tick(now)),
+            "checking deadlines of received transfers": lambda now: self._perform(self._consumer.tick(now)),
+            "watching workers": self._watch_workers,
+        }
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
         self._due: list[Due] = []
@@ -350,13 +350,14 @@ class WorkerRuntime:
         Never raises: an exception would end the engine in a hook of vLLM, or the progress thread. A
         part that fails does not prevent the others.
         """
-        for part in self._round:
+        for name, part in self._round.items():
             try:
                 part(now)
             except Exception:
                 logger.exception(
-                    "Tandem: a part of a round of transfer work failed; the other parts run, and the next round tries "
-                    "again"
+                    "Tandem: %s failed in a round of transfer work; the round's other parts run, and the next round "
+                    "tries again",
+                    name,
                 )
 
     def _read_messages(self, now: float) -> None:
