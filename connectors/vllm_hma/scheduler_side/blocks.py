@@ -48,7 +48,10 @@ class Blocks:
             self._bound.block_pool.free_blocks(blocks)
 
     def free(self, request: Request) -> None:
-        """Drop vLLM's references to a request's blocks. vLLM's own later call has no effect."""
+        """Drop vLLM's references to a request's blocks.
+
+        Until the request has blocks again, a further call, also one by vLLM, has no effect.
+        """
         self._bound.free(request)
 
     def zero_edges(self, request_id: str, start_token: int) -> None:
