@@ -11,8 +11,6 @@ MAX_CHARACTERS = 2**16
 
 
 class _OneLine:
-    """Argument of a log message whose text is escaped and cut when the message is formatted."""
-
     def __init__(self, value: object) -> None:
         self._value = value
 

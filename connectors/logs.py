@@ -39,7 +39,6 @@ class RateLimitedHandler(logging.Handler):
         """For each statement: start of its interval, lines in it, lines omitted."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass the record on, or count it as omitted."""
         if record.levelno <= logging.DEBUG:
             self.handle_record(record)
             return

@@ -152,7 +152,6 @@ def check_compatible(producer: EngineLayout, consumer: EngineLayout) -> None:
 
 
 def _common_parts(src: Group, dst: Group) -> list[tuple[LayerPages, LayerPages]]:
-    """Return (producer's, consumer's) pages of each part of each layer."""
     theirs = dst.parts
     return [pair for layer, pages in src.parts.items() for pair in zip(pages, theirs[layer], strict=True)]
 

@@ -337,7 +337,6 @@ class Consumer:
     def _answered(
         self, reception: Reception, partner: Partner, message: Fin | Aborted | Cancelled, now: float
     ) -> list[ConsumerAction]:
-        """Handle a partner's final message; end the reception if it waits for nothing else."""
         if isinstance(message, Fin):
             expected = expected_bytes(self._groups, reception.order, partner)
             if message.total_bytes != expected:
@@ -371,7 +370,6 @@ class Consumer:
         return [Send(peer, Cancel(reception.order.transfer_id, reception.number)) for peer in reception.writing]
 
     def _unanswered(self, reception: Reception, now: float) -> list[ConsumerAction]:
-        """Send Cancel again and reconnect, after cancel_s. In ENDING, end the request's wait."""
         order, met_at = reception.order, next(iter(reception.writing.values())).met_at
         actions: list[ConsumerAction] = [*self._cancel(reception, now), Connect(met_at or order.producer)]
         if reception.stage is ReceptionStage.ENDING:
@@ -379,14 +377,12 @@ class Consumer:
         return actions
 
     def _write_failed(self, reception: Reception, reason: str, now: float) -> list[ConsumerAction]:
-        """Handle Failed: quarantine the blocks, because parts of the write may still arrive."""
         actions = self._fail(reception, reason, now)
         if reception.stage is ReceptionStage.ENDING:
             actions.append(self._keep(reception))
         return actions
 
     def _keep(self, reception: Reception) -> Received:
-        """End the request's wait and quarantine its blocks."""
         order = reception.order
         reception.stage = ReceptionStage.QUARANTINE
         self._quarantine[order.transfer_id] = self._receptions.pop(order.request_id)

@@ -229,7 +229,6 @@ class Allowance:
 
 
 def offer_problem(transfer: Transfer, offer: Offer, groups: Sequence[Group], consumer: ConsumerPeer) -> str | None:
-    """Return the reason why an offer cannot be served, or None."""
     if offer.digest and consumer.new_digest is None:
         return "the offer requests a digest, but this prefill worker computes no digests"
     if offer.prompt_digest != transfer.prompt_digest:

@@ -99,7 +99,6 @@ class Producer(Production):
         return self._advance(transfer, now)
 
     def starting(self, request_id: str, now: float) -> list[ProducerAction]:
-        """Handle a prompt that starts in this step, or that may start in the next."""
         transfer = self._by_request.get(request_id)
         if transfer is None:
             return []
@@ -243,7 +242,6 @@ class Producer(Production):
         return peer in self._consumers
 
     def serves(self, peer: Peer) -> bool:
-        """Return whether ``peer`` has an open delivery."""
         return any(
             delivery.peer == peer and not delivery.closed
             for transfer in (*self._transfers.values(), *(transfer for transfer, _ in self._writes.values()))
@@ -318,7 +316,6 @@ class Producer(Production):
         return actions + self._give_up_hanging_writes(now) + self._forget_silent_peers(now)
 
     def _check(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """Apply the deadlines of one transfer and set the time of the next check."""
         actions: list[ProducerAction] = []
         transfer.check_at = float("inf") if transfer.stage is Stage.LIVE else transfer.since + self._limits.lease_s
         for delivery in transfer.deliveries.values():
@@ -339,7 +336,6 @@ class Producer(Production):
         return actions
 
     def _engine_hangs(self, transfer: Transfer, now: float) -> bool:
-        """Return whether the engine has had this request for step_s without finishing a step."""
         progress_at = max(self._stepped_at, transfer.since)
         return transfer.stage is Stage.LIVE and now - progress_at >= self._limits.step_s
 
@@ -353,7 +349,6 @@ class Producer(Production):
         return actions
 
     def _forget_silent_peers(self, now: float) -> list[ProducerAction]:
-        """Remove consumers that are lost or silent for forget_s and have no open delivery."""
         silent = {**self._lost, **dict.fromkeys(due(self._heard_at, lambda at: now - at >= self._limits.forget_s))}
         if not silent:
             return []

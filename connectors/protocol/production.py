@@ -147,7 +147,6 @@ class Production:
         ][:1]
 
     def _too_early(self, peer: Peer, transfer_id: str) -> bool:
-        """Return whether ``peer`` has too many early transfers, so that its message is ignored."""
         known = transfer_id in self._transfers or transfer_id in self._gone
         return not known and self._allowance.early[peer.incarnation] >= MAX_EARLY
 
@@ -215,9 +214,6 @@ class Production:
         return []
 
     def _close(self, transfer: Transfer, delivery: Delivery) -> list[Send]:
-        """Close a delivery with ``ending`` and no write in flight; return its final message, if
-        any.
-        """
         if delivery.ending is None or delivery.in_flight:
             return []
         delivery.closed = True
@@ -246,7 +242,6 @@ class Production:
         return Send(peer, Failed(transfer_id, self._failed[peer][transfer_id]))
 
     def _new_write_id(self, peer: Peer) -> int:
-        """Return a write id that is unique in this state machine."""
         self._last_write_id += 1
         return self._last_write_id
 
@@ -262,7 +257,6 @@ class Production:
         return self._advance(transfer, now)
 
     def _expire(self, transfer: Transfer, now: float) -> list[ProducerAction]:
-        """End a held or early transfer after lease_s and after its writes."""
         reason = (
             "the lease expired before an offer arrived"
             if transfer.stage is Stage.HELD

@@ -72,7 +72,6 @@ class RequestQueue:
         return [Connect(producer)] if partners is None else [self._ask(transfer_id, queued, partners, now)]
 
     def remove(self, transfer_id: str, request_id: str) -> bool:
-        """Remove the transfer's entry if it belongs to this request; return whether it did."""
         queued = self.requests.get(transfer_id)
         if queued is None or queued.request_id != request_id:
             return False
@@ -123,7 +122,6 @@ class RequestQueue:
         return []
 
     def tick(self, now: float) -> list[ConsumerAction]:
-        """End waits that have had no message from ``asked``, or no handshake, for ``silence_s``."""
         actions: list[ConsumerAction] = []
         for transfer_id, queued in list(self.requests.items()):
             silence_s = self._limits.silence_s(connecting=queued.asked is None)
@@ -229,7 +227,6 @@ class Reception:
 
 
 def units_from(partner: Partner, groups: Sequence[Group], order: Order) -> tuple[UnitSet, ...]:
-    """Return the units that a partner must write for an order, by group."""
     return tuple(
         wanted_units(group, blocks, shape, order.end_token)
         for group, blocks, shape in zip(groups, order.groups, partner.shapes, strict=True)

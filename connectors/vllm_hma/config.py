@@ -41,11 +41,9 @@ class ConnectorConfig(TransferOptions):
 
     @property
     def reachable_host(self) -> str:
-        """Host name or address of the side channel for peers."""
         return self.advertise_host or self.side_channel_host
 
     def believes(self, supervisor: str) -> bool:
-        """Return whether ``supervisor`` is this engine's supervisor token; False if it has none."""
         return bool(self.supervisor) and hmac.compare_digest(self.supervisor.encode(), supervisor.encode())
 
     @property

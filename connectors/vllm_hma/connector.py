@@ -160,21 +160,16 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> SchedulerConnector:
-        assert self._scheduler is not None, (
-            "this instance of TandemConnector has the worker role, so it has no scheduler side"
-        )
+        assert self._scheduler is not None, "this instance has the worker role, so it has no scheduler side"
         return self._scheduler
 
     @property
     def worker(self) -> WorkerConnector:
-        assert self._worker is not None, (
-            "this instance of TandemConnector has the scheduler role, so it has no worker side"
-        )
+        assert self._worker is not None, "this instance has the scheduler role, or no transfers"
         return self._worker
 
     @property
     def store(self) -> StoreScheduler:
-        """Scheduler side of the KV store; the configuration must have one."""
         assert self._store_scheduler is not None, "this instance has the worker role, or no store"
         return self._store_scheduler
 
@@ -332,11 +327,7 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request) if self.transfers else (False, None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request of an engine with one KV cache group.
-
-        Return as ``SchedulerConnector.finished``. vLLM's MultiConnector calls this if another child
-        lacks HMA support.
-        """
+        """For vLLM's MultiConnector, if another child lacks HMA support: there is one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
@@ -474,7 +465,6 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
             self._store_worker.close()
 
     def _spoil(self, orders: Orders) -> None:
-        """Abort the deliveries of all prompts of this step if a failed load has spoiled it."""
         if self._spoiled and self._worker is not None:
             requests = {chunk.request_id for chunk in orders.chunks}
             self._worker.runtime.spoil(requests, "a load of KV failed in this step or a recent one")
@@ -486,7 +476,6 @@ class TandemConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
 
 
 def _check_transfers(vllm_config: VllmConfig) -> None:
-    """Raise ConfigurationError if an engine with this configuration cannot exchange KV."""
     # On CUDA and ROCm, vLLM turns the allocator on for sleep mode (vllm/config/model.py).
     for option in ("enable_sleep_mode", "enable_cumem_allocator"):
         if getattr(vllm_config.model_config, option):

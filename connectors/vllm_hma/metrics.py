@@ -199,7 +199,6 @@ class TandemStats(KVConnectorStats):
         self._put("adapters", adapter, identity if identity == known else "")
 
     def _put(self, kind: str, key: str, value: object) -> None:
-        """Set the newest entry; beyond ARRIVALS_KEPT, forget the oldest."""
         kept = self.data[kind]
         kept.pop(key, None)
         if len(kept) >= ARRIVALS_KEPT:
@@ -221,7 +220,6 @@ class TandemStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return Tandem's fields for vLLM's periodic log line."""
         counts = self.data["counts"]
         found: dict[str, int | float] = {f"KV {end}": number for end, number in counts.get("requests", {}).items()}
         if "bytes" in counts:
@@ -269,8 +267,6 @@ class RankTally:
 
 
 class TandemPromMetrics(KVConnectorPromMetrics):
-    """The connectors' Prometheus metrics, in the API server process."""
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -284,12 +280,11 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             key: counter(name=name, documentation=text, labelnames=[*labelnames, label])
             for key, (name, label, text) in COUNTERS.items()
         }
-        self._transfers: Any
-        self._child_loads: Any
-        self._transfers, self._child_loads = (
+        by_label: list[Any] = [
             gauge(name=name, documentation=text, labelnames=[*labelnames, label])
             for name, label, text in (TRANSFERS, CHILD_LOADS)
-        )
+        ]
+        self._transfers, self._child_loads = by_label
         self._held_up: dict[str, Any] = {
             key: gauge(name=name, documentation=text, labelnames=labelnames)
             for key, (name, text) in (("quarantined", QUARANTINED), ("hanging", HANGING), ("store_loads", STORE_LOADS))
@@ -321,7 +316,6 @@ class TandemPromMetrics(KVConnectorPromMetrics):
             held_up.labels(*values).set(largest[key])
 
     def _keep(self, engine_idx: int, peer: str) -> None:
-        """Mark a peer as used; above PEERS_KEPT, remove the series of the oldest."""
         self._peers.pop((engine_idx, peer), None)
         self._peers[engine_idx, peer] = None
         own = [key for key in self._peers if key[0] == engine_idx]

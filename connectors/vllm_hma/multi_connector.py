@@ -89,11 +89,9 @@ class ChildTally:
         self._pending = dict.fromkeys(labels, 0)
 
     def answered(self, request_id: str, answers: list[int | None], load_async: bool) -> None:
-        """Replace a request's answers, one per child; ``load_async`` is that of the chosen one."""
         self._answers[request_id] = answers, load_async
 
     def scheduled(self, request_id: str, chosen: int | None, tokens: int) -> None:
-        """Count a request whose ``tokens`` are loaded from child number ``chosen``."""
         # A request is scheduled twice, and asked once, if its load is asynchronous.
         answers, load_async = self._answers.pop(request_id, ([], False))
         for number, answer in enumerate(answers):
@@ -108,7 +106,6 @@ class ChildTally:
                 self._stats.count("child_misses", label)
 
     def arrived(self, request_ids: Iterable[str]) -> None:
-        """End the asynchronous loads of these requests."""
         for request_id in request_ids:
             self._loading.pop(request_id, None)
 
@@ -118,7 +115,6 @@ class ChildTally:
         self._loading.pop(request_id, None)
 
     def take(self) -> TandemStats | None:
-        """Return the changes since the last call; None if there are none."""
         waits = Counter(self._loading.values())
         for answers, _ in self._answers.values():
             waits.update(label for label, answer in zip(self._labels, answers, strict=True) if answer is None)
@@ -132,8 +128,6 @@ class ChildTally:
 
 
 class ChildPromMetrics(MultiKVConnectorPromMetrics):
-    """The metrics of all children, by class, and of this connector."""
-
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for label, stats in transfer_stats_data.items():
             kind = _kind_of(label)
@@ -156,9 +150,7 @@ class TandemMultiConnector(MultiConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-            _check_hma(transfer)
-        _check_roles(transfer)
+        _check_children(transfer, not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager)
         self._weights = _parse_weights(transfer)
         self._not_loaded: set[int] = set()
         super().__init__(vllm_config, role, kv_cache_config)
@@ -309,7 +301,6 @@ class TandemMultiConnector(MultiConnector):
 
 
 def _kind_of(label: str) -> str:
-    """Return the class of a child with this name in metrics."""
     return label.partition("-")[0]
 
 
@@ -318,31 +309,24 @@ def _of_child(metadata: KVConnectorHandshakeMetadata, number: int) -> KVConnecto
     return metadata.children[number]
 
 
-def _check_hma(transfer: KVTransferConfig) -> None:
-    """Raise TypeError that names the first child without support for the hybrid KV cache manager.
+def _check_children(transfer: KVTransferConfig, hma: bool) -> None:
+    """Raise TypeError or ConfigurationError that names the first child that cannot be used.
 
-    vLLM's MultiConnector checks this with an assertion that does not name the child. Raises
-    ConfigurationError if ``connectors`` is invalid.
+    With ``hma``, each child must support the hybrid KV cache manager: vLLM's MultiConnector checks
+    this with an assertion that does not name the child. No TandemConnector may receive KV unless
+    this connector does: vLLM keeps blocks of steps in flight out of the pool only if this
+    connector's own role receives KV (``defer_block_free`` in vllm/v1/core/sched/scheduler.py).
     """
-    for config in _child_configs(transfer):
-        if not supports_hma(KVConnectorFactory.get_connector_class(config)):
+    for child in _children(transfer):
+        config = KVTransferConfig(**{"engine_id": transfer.engine_id, **child})
+        kind = KVConnectorFactory.get_connector_class(config)
+        if hma and not supports_hma(kind):
             raise TypeError(
                 f"TandemMultiConnector: {config.kv_connector} does not support the hybrid KV cache manager "
                 "(SupportsHMA); remove it, or set disable_hybrid_kv_cache_manager"
             )
-
-
-def _check_roles(transfer: KVTransferConfig) -> None:
-    """Raise ConfigurationError if a TandemConnector receives KV in a connector that does not.
-
-    vLLM keeps blocks of steps in flight out of the pool only if this connector's own role receives
-    KV (``defer_block_free`` in vllm/v1/core/sched/scheduler.py).
-    """
-    if transfer.is_kv_consumer:
-        return
-    for config in _child_configs(transfer):
-        kind = KVConnectorFactory.get_connector_class(config)
-        if config.is_kv_consumer and issubclass(kind, TandemConnector) and kind.transfers:
+        receives = config.is_kv_consumer and issubclass(kind, TandemConnector) and kind.transfers
+        if receives and not transfer.is_kv_consumer:
             raise ConfigurationError(
                 f"TandemMultiConnector has kv_role {transfer.kv_role}, but its {config.kv_connector} has "
                 f"{config.kv_role}; set TandemMultiConnector's to kv_both, or the child's to kv_producer"
@@ -350,10 +334,6 @@ def _check_roles(transfer: KVTransferConfig) -> None:
 
 
 def _parse_weights(transfer: KVTransferConfig) -> list[float]:
-    """Return ``load_weights``: one positive, finite number per child, 1 by default.
-
-    Raises ConfigurationError if ``load_weights`` or ``connectors`` is invalid.
-    """
     number = len(_children(transfer))
     given = transfer.kv_connector_extra_config.get("load_weights", [1.0] * number)
     if not isinstance(given, list) or len(given) != number or not all(map(_is_weight, given)):
@@ -366,10 +346,6 @@ def _parse_weights(transfer: KVTransferConfig) -> list[float]:
 
 def _is_weight(value: object) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
-
-
-def _child_configs(transfer: KVTransferConfig) -> list[KVTransferConfig]:
-    return [KVTransferConfig(**{"engine_id": transfer.engine_id, **child}) for child in _children(transfer)]
 
 
 def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from connectors.vllm_hma.model.adapters import Adapter
 class Expect:
     """New prefill request, whose KV this engine sends.
 
-    ``prompt_tokens``  number of prompt tokens that this engine computes for the consumer
     ``prompt_digest``  digest without ``adapter``; each worker adds the adapter's identity
                        (``adapter_claims.py``)
     """

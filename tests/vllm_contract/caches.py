@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -36,6 +36,24 @@ def vllm_config(**overrides: Any) -> VllmConfig:
     if isinstance(overrides.get("hf_overrides"), frozenset):
         overrides["hf_overrides"] = dict(overrides["hf_overrides"])
     return EngineArgs(**(arguments | overrides)).create_engine_config()
+
+
+_MODULES = {"TandemConnector": "connector", "TandemStoreConnector": "store_connector"}
+
+
+def child(kind: str = "TandemConnector", role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """Return the settings of a connector of Tandem, with its ``kv_connector_extra_config``."""
+    return {
+        "kv_connector": kind,
+        "kv_connector_module_path": f"connectors.vllm_hma.{_MODULES.get(kind, 'multi_connector')}",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def connector_config(kind: str = "TandemConnector", role: str = "kv_both", **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(**child(kind, role, **extra))
 
 
 def full(**overrides: Any) -> FullAttentionSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from connectors.planning.plan import PairPlan, check_compatible, plan_pair
 from connectors.planning.verify import prove_plans
 from connectors.vllm_hma.model.translate import engine_layout
 from testing.memory_transport import Fabric, MemoryTransport
+from tests.vllm_contract.caches import vllm_config
 
 BLOCKS = 400
 """Number of blocks for one request of 256 tokens in every shape of these tests, as vLLM
@@ -52,6 +54,19 @@ class MemoryRank:
             torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy()
         )
         return found
+
+
+@cache
+def config(tp_size: int = 1, block_size: int = 32, **overrides: Any) -> VllmConfig:
+    """Return the demo model's configuration for a cache of BLOCKS blocks."""
+    return vllm_config.__wrapped__(
+        tensor_parallel_size=tp_size,
+        block_size=block_size,
+        max_model_len=256,
+        max_num_batched_tokens=256,
+        max_num_seqs=4,
+        **({"enable_prefix_caching": False} | overrides),
+    )
 
 
 def memory_rank(

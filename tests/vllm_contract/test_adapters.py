@@ -18,11 +18,9 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from app.demo.paths import MODEL_DIR
-from connectors.planning.layout import Group, GroupKind
 from connectors.store.planning.prefix import ObjectRef
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.orders import StoreReport
@@ -31,16 +29,16 @@ from connectors.vllm_hma.kv_store.worker import SpoiledSteps, StoreWorker
 from connectors.vllm_hma.model import adapters
 from connectors.vllm_hma.model.adapters import UNKNOWN, Adapter, AdapterChanges, AdapterLoads, adapter_loads
 from connectors.vllm_hma.model.weights import digest_file
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
-from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
+from connectors.vllm_hma.orders import Chunk, Orders
 from connectors.vllm_hma.upstream.vllm_adapter_loads import watch_adapter_loads
 from connectors.vllm_hma.worker_side.adapter_claims import AdapterClaims
 from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.adapters import ADAPTED, RANK, lora_adapter
+from tests.vllm_contract import scheduler_sides as sides
 from tests.vllm_contract.caches import cache_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import PROMPT, Host, host, reserve
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import ARRIVED, EXPECT, FAILED, SENT, WHOLE, Worker, receive, results, until
 
 __all__ = ["host"]
 
@@ -102,7 +100,9 @@ def overwrite(folder: Path, other: Path) -> None:
 
 
 def test_an_adapter_is_its_content(tmp_path: Path, old: Path, new: Path) -> None:
-    """Two hosts may have one adapter at two paths, and two adapters at one path."""
+    """Two hosts may have one adapter at two paths, and two adapters at one path: files may change
+    after the load.
+    """
     copy = Path(shutil.copytree(old, tmp_path / "copy"))
     here, there = Engine(), Engine()
     for number, path in enumerate((old, copy, new), 1):
@@ -115,15 +115,9 @@ def test_an_adapter_is_its_content(tmp_path: Path, old: Path, new: Path) -> None
     other = Engine()
     other.load(copy)
     assert other.identity(copy) not in (UNKNOWN, here.identity(old))
-
-
-def test_files_that_change_between_the_load_and_the_first_request(old: Path, new: Path) -> None:
-    """Prefill has the old weights in memory, and decode loads the new ones from the same path."""
-    prefill, decode = Engine(), Engine()
-    prefill.load(old)
     overwrite(old, new)
-    decode.load(old)
-    assert prefill.identity(old) != decode.identity(old) != UNKNOWN
+    other.load(old, 2)
+    assert here.identity(old) != other.identity(old, 2) == here.identity(new, 3)
 
 
 def test_a_path_with_two_contents_stays_unknown(tmp_path: Path, old: Path, new: Path) -> None:
@@ -234,21 +228,6 @@ def test_an_adapter_of_a_hub(tmp_path: Path, old: Path, monkeypatch: pytest.Monk
     assert engine.identity("somebody/adapter") == local.identity(old) != UNKNOWN
 
 
-def order(lora: LoRARequest | None, params: dict[str, object]) -> Orders:
-    """Return the orders for a new request."""
-    side = SchedulerConnector(parse_config({}), "c", 1, (Group(0, GroupKind.FULL, 16, None, ()),), 100)
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    request = Request("r", [9] * 40, sampling, None, lora_request=lora)
-    side.new_request(request)
-    if "do_remote_prefill" in params:
-        side.consumptions.after_alloc(request, ([1, 2, 3],), 39)
-    return side.orders(SchedulerOutput.make_empty())
-
-
-PRODUCE = {"do_remote_decode": True, "transfer_id": "t"}
-CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
-
-
 def test_both_requests_of_a_transfer_name_the_loaded_content(tmp_path: Path, old: Path, new: Path) -> None:
     """Two paths with one content match. The scheduler's thread does not touch the files, which may
     be gone: it would end, or stop, the engine.
@@ -263,7 +242,8 @@ def test_both_requests_of_a_transfer_name_the_loaded_content(tmp_path: Path, old
         (folder / WEIGHTS).symlink_to("gone")
 
     def digests(producer: LoRARequest | None, consumer: LoRARequest | None) -> tuple[str, str]:
-        (expect,), (ordered,) = order(producer, PRODUCE).expects, order(consumer, CONSUME).receives
+        (expect,) = sides.start(sides.scheduler(), sides.request(sides.PRODUCE, lora=producer)).expects
+        (ordered,) = sides.start(sides.scheduler(), sides.request(sides.CONSUME, lora=consumer)).receives
         return prefill.claims().expect(expect).prompt_digest, decode.claims().receive(ordered).prompt_digest
 
     same = digests(LoRARequest("name", 1, str(old)), LoRARequest("name", 1, str(copy)))
@@ -301,7 +281,7 @@ def test_prefill_does_not_send_kv_of_two_adapters(
         prefill.layer_computed("layer")
         prefill.after_forward(Orders(**orders))
 
-    step(False, expects=[Expect("q", "t", 7, DIGEST, adapter)], chunks=[Chunk("q", ((1,),), 4)])
+    step(False, expects=[replace(EXPECT, adapter=adapter)], chunks=[Chunk("q", ((1,),), 4)])
     stats = prefill.stats()
     assert stats is not None
     assert stats.data["adapters"] == {f"1 {old}": engine.identity(old)}
@@ -309,8 +289,8 @@ def test_prefill_does_not_send_kv_of_two_adapters(
     until(lambda: producer.runtime.counts()["live"] == 1)
     overwrite(old, new)
     step(True, chunks=[Chunk("q", ((2,),), 7, last=True)])
-    step(False, finished=[Finished("q", True, "")])
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    step(False, finished=[SENT])
+    assert results(consumer) == FAILED
     assert results(producer) == ({"q"}, set(), set())
     assert (consumer.cache[5] == 0).all(), "nothing of the second step was written"
 
@@ -320,23 +300,13 @@ def test_prefill_sends_kv_of_an_adapter_that_is_loaded_again(worker: Callable[..
     engine, producer, consumer = Engine(), worker("p"), worker("c")
     engine.load(old)
     claims, adapter = engine.claims(), Adapter(1, str(old))
-    producer.step(expects=[claims.expect(Expect("q", "t", 7, DIGEST, adapter))])
+    producer.step(expects=[claims.expect(replace(EXPECT, adapter=adapter))])
     engine.load(old)
-    assert claims.take_outdated() == set()
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7, last=True)])
+    assert (claims.take_outdated(), len(claims)) == (set(), 1)
+    producer.step(chunks=[WHOLE])
     consumer.step(receives=[claims.receive(replace(receive(producer.address), adapter=adapter))])
-    assert results(consumer) == (set(), {"r"}, set())
-
-
-def test_an_ended_request_is_forgotten(old: Path) -> None:
-    engine = Engine()
-    engine.load(old)
-    claims = engine.claims()
-    claims.expect(Expect("q", "t", 7, DIGEST, Adapter(1, str(old))))
-    claims.expect(Expect("plain", "t", 7, DIGEST))
-    assert len(claims) == 1
+    assert results(consumer) == ARRIVED
     claims.finished("q")
-    claims.finished("plain")
     assert len(claims) == 0
 
 

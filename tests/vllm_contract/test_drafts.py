@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -22,7 +22,7 @@ from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.model.drafts import draft_identity, reads_next_token
 from connectors.vllm_hma.model.translate import group_shapes, total_heads
 from connectors.vllm_hma.upstream.vllm_request_prompt import drop_last_token, sample_last_token
-from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
+from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, connector_config, full, vllm_config
 
 TARGET_LAYERS, TARGET_HEADS = 6, 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -95,7 +95,9 @@ def test_only_eagle_reads_the_next_token(draft: Path) -> None:
 
 
 def test_the_prompts_last_token_is_the_one_sampled() -> None:
-    """The caller's parameters stay as they are; a prompt of one token is not transferred."""
+    """The caller's parameters stay as they are; a prompt of one token is not transferred, and a
+    grammar may reject the prompt's token.
+    """
     shared = SamplingParams(max_tokens=1)
     request = Request("r", [5, 6, 7], shared, None)
     sample_last_token(request)
@@ -104,40 +106,25 @@ def test_the_prompts_last_token_is_the_one_sampled() -> None:
     assert request.sampling_params is not None
     assert request.sampling_params.allowed_token_ids == [7]
     assert shared.allowed_token_ids is None
-    short = Request("s", [5], shared, None)
-    sample_last_token(short)
-    assert short.sampling_params is shared
-
-
-def test_a_grammar_rejects_the_prompts_token() -> None:
-    """A request with structured output samples freely: a grammar may reject the prompt's token."""
-    params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(json="{}"))
-    request = Request("r", [5, 6, 7], params, None)
-    sample_last_token(request)
-    assert request.sampling_params is params
-    assert params.allowed_token_ids is None
+    grammar = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(json="{}"))
+    for prompt, params in (([5], shared), ([5, 6, 7], grammar)):
+        free = Request("s", prompt, params, None)
+        sample_last_token(free)
+        assert free.sampling_params is params
+        assert params.allowed_token_ids is None
 
 
 def connector(made: VllmConfig, **extra: Any) -> TandemConnector:
-    made.kv_transfer_config = KVTransferConfig(
-        kv_connector="TandemConnector",
-        kv_connector_module_path="connectors.vllm_hma.connector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=extra,
-    )
+    made.kv_transfer_config = connector_config(**extra)
     return TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["model.layers.0.self_attn.attn"], full())))
 
 
-def test_methods_with_other_kv_are_refused(draft: Path) -> None:
+def test_drafts_that_are_refused(draft: Path, tmp_path: Path) -> None:
     made = drafting(draft, "eagle")
     assert made.speculative_config is not None
     made.speculative_config.method = "dflash"
     with pytest.raises(ConfigurationError, match="does not support method 'dflash'"):
         connector(made)
-
-
-def test_a_store_beside_drafts_is_refused(draft: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"store: .* method 'draft_model'"):
         connector(drafting(draft), store={"path": str(tmp_path)})
 

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
-import numpy as np
+import pytest
 
-from connectors.planning.layout import MemoryKind
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.codec import decode
+from connectors.errors import FailedWriteError
+from connectors.protocol.wire import Alive, Cancel, Peer
+from connectors.vllm_hma.handshake import probe
+from connectors.vllm_hma.handshake.processes import Liveness
+from connectors.vllm_hma.orders import Chunk, Finished, Orders
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
-from testing.memory_transport import MemoryTransport
-from tests.vllm_contract.workers import DIGEST, Worker, posted, receive, results, until
+from connectors.vllm_hma.worker_side import runtime
+from testing.connector_state import snapshot
+from tests.vllm_contract.workers import (
+    ARRIVED,
+    EXPECT,
+    FAILED,
+    NOTHING,
+    SHORT,
+    WHOLE,
+    Scripted,
+    Worker,
+    compute,
+    posted,
+    receive,
+    results,
+    scripted,
+    until,
+)
 
 KEPT = Kept("r", "t")
+STEP = dataclasses.replace(SHORT, step_s=1.0)
 
 
-class HeldWrites(MemoryTransport):
-    """Writes complete only once ``let_go`` is set, as over a slow network."""
+class HeldWrites(Scripted):
+    """Writes complete only after ``let_go``, as over a slow network."""
 
-    let_go = False
-
-    def poll(self, handle: int) -> bool:
-        return self.let_go and super().poll(handle)
+    held = True
 
 
 def both_ends(worker: Callable[..., Worker], **producers: object) -> tuple[Worker, Worker]:
@@ -29,17 +51,26 @@ def both_ends(worker: Callable[..., Worker], **producers: object) -> tuple[Worke
     consumer.
     """
     producer, consumer = worker("p", transport_class=HeldWrites, **producers), worker("c")
-    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
     consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+    compute(producer)
     until(lambda: posted(producer))
     return producer, consumer
 
 
 def let_go(producer: Worker) -> None:
-    assert isinstance(producer.transport, HeldWrites)
-    producer.transport.let_go = True
+    scripted(producer).held = False
+
+
+def count(worker: Worker, kind: type) -> list[int]:
+    """Count the messages of a kind that this worker sends from now on."""
+    sent, notify = [0], worker.transport.notify
+
+    def counted(peer: str, payload: bytes) -> None:
+        notify(peer, payload)
+        sent[0] += isinstance(decode(payload).message, kind)
+
+    worker.transport.notify = counted  # type: ignore[method-assign]
+    return sent
 
 
 def test_an_abort_while_the_last_write_is_in_flight(worker: Callable[..., Worker]) -> None:
@@ -51,48 +82,13 @@ def test_an_abort_while_the_last_write_is_in_flight(worker: Callable[..., Worker
     producer.runtime.before_forward(orders)
     let_go(producer)
     producer.runtime.after_forward(orders)
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    assert results(consumer) == FAILED
 
 
 def test_a_request_that_comes_and_goes_between_two_steps(worker: Callable[..., Worker]) -> None:
-    """A request queued and aborted before any step leaves nothing behind."""
     producer = worker("p")
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)], finished=[Finished("q", False, "aborted")])
+    producer.step(expects=[EXPECT], finished=[Finished("q", False, "aborted")])
     assert producer.runtime.counts()["live"] == 0
-
-
-def test_preemption_waits_for_the_write(worker: Callable[..., Worker]) -> None:
-    """A write that ends within fence_s is complete: the transfer continues, and written units
-    count.
-    """
-    producer, consumer = both_ends(worker)
-    let_go(producer)
-    producer.step(preempted=["q"])
-    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
-    assert results(consumer) == (set(), {"r"}, set())
-    assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
-
-
-def test_preemption_on_an_accelerator_gives_up_every_write(worker: Callable[..., Worker]) -> None:
-    """vLLM has queued the overwriting kernels before the call, so even a successful write may
-    have read their output.
-    """
-    producer, consumer = both_ends(worker, memory_kind=MemoryKind("VRAM", 0))
-    let_go(producer)
-    producer.step(preempted=["q"])
-    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
-    assert results(consumer) == (set(), {"r"}, {"r"})
-
-
-def test_preemption_gives_up_a_write_that_hangs(worker: Callable[..., Worker]) -> None:
-    """A write longer than fence_s may read foreign bytes: its consumer receives Aborted after
-    the write.
-    """
-    producer, consumer = both_ends(worker)
-    producer.step(preempted=["q"])
-    let_go(producer)
-    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
-    assert results(consumer) == (set(), {"r"}, {"r"})
 
 
 def test_a_write_that_hangs_is_no_sign_of_life(impatient: Callable[..., Worker]) -> None:
@@ -100,36 +96,77 @@ def test_a_write_that_hangs_is_no_sign_of_life(impatient: Callable[..., Worker])
     its blocks until the producer answers.
     """
     producer, consumer = both_ends(impatient)
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    assert results(consumer) == FAILED
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
     assert (consumer.runtime.counts()["quarantined"], consumer.runtime.report()) == (1, None)
     let_go(producer)
     until(lambda: consumer.runtime.counts()["quarantined"] == 0)
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
-    assert (consumer.runtime.results(), consumer.runtime.report()) == ((set(), set(), set()), None)
+    assert (consumer.runtime.results(), consumer.runtime.report()) == (NOTHING, None)
 
 
-def test_an_aborted_request_frees_its_blocks_once_writes_have_ended(worker: Callable[..., Worker]) -> None:
-    """A consumer's abort is reported only after the producer has acknowledged that it writes no
-    more.
-    """
-    producer, consumer = both_ends(worker)
-    consumer.step(aborts=["r"])
-    assert consumer.runtime.results() == (set(), set(), set())
-    let_go(producer)
-    assert results(consumer) == (set(), {"r"}, {"r"})
-
-
-def test_a_host_that_is_gone(impatient: Callable[..., Worker]) -> None:
-    """Without any answer, blocks stay in quarantine until a supervisor reports the engine as lost.
-
-    A report of another host has no effect.
-    """
-    _, consumer = both_ends(impatient)
-    assert results(consumer) == (set(), {"r"}, {"r"})
+@pytest.mark.parametrize("fails", [False, True], ids=["silent", "its write has failed"])
+def test_only_a_supervisor_ends_the_quarantine_of_a_lost_engine(impatient: Callable[..., Worker], fails: bool) -> None:
+    """Neither answers Cancel, however often it is sent. A report of another host has no effect."""
+    producer, consumer = both_ends(impatient)
+    if fails:
+        scripted(producer).errors["poll", 0] = partial(FailedWriteError, "c/0", "parts may arrive")
+        let_go(producer)
+    assert results(consumer) == FAILED
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(begun=[KEPT]))
+    cancels = count(consumer, Cancel)
+    until(lambda: cancels[0] >= 3)
     consumer.step(lost=["another host."])
     assert consumer.runtime.report() is None
     consumer.step(lost=["another host.", "p"])
     assert consumer.runtime.report() == WorkerReport(QuarantineReport(ended=[KEPT]))
     assert consumer.runtime.counts()["quarantined"] == 0
+
+
+def test_the_end_of_the_consumers_process_ends_the_memory_of_a_failed_write(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No report is needed: both workers run on one host."""
+    monkeypatch.setattr(probe, "CONFIRM_S", 0.01)
+    producer, consumer = both_ends(worker)
+    scripted(producer).errors["poll", 0] = partial(FailedWriteError, "c/0", "parts may arrive")
+    let_go(producer)
+    assert results(consumer) == FAILED
+    until(lambda: snapshot(producer.runtime).probed == {Peer("c", 0)})
+    assert snapshot(producer.runtime).producer.failed == {Peer("c", 0): {"t"}}
+    monkeypatch.setattr(probe, "liveness", lambda _: Liveness.GONE)
+    until(lambda: not snapshot(producer.runtime).producer.failed)
+    until(lambda: not snapshot(producer.runtime).probed)
+
+
+def test_an_engine_that_hangs_keeps_no_consumer_waiting(worker: Callable[..., Worker]) -> None:
+    """The progress thread answers: decode computes the prompt, and its blocks are freed at once."""
+    # Longer than a pause of the machine, which would also end the wait.
+    patient = dataclasses.replace(SHORT, progress_s=4.0)
+    producer, consumer = worker("p", limits=STEP), worker("c", limits=patient)
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[EXPECT])
+    producer.step(chunks=[Chunk("q", ((1,),), 4)])
+    assert results(consumer) == FAILED
+    assert KEPT not in (consumer.runtime.report() or WorkerReport()).quarantine.begun
+
+
+def test_an_engine_that_steps_keeps_its_consumers(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the request waits, other requests' steps keep the heartbeat."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    producer, consumer = worker("p", limits=STEP), worker("c", limits=SHORT)
+    consumer.step(receives=[receive(producer.address)])
+    producer.step(expects=[EXPECT])
+    until(lambda: producer.runtime.counts()["live"] == consumer.runtime.counts()["offered"] == 1)
+    alive = count(producer, Alive)
+    for turn in range(30):  # more than six seconds on the clock of both workers
+        producer.step()
+        # More than alive_s: a sum of floats may round to slightly less.
+        now[0] += 1.1 * STEP.alive_s
+        until(lambda turn=turn: alive[0] > turn)  # type: ignore[misc]
+        assert consumer.runtime.results() == NOTHING
+    producer.step(chunks=[WHOLE])
+    assert results(consumer) == ARRIVED

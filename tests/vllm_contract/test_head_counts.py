@@ -161,28 +161,6 @@ def test_a_single_head_on_each_of_four_ranks(overrides: dict[str, Any], spec: KV
     assert total_heads(case_config(overrides), "model.layers.0.self_attn.attn", spec) == total
 
 
-@pytest.mark.parametrize("heads", [3, 8])
-def test_a_total_that_contradicts_the_rank_is_refused(heads: int) -> None:
-    """Three heads do not fit on four ranks, and eight would put two on each: the error names the
-    layer.
-    """
-    config = case_config({"num_key_value_heads": heads})
-    with pytest.raises(UnsupportedCacheError, match=f"'odd'.*1 KV head on each of 4 ranks.*states {heads} in total"):
-        total_heads(config, "odd", full(num_kv_heads=1))
-
-
-@pytest.mark.parametrize(
-    "layer", ["model.layers.self_attn.attn", "model.layers.0.experts.1.attn", "model.layers.6.attn"]
-)
-def test_a_layer_without_its_own_number_is_refused(folder: Path, layer: str) -> None:
-    """Gemma 4's layers differ, so the name must have the number of one of its six layers."""
-    config = gemma4_config(folder, 4)
-    assert total_heads(config, FULL, full(num_kv_heads=1)) == GLOBAL_HEADS
-    with pytest.raises(UnsupportedCacheError, match=r"1 KV head on each of 4 .*does not state their total") as refused:
-        total_heads(config, layer, full(num_kv_heads=1))
-    assert refused.value.layer == layer
-
-
 def nemotron_nas(config: PretrainedConfig) -> PretrainedConfig:
     """Make a Puzzle model of two blocks, the first with one KV head and the second with two."""
     config.model_type, config.num_attention_heads = "nemotron-nas", 8
@@ -191,11 +169,19 @@ def nemotron_nas(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def test_blocks_with_their_own_numbers_of_heads_are_refused() -> None:
-    """vLLM reports the first block's number of heads for all blocks. A rank has one head of the
-    second block, too.
+def test_a_total_that_is_unknown_or_contradicts_the_rank_is_refused(folder: Path) -> None:
+    """Three heads do not fit on four ranks, and eight would put two on each. Gemma 4's layers
+    differ, so a name must have the number of one of its six layers. For a Puzzle model, vLLM
+    reports the first block's number of heads for all blocks.
     """
-    config = vllm_config(tensor_parallel_size=4, hf_overrides=nemotron_nas)
-    assert config.model_config.model_arch_config.total_num_kv_heads == 1
-    with pytest.raises(UnsupportedCacheError, match=r"layers\.1\..*1 KV head on each of 4.*does not state their total"):
-        total_heads(config, "model.layers.1.self_attn.attn", full(num_kv_heads=1))
+    gemma, puzzle = gemma4_config(folder, 4), vllm_config(tensor_parallel_size=4, hf_overrides=nemotron_nas)
+    assert total_heads(gemma, FULL, full(num_kv_heads=1)) == GLOBAL_HEADS
+    assert puzzle.model_config.model_arch_config.total_num_kv_heads == 1
+    cases = [(case_config({"num_key_value_heads": heads}), "odd", f"states {heads} in total") for heads in (3, 8)]
+    names = ("model.layers.self_attn.attn", "model.layers.0.experts.1.attn", "model.layers.6.attn")
+    cases += [(gemma, name, "does not state their total") for name in names]
+    cases.append((puzzle, "model.layers.1.self_attn.attn", "does not state their total"))
+    for config, layer, told in cases:
+        with pytest.raises(UnsupportedCacheError, match=f"1 KV head on each of 4 ranks.*{told}") as refused:
+            total_heads(config, layer, full(num_kv_heads=1))
+        assert refused.value.layer == layer

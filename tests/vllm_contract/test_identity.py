@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import psutil
 import pytest
 from huggingface_hub import ResolvedRevision
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import connectors.vllm_hma.model.weights as weights
 from app.demo.paths import MODEL_DIR
 from connectors.errors import ConfigurationError
+from connectors.protocol.agent_metadata import ModelIdentity
 from connectors.store.settings import StoreSettings
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.handshake.processes import process_start_s
@@ -27,7 +29,7 @@ from connectors.vllm_hma.model.drafts import draft_identity
 from connectors.vllm_hma.model.identity import model_identity
 from connectors.vllm_hma.model.weights import begin_digests, digest_weights
 from connectors.vllm_hma.store_connector import TandemStoreConnector
-from tests.vllm_contract.caches import cache_config, full, vllm_config
+from tests.vllm_contract.caches import cache_config, connector_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -128,16 +130,8 @@ def test_digests_survive_a_mount_on_another_host(tmp_path: Path, kind: str, sour
     assert kept or names[0] != names[1]
 
 
-def test_a_read_only_cache_folder_costs_time_only(model: Path, cache_root: Path) -> None:
-    """If nothing can be cached, the digest is the same."""
-    before = digest_weights(model)
-    shutil.rmtree(cache_root)
-    cache_root.write_text("not a folder", encoding="utf-8")
-    assert digest_weights(model) == before
-
-
-def test_a_cache_folder_without_room_costs_time_only(model: Path, cache_root: Path) -> None:
-    """The lock file can be created and the digest cannot be written."""
+def test_a_cache_folder_that_cannot_be_written_costs_time_only(model: Path, cache_root: Path) -> None:
+    """The digest is the same, whether the lock file can be created or not."""
     before = digest_weights(model)
     (cached,) = [file for file in (cache_root / "tandem" / "weights").iterdir() if file.suffix != ".lock"]
     cached.unlink()
@@ -145,6 +139,9 @@ def test_a_cache_folder_without_room_costs_time_only(model: Path, cache_root: Pa
     assert digest_weights(model) == before
     assert not cached.exists()
     cached.mkdir()
+    assert digest_weights(model) == before
+    shutil.rmtree(cache_root)
+    cache_root.write_text("not a folder", encoding="utf-8")
     assert digest_weights(model) == before
 
 
@@ -179,41 +176,30 @@ def test_weights_in_object_storage_are_named_by_their_address(monkeypatch: pytes
         model_identity(made, stored=True)
 
 
-def test_stored_kv_needs_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored KV would outlive a change of the branch, so the identity needs a commit."""
+def of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelIdentity]:
+    """Return a function that returns the identity of a model of the hub at a revision."""
     made = config(MODEL_DIR)
     monkeypatch.setattr(made.model_config, "model", "somebody/model")
-    monkeypatch.setattr(made.model_config, "revision", "main")
-    assert model_identity(made)
-    with pytest.raises(ConfigurationError, match="revision main of somebody/model may change"):
-        model_identity(made, stored=True)
 
-
-def test_an_unset_revision_is_the_hubs_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names it, and an engine that names it has the same identity."""
-    made = config(MODEL_DIR)
-    monkeypatch.setattr(made.model_config, "model", "somebody/model")
-    found = set()
-    for revision in (None, "main"):
+    def identity(revision: str | None, stored: bool = False) -> ModelIdentity:
         monkeypatch.setattr(made.model_config, "revision", revision)
-        found.add(model_identity(made).model)
-        with pytest.raises(ConfigurationError, match="revision main of somebody/model may change"):
-            model_identity(made, stored=True)
-    assert len(found) == 1
+        return model_identity(made, stored=stored)
+
+    return identity
 
 
 def test_a_model_of_the_hub_is_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``main`` on two hosts may be two commits, and a branch and its commit are one model."""
-    made = config(MODEL_DIR)
-    monkeypatch.setattr(made.model_config, "model", "somebody/model")
-
-    def identity(revision: str | None) -> str:
-        monkeypatch.setattr(made.model_config, "revision", revision)
-        return model_identity(made).model
-
+    """``main`` on two hosts may be two commits, and a branch and its commit are one model. Without
+    a revision, vLLM uses the hub's default. Stored KV would outlive a change of the branch.
+    """
+    identity = of_the_hub(monkeypatch)
     resolved = ResolvedRevision(COMMIT, "main", "somebody/model")
     assert identity(resolved) == identity(COMMIT)
     assert identity(resolved) != identity(ResolvedRevision(COMMIT[::-1], "main", "somebody/model"))
+    assert identity(None) == identity("main")
+    for revision in (None, "main"):
+        with pytest.raises(ConfigurationError, match="revision main of somebody/model may change"):
+            identity(revision, stored=True)
 
 
 def test_an_unresolved_revision_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,12 +212,8 @@ def test_an_unresolved_revision_is_looked_up_in_the_cache(tmp_path: Path, monkey
     (stored / "refs").mkdir()
     (stored / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    made = config(MODEL_DIR)
-    monkeypatch.setattr(made.model_config, "model", "somebody/model")
-    monkeypatch.setattr(made.model_config, "revision", None)
-    found = model_identity(made)
-    monkeypatch.setattr(made.model_config, "revision", COMMIT)
-    assert model_identity(made) == found
+    identity = of_the_hub(monkeypatch)
+    assert identity(None) == identity(COMMIT)
 
 
 @pytest.mark.parametrize(
@@ -250,38 +232,34 @@ def test_cache_dtypes_are_compared_as_resolved(one: str, other: str, equal: bool
     assert (found[0] == found[1]) is equal, found
 
 
-def test_a_store_is_refused_on_data_parallel_ranks() -> None:
-    """Rank 1 is told apart by its index: vLLM sets the size back to 1 for models without
-    experts.
-    """
-    transfer = KVTransferConfig(
-        kv_connector="TandemConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": {"path": "/disk"}},
-    )
-    made = config(MODEL_DIR, kv_transfer_config=transfer)
+def set_data_parallel_rank(made: VllmConfig, _: pytest.MonkeyPatch) -> None:
+    """vLLM sets the size back to 1 for models without experts, so the index tells the rank."""
     made.parallel_config.data_parallel_index = 1
-    with pytest.raises(ConfigurationError, match="store is not tested with several data-parallel ranks"):
-        TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
 
 
-@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
-def test_memory_that_vllm_may_release_is_refused(option: str) -> None:
-    """Sleep, and `release_kv_cache_memory`, release memory that NIXL keeps registered."""
-    transfer = KVTransferConfig(kv_connector="TandemConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
-    made = config(MODEL_DIR, kv_transfer_config=transfer)
-    setattr(made.model_config, option, True)
-    with pytest.raises(ConfigurationError, match=option):
-        TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
+def use_the_v2_runner(_: VllmConfig, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 
-def test_the_v2_model_runner_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It zeroes reallocated blocks before it calls the connector."""
-    transfer = KVTransferConfig(kv_connector="TandemConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
-    made = config(MODEL_DIR, kv_transfer_config=transfer)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ConfigurationError, match="VLLM_USE_V2_MODEL_RUNNER: set it to 0"):
+@pytest.mark.parametrize(
+    ("change", "extra", "match"),
+    [
+        (set_data_parallel_rank, {"store": {"path": "/disk"}}, "data-parallel ranks"),
+        # Sleep, and `release_kv_cache_memory`, release memory that NIXL keeps registered.
+        *(
+            (lambda made, _, option=option: setattr(made.model_config, option, True), {}, option)
+            for option in ("enable_sleep_mode", "enable_cumem_allocator")
+        ),
+        # It zeroes reallocated blocks before it calls the connector.
+        (use_the_v2_runner, {}, "VLLM_USE_V2_MODEL_RUNNER"),
+    ],
+)
+def test_engines_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], extra: dict[str, Any], match: str
+) -> None:
+    made = config(MODEL_DIR, kv_transfer_config=connector_config(**extra))
+    change(made, monkeypatch)
+    with pytest.raises(ConfigurationError, match=match):
         TandemConnector(made, KVConnectorRole.SCHEDULER, cache_config((["f"], full())))
 
 
@@ -333,13 +311,8 @@ def test_the_start_of_this_process() -> None:
 def test_connectors_refuse_weights_that_changed_after_the_start(model: Path, stored: bool) -> None:
     """The copy of the model is newer than this process."""
     kind = TandemStoreConnector if stored else TandemConnector
-    transfer = KVTransferConfig(
-        kv_connector=kind.__name__,
-        kv_connector_module_path=kind.__module__,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": {"path": "/disk"}} if stored else {},
-    )
+    extra: dict[str, Any] = {"store": {"path": "/disk"}} if stored else {}
+    transfer = connector_config(kind.__name__, **extra)
     made = config(model, kv_transfer_config=transfer)
     connector = kind(made, KVConnectorRole.WORKER, cache_config((["f"], full())))
     read = (

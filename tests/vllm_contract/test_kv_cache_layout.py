@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
@@ -18,48 +18,31 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from connectors.vllm_hma.model.kv_cache_layout import best_layout
-from tests.vllm_contract.caches import HEADS, vllm_config
-from tests.vllm_contract.memory_engines import MemoryRank, memory_rank, transfer, whole_blocks
-from tests.vllm_contract.test_quantized_caches import config as quantized
+from tests.vllm_contract.caches import HEADS, connector_config, vllm_config
+from tests.vllm_contract.memory_engines import MemoryRank, config, memory_rank, transfer, whole_blocks
 from tests.vllm_contract.test_quantized_caches import spec
 
 ANY = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
 """vLLM's order of preference for backends without one (vllm/v1/attention/backends/utils.py)."""
 
 
-def config() -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="TandemConnector",
-        kv_connector_module_path="connectors.vllm_hma.connector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-    )
-    made: VllmConfig = vllm_config.__wrapped__(kv_transfer_config=transfer)
-    return made
-
-
-def test_head_major_is_requested_on_a_cpu() -> None:
-    """vLLM's default is token-major: with unequal TP sizes each token's share of heads would be
-    a separate run.
-    """
-    assert resolve_kv_cache_layout(config(), [ANY]).name == "LBHNC"
-
-
-def test_mla_keeps_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLA has one head, so its pages are equal in both layouts."""
-    made = config()
-    monkeypatch.setattr(type(made.model_config), "use_mla", True)
-    assert resolve_kv_cache_layout(made, [ANY]).name == "LBNHC"
-
-
-def test_a_backend_that_knows_one_layout_keeps_it() -> None:
-    """CPU attention is always head-major; for other backends, vLLM drops the request with a
-    warning.
+def test_the_requested_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's default is token-major: with unequal TP sizes each token's share of heads would be a
+    separate run. A backend that knows one layout keeps it; CPU attention is always head-major. MLA
+    has one head, so its pages are equal in both layouts.
     """
     cpu = [layout.name for layout in CPUAttentionBackend.supported_kv_cache_layouts()]
     assert cpu == ["LBHNC"]
-    assert resolve_kv_cache_layout(config(), [cpu]).name == "LBHNC"
-    assert resolve_kv_cache_layout(config(), [["LBNHC"]]).name == "LBNHC"
+
+    def resolved(known: list[str], mla: bool = False) -> str:
+        made: VllmConfig = vllm_config.__wrapped__(kv_transfer_config=connector_config())
+        with monkeypatch.context() as patch:
+            if mla:
+                patch.setattr(type(made.model_config), "use_mla", True)
+            return str(resolve_kv_cache_layout(made, [known]).name)
+
+    assert [resolved(ANY), resolved(cpu), resolved(["LBNHC"])] == ["LBHNC", "LBHNC", "LBNHC"]
+    assert resolved(ANY, mla=True) == "LBNHC"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +70,7 @@ LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(3)]
 
 def ranks(tp_size: int, layout: KVCacheLayout) -> list[MemoryRank]:
     specs = {layer: spec("fp8_per_token_head", tp_size, 32) for layer in LAYERS}
-    return [memory_rank(quantized(tp_size), specs, layout, tp_rank=rank) for rank in range(tp_size)]
+    return [memory_rank(config(tp_size), specs, layout, tp_rank=rank) for rank in range(tp_size)]
 
 
 @pytest.mark.parametrize("producer_layout", KVCacheLayout)

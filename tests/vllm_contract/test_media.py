@@ -8,60 +8,33 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from vllm import SamplingParams
 from vllm.config.multimodal import MMHasherAlgorithm, MultiModalConfig
 from vllm.multimodal.hasher import MultiModalHasher
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
 from vllm.multimodal.processing.inputs import ProcessorInputs
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 from connectors.errors import ConfigurationError
-from connectors.planning.layout import Group, GroupKind
-from connectors.protocol.params import EngineAddress
-from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.model.media import check_media, named_by_content, reads_whole_images
-from connectors.vllm_hma.orders import Orders, Release
+from connectors.vllm_hma.orders import Release
 from connectors.vllm_hma.plugin import register
-from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from tests.vllm_contract.caches import vllm_config
-
-TOKENS = 40
-BLOCK = 16
-PRODUCE = {"do_remote_decode": True, "transfer_id": "t"}
-CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
-
-
-def request(params: dict[str, Any], *images: str, offset: int = 4, length: int = 8) -> Request:
-    """Return a request of ``TOKENS`` tokens whose images have the given identities, one after the
-    other from ``offset`` on.
-    """
-    features = [
-        MultiModalFeatureSpec(None, "image", image, PlaceholderRange(offset + index * length, length))
-        for index, image in enumerate(images)
-    ]
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    return Request("r", [9] * TOKENS, sampling, None, mm_features=features)
+from tests.vllm_contract.scheduler_sides import (
+    BLOCK,
+    CONSUME,
+    PRODUCE,
+    PRODUCER,
+    TOKENS,
+    orders,
+    request,
+    scheduler,
+    start,
+)
 
 
-def scheduler(whole_images: bool = False) -> SchedulerConnector:
-    groups = (Group(0, GroupKind.FULL, BLOCK, None, ()),)
-    return SchedulerConnector(parse_config({}), "c", 1, groups, 100, whole_images=whole_images)
-
-
-def orders(half: SchedulerConnector) -> Orders:
-    return half.orders(SchedulerOutput.make_empty())
-
-
-def digests(*images: str, **where: int) -> tuple[str, str]:
+def digests(*images: str, **where: Any) -> tuple[str, str]:
     """Return the prompt digests of both legs of a request with these images."""
-    producer, consumer = scheduler(), scheduler()
-    producer.new_request(request(PRODUCE, *images, **where))
-    consume = request(CONSUME, *images, **where)
-    consumer.new_request(consume)
-    consumer.consumptions.after_alloc(consume, ([1, 2, 3],), TOKENS - 1)
-    (expect,), (receive,) = orders(producer).expects, orders(consumer).receives
+    (expect,) = start(scheduler(), request(PRODUCE, images=images, **where)).expects
+    (receive,) = start(scheduler(), request(CONSUME, images=images, **where)).receives
     return expect.prompt_digest, receive.prompt_digest
 
 
@@ -99,13 +72,13 @@ def test_images_that_a_model_reads_whole(offset: int, length: int, first_token: 
     multiple = {"prompt_multiple": BLOCK} if first_token else {}
     for whole_images in (True, False):
         producer, consumer = scheduler(whole_images), scheduler(whole_images)
-        producer.new_request(request(PRODUCE | first, "a", offset=offset, length=length))
-        consume = request(CONSUME | multiple, "a", offset=offset, length=length)
+        producer.new_request(request(PRODUCE | first, images=("a",), offset=offset, length=length))
+        consume = request(CONSUME | multiple, images=("a",), offset=offset, length=length)
         consumer.new_request(consume)
         refused = whole_images and divided
         assert len(orders(producer).expects) == (not refused)
         assert consumer.consumptions.matched_tokens(consume, 0) == (0 if refused else 32 if first_token else TOKENS - 1)
-        assert orders(consumer).releases == ([Release("t", EngineAddress("p", "h", 9))] if refused else [])
+        assert orders(consumer).releases == ([Release("t", PRODUCER)] if refused else [])
 
 
 def test_images_that_vllm_names_by_counters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +120,12 @@ def test_an_image_that_a_client_names_is_not_named_by_content(
     register()
     red, blue = (vllm_name(color, "photo", algorithm, **arguments) for color in ("red", "blue"))
     assert red == blue
-    assert not named_by_content(request({}, red))
-    assert not named_by_content(request({}, f"adapter:{red}"))
+    assert not named_by_content(request({}, images=(red,)))
+    assert not named_by_content(request({}, images=(f"adapter:{red}",)))
     red, blue = (vllm_name(color, None, algorithm, **arguments) for color in ("red", "blue"))
     assert red != blue
-    assert named_by_content(request({}, red, blue))
-    assert named_by_content(request({}, f"adapter:{red}"))
+    assert named_by_content(request({}, images=(red, blue)))
+    assert named_by_content(request({}, images=(f"adapter:{red}",)))
 
 
 def test_a_hash_of_a_clients_name_and_other_arguments_is_not_named_by_content() -> None:
@@ -162,4 +135,4 @@ def test_a_hash_of_a_clients_name_and_other_arguments_is_not_named_by_content() 
     for name, by_content in (("clip", False), (None, True)):
         for first in (vllm_name("red", name, "blake3"), vllm_name("red", name, "blake3", **arguments)):
             again = MultiModalHasher.hash_kwargs("blake3", mm_hash=first, fps=2)
-            assert named_by_content(request({}, again)) is by_content
+            assert named_by_content(request({}, images=(again,))) is by_content

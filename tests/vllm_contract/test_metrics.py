@@ -9,23 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from actors.telemetry.timestamps import KvArrivals, KvTimes
-from connectors.protocol.limits import TransferLimits
 from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.metrics import ARRIVALS_KEPT, PEERS_KEPT, RankTally, TandemPromMetrics, TandemStats
-from connectors.vllm_hma.orders import Chunk, Expect, Finished
-from tests.vllm_contract.test_ends import HeldWrites, let_go
-from tests.vllm_contract.workers import BLOCK_BYTES, DIGEST, Worker, posted, receive, results, until
-
-
-def _config() -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="TandemConnector", kv_connector_module_path="connectors.vllm_hma.connector", kv_role="kv_both"
-    )
-    return VllmConfig(kv_transfer_config=transfer)
+from tests.vllm_contract.caches import connector_config
+from tests.vllm_contract.test_ends import both_ends, let_go
+from tests.vllm_contract.workers import ARRIVED, BLOCK_BYTES, EXPECT, SENT, WHOLE, Worker, receive, results, until
 
 
 def collectors() -> set[Any]:
@@ -33,13 +25,19 @@ def collectors() -> set[Any]:
     return set(REGISTRY._collector_to_names)  # noqa: SLF001 - prometheus_client lists samples only
 
 
+def build(kind: Any, **extra: Any) -> Any:
+    """Register a connector's metrics as vLLM does."""
+    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config = VllmConfig(kv_transfer_config=connector_config(kind.__name__, **extra))
+    return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+
+
 @pytest.fixture
 def metrics() -> Iterator[TandemPromMetrics]:
     """Register the engine's metrics as vLLM does."""
     unregister_vllm_metrics()  # metrics of an engine that other tests started in this process
     known = collectors()
-    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    yield TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
+    yield build(TandemConnector)
     for collector in collectors() - known:
         REGISTRY.unregister(collector)
 
@@ -64,18 +62,14 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
     """Bytes count when they are sent, the write when it ends, and no transfer remains in
     progress.
     """
-    producer, consumer = worker("p", transport_class=HeldWrites), worker("c")
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: posted(producer))
+    producer, consumer = both_ends(worker)
     observe(metrics, producer.runtime.stats())
     assert value("vllm:tandem_kv_sent_bytes_total", group="0") == 2 * BLOCK_BYTES
     assert value("vllm:tandem_kv_writes_total", outcome="done") is None
     assert value("vllm:tandem_kv_transfers", stage="live") == 1
     let_go(producer)
-    assert results(consumer) == (set(), {"r"}, set())
-    producer.step(finished=[Finished("q", True, "")])
+    assert results(consumer) == ARRIVED
+    producer.step(finished=[SENT])
     observe(metrics, producer.runtime.stats())
     assert value("vllm:tandem_kv_writes_total", outcome="done") == 1
     peer = consumer.runtime.agent_metadata.incarnation
@@ -85,46 +79,24 @@ def test_a_transfer_is_counted_from_its_offer_to_its_end(
     assert producer.runtime.stats() is None
 
 
-def test_blocks_in_quarantine_show_until_they_are_free(
-    metrics: TandemPromMetrics, impatient: Callable[..., Worker]
-) -> None:
-    """A producer that does not answer its Cancel keeps the consumer's blocks allocated; its
-    answer frees them.
+def test_what_is_held_up_shows_until_it_ends(metrics: TandemPromMetrics, impatient: Callable[..., Worker]) -> None:
+    """A write hangs after hang_s. Its producer does not answer the consumer's Cancel meanwhile, so
+    the consumer's blocks are in quarantine.
     """
-    producer, consumer = impatient("p", transport_class=HeldWrites), impatient("c")
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    until(lambda: posted(producer))
-    assert value("vllm:tandem_kv_quarantined") == 0
+    producer, consumer = both_ends(impatient)
+
+    def held_up() -> list[tuple[int, float | None]]:
+        found = []
+        for worker, kind in ((consumer, "quarantined"), (producer, "hanging")):
+            observe(metrics, worker.runtime.stats())
+            found.append((worker.runtime.counts()[kind], value(f"vllm:tandem_kv_{kind}")))
+        return found
+
+    assert held_up() == [(0, 0), (0, 0)]
     consumer.step(aborts=["r"])
-    until(lambda: consumer.runtime.counts()["quarantined"] == 1)
-    observe(metrics, consumer.runtime.stats())
-    assert value("vllm:tandem_kv_quarantined") == 1
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    until(lambda: held_up() == [(1, 1), (1, 1)])
     let_go(producer)
-    until(lambda: consumer.runtime.counts()["quarantined"] == 0)
-    observe(metrics, consumer.runtime.stats())
-    assert value("vllm:tandem_kv_quarantined") == 0
-
-
-def test_a_write_that_hangs_shows_until_it_ends(metrics: TandemPromMetrics, worker: Callable[..., Worker]) -> None:
-    """The producer counts the write as hanging after hang_s, while its consumer waits for the
-    answer to Cancel.
-    """
-    limits = TransferLimits(progress_s=0.3, alive_s=0.1, cancel_s=0.1, lease_s=60)
-    producer, consumer = worker("p", transport_class=HeldWrites, limits=limits), worker("c")
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    assert value("vllm:tandem_kv_hanging") == 0
-    until(lambda: producer.runtime.counts()["hanging"] == 1)
-    observe(metrics, producer.runtime.stats())
-    assert value("vllm:tandem_kv_hanging") == 1
-    let_go(producer)
-    assert results(consumer) == (set(), {"r"}, {"r"})
-    observe(metrics, producer.runtime.stats())
-    assert value("vllm:tandem_kv_hanging") == 0
+    until(lambda: held_up() == [(0, 0), (0, 0)])
 
 
 def test_ranks_add_up_what_they_count_and_share_what_they_hold(metrics: TandemPromMetrics) -> None:
@@ -189,10 +161,10 @@ def test_a_transfer_of_two_workers_says_when_it_arrived(worker: Callable[..., Wo
     producer, consumer = worker("p"), worker("c")
     before = time.monotonic()
     consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(expects=[EXPECT])
     assert (stats := consumer.runtime.stats()) is None or not stats.data["arrivals"], "nothing has arrived"
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    assert results(consumer) == (set(), {"r"}, set())
+    producer.step(chunks=[WHOLE])
+    assert results(consumer) == ARRIVED
     found = consumer.runtime.stats()
     assert found is not None
     asked_at, ended_at, failed = found.data["arrivals"]["r"]
@@ -214,8 +186,7 @@ def test_arrivals_that_nobody_asks_for_do_not_pile_up() -> None:
 def test_a_second_engine_of_a_process_registers_its_own(metrics: TandemPromMetrics) -> None:
     """vLLM unregisters the metrics of the previous engine."""
     unregister_vllm_metrics()
-    types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    second = TandemConnector.build_prom_metrics(_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
+    second = build(TandemConnector)
     tally = RankTally(0)
     tally.write_ended("done")
     observe(second, tally.take({}))

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
-from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 from connectors.errors import IncompatiblePeerError
 from connectors.planning.blocks import UnitShape
 from connectors.planning.plan import check_compatible
-from tests.vllm_contract.caches import full, vllm_config
-from tests.vllm_contract.memory_engines import MemoryRank, memory_rank, plans_for, transfer, units, whole_blocks
+from tests.vllm_contract.caches import full
+from tests.vllm_contract.memory_engines import MemoryRank, config, memory_rank, plans_for, transfer, units, whole_blocks
 
 HEADS, HEAD_BYTES, TOKENS = 2, 128, 32
 LAYER = "model.layers.0.self_attn.attn"
 SLOT_LAYOUTS = [KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.LBNHC]
-
-
-@cache
-def config(tp_size: int = 1, block_size: int = TOKENS, prefix_caching: bool = False) -> VllmConfig:
-    return vllm_config.__wrapped__(
-        tensor_parallel_size=tp_size,
-        block_size=block_size,
-        max_model_len=256,
-        max_num_batched_tokens=256,
-        max_num_seqs=4,
-        enable_prefix_caching=prefix_caching,
-    )
 
 
 def slotted(block_size: int = TOKENS, slots: int = 2) -> KVCacheSpec:
@@ -89,10 +74,7 @@ def test_slotted_pages_are_not_cut() -> None:
         check_compatible(slotted_rank(2, KVCacheLayout.LBHNC).layout, here.layout)
     with pytest.raises(IncompatiblePeerError, match="2 head slots/token, slot/one of 1 ranks"):
         check_compatible(slotted_rank(1, KVCacheLayout.LBNHC).layout, here.layout)
-
-
-def test_two_slots_are_not_two_heads_by_coincidence() -> None:
-    """With two heads and two slots, half a block of K would count as half a block of one head."""
+    # With two heads and two slots, half a block of K would count as half a block of one head.
     short, long = (slotted_rank(2, KVCacheLayout.LBHNC, size) for size in (TOKENS, 2 * TOKENS))
     with pytest.raises(IncompatiblePeerError, match="give both engines the same block_size"):
         check_compatible(long.layout, short.layout)

@@ -1,109 +1,94 @@
-"""A write is posted in slices by the progress thread, without the worker's lock."""
+"""Writes are posted in slices by the progress thread, without the worker's lock, and each ends
+alone, whatever error the transport raises.
+"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import pytest
 
 from connectors.errors import FailedWriteError, TransportError
-from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind
-from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.reports import Kept, QuarantineReport, WorkerReport
 from connectors.vllm_hma.worker_side import writes
 from testing.connector_state import snapshot
-from testing.memory_transport import MemoryTransport
 from tests.vllm_contract.test_preemption_fence import Clock
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
-
-GIVE_UP_S = 10.0
-
-
-class SlowPosts(MemoryTransport):
-    """The post of slice number ``slow`` lasts until ``gate`` opens; ``ends`` lets slices end.
-
-    ``errors``  error of the post of a slice, by its number
-    """
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self.slow, self.posts, self.late = 0, 0, False
-        self.errors: dict[int, Callable[[], Exception]] = {}
-        self.posting, self.gate, self.ends = threading.Event(), threading.Event(), threading.Event()
-        self.ends.set()
-
-    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
-        number, self.posts = self.posts, self.posts + 1
-        if number == self.slow:
-            self.posting.set()
-            self.late |= not self.gate.wait(GIVE_UP_S)
-        if number in self.errors:
-            raise self.errors[number]()
-        return super().write(peer, runs, source, target)
-
-    def poll(self, handle: int) -> bool:
-        return self.ends.is_set() and super().poll(handle)
+from tests.vllm_contract.workers import (
+    ARRIVED,
+    EXPECT,
+    FAILED,
+    NOTHING,
+    SENT,
+    WHOLE,
+    Scripted,
+    Worker,
+    compute,
+    receive,
+    results,
+    scripted,
+    transfer,
+    until,
+)
 
 
 @pytest.fixture
-def pair(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, Worker, SlowPosts]:
+def pair(worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, Worker, Scripted]:
     """A producer that posts one block a slice, a consumer that has sent its offer, and the
     producer's transport.
     """
     monkeypatch.setattr(writes, "SLICE_RUNS", 1)
-    producer, consumer = worker("p", transport_class=SlowPosts), worker("c")
-    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
+    producer, consumer = worker("p", transport_class=Scripted), worker("c")
     consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    assert isinstance(producer.transport, SlowPosts)
-    return producer, consumer, producer.transport
+    producer.step(expects=[EXPECT])
+    return producer, consumer, scripted(producer)
 
 
-def compute(producer: Worker) -> None:
-    """Compute the prompt of the pair's request in one chunk: blocks 1 and 2."""
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
+def posting(producer: Worker, number: int) -> None:
+    """Compute the prompt; return when the post of slice ``number`` has begun and does not end."""
+    transport = scripted(producer)
+    transport.slow = number
+    producer.step(chunks=[WHOLE])
+    assert transport.posting.wait(10.0)
 
 
-def test_a_post_delays_no_step_and_no_message(pair: tuple[Worker, Worker, SlowPosts]) -> None:
+def no_result(producer: Worker, consumer: Worker) -> None:
+    for _ in range(3):
+        producer.step()
+        assert consumer.runtime.results() == NOTHING
+
+
+def test_a_post_delays_no_step_and_no_message(pair: tuple[Worker, Worker, Scripted]) -> None:
     """The engine's thread neither posts nor waits for a post, and peers are answered meanwhile."""
     producer, consumer, transport = pair
-    compute(producer)
-    assert transport.posting.wait(GIVE_UP_S)
+    posting(producer, 0)
     consumer.step(receives=[receive(producer.address, "r2", "t2")])
     until(lambda: consumer.runtime.counts()["offered"] == 2)
-    producer.step(expects=[Expect("q2", "t2", 7, DIGEST)])
+    producer.step(expects=[EXPECT])
     until(lambda: len(snapshot(producer.runtime).producer.offers) == 2)
-    assert not transport.late, "a step or a message waited for the post"
+    assert not transport.overdue, "a step or a message waited for the post"
     transport.gate.set()
-    assert results(consumer) == (set(), {"r"}, set())
+    assert results(consumer) == ARRIVED
     assert transport.posts == 2
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
 
 
-def test_fin_follows_the_last_slice(pair: tuple[Worker, Worker, SlowPosts]) -> None:
+def test_fin_follows_the_last_slice(pair: tuple[Worker, Worker, Scripted]) -> None:
     """The first slice has ended, the second is being posted: the consumer has no result."""
     producer, consumer, transport = pair
-    transport.slow = 1
-    compute(producer)
-    assert transport.posting.wait(GIVE_UP_S)
-    for _ in range(3):
-        producer.step()
-        assert consumer.runtime.results() == (set(), set(), set())
+    posting(producer, 1)
+    no_result(producer, consumer)
     assert producer.runtime.counts()["writes"] == 1
     transport.gate.set()
-    assert results(consumer) == (set(), {"r"}, set())
+    assert results(consumer) == ARRIVED
 
 
-def test_an_abort_stops_the_slices(pair: tuple[Worker, Worker, SlowPosts]) -> None:
+def test_an_abort_stops_the_slices(pair: tuple[Worker, Worker, Scripted]) -> None:
     """The consumer's blocks stay allocated until the slice that is being posted has ended."""
     producer, consumer, transport = pair
-    compute(producer)
-    assert transport.posting.wait(GIVE_UP_S)
-    transport.ends.clear()
+    posting(producer, 0)
+    transport.held = True
     consumer.step(aborts=["r"])
 
     def given_up() -> bool:
@@ -113,50 +98,65 @@ def test_an_abort_stops_the_slices(pair: tuple[Worker, Worker, SlowPosts]) -> No
     until(given_up)
     transport.gate.set()
     until(lambda: bool(transport._pending))  # noqa: SLF001 (the slice is in flight)
-    for _ in range(3):
-        producer.step()
-        assert consumer.runtime.results() == (set(), set(), set())
-    transport.ends.set()
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    no_result(producer, consumer)
+    transport.held = False
+    assert results(consumer) == FAILED
     assert consumer.runtime.report() is None
     assert (transport.posts, consumer.cache[[3, 5], 0].tolist()) == (1, [2, 0])
 
 
+@pytest.mark.parametrize("number", [0, 1], ids=["first slice", "last slice"])
 @pytest.mark.parametrize(
-    ("error", "kept"),
-    [(partial(TransportError, "c/0", "-"), False), (partial(FailedWriteError, "c/0", "-"), True), (ValueError, True)],
-    ids=["nothing posted", "parts posted", "anything"],
+    ("call", "error", "kept"),
+    [
+        ("write", partial(TransportError, "c/0", "-"), False),
+        ("write", partial(FailedWriteError, "c/0", "-"), True),
+        ("write", partial(RuntimeError, "anything"), True),
+        ("poll", partial(TransportError, "c/0", "-"), True),
+        ("poll", partial(RuntimeError, "anything"), True),
+    ],
 )
-def test_an_error_in_a_later_slice(
-    pair: tuple[Worker, Worker, SlowPosts], error: Callable[[], Exception], kept: bool
+def test_an_error_ends_its_delivery_only(
+    pair: tuple[Worker, Worker, Scripted],
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    error: partial[Exception],
+    kept: bool,
+    number: int,
 ) -> None:
-    """It ends this delivery only, after the slices in flight; quarantine if parts may arrive."""
+    """It ends after the slices in flight. If parts may still arrive, decode's blocks go into
+    quarantine; prefill's are freed: late bytes reach unused blocks.
+    """
     producer, consumer, transport = pair
-    transport.gate.set()
-    transport.ends.clear()
-    transport.errors = {1: error}
-    compute(producer)
-    until(lambda: transport.posts > 1)
-    for _ in range(3):
-        producer.step()
-        assert consumer.runtime.results() == (set(), set(), set())
-    assert producer.runtime.counts()["writes"] == 1
-    transport.ends.set()
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    transport.held = True
+    # Only a post that has certainly posted nothing is tried again: a second write could end before
+    # the bytes of the first arrive.
+    transport.errors = {(call, each): error for each in range(number, number + (1 if kept else 2))}
+    producer.step(chunks=[WHOLE])
+    until(lambda: transport.posts > (1 if call == "poll" else number))
+    if number or call == "poll":
+        no_result(producer, consumer)
+        assert producer.runtime.counts()["writes"] == 1
+    transport.held = False
+    assert results(consumer) == FAILED
     assert consumer.runtime.report() == (WorkerReport(QuarantineReport(begun=[Kept("r", "t")])) if kept else None)
+    assert caplog.text.count("RuntimeError: anything") == (error.func is RuntimeError)
+    producer.step(finished=[SENT])
+    assert results(producer) == ({"q"}, set(), set())
     assert not transport._pending  # noqa: SLF001
-    consumer.step(receives=[receive(producer.address, "r2", "t2")])
-    producer.step(expects=[Expect("q2", "t2", 7, DIGEST)], chunks=[Chunk("q2", ((1, 2),), 7)])
-    assert results(consumer) == (set(), {"r2"}, set())
+    assert not kept or transport.posts == (2 if call == "poll" else number + 1)
+    transport.errors = {}
+    assert transfer(producer, consumer, "2") == (set(), {"r2"}, set())
+    assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
+    until(lambda: not any(producer.runtime.counts()[stage] for stage in ("early", "live", "held", "writes")))
 
 
 def test_a_preemption_waits_for_unposted_slices(
-    pair: tuple[Worker, Worker, SlowPosts], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Worker, Worker, Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write counts as open before its first post. Posted within fence_s, it is complete."""
     producer, consumer, transport = pair
-    compute(producer)
-    assert transport.posting.wait(GIVE_UP_S)
+    posting(producer, 0)
     clock = Clock(monkeypatch)
 
     def during() -> None:
@@ -167,8 +167,8 @@ def test_a_preemption_waits_for_unposted_slices(
     producer.step(preempted=["q"])
     assert clock.rests
     producer.cache[[1, 2]] = 0
-    producer.step(chunks=[Chunk("q", ((3, 4),), 7)])
-    assert results(consumer) == (set(), {"r"}, set())
+    producer.step(chunks=[WHOLE])
+    assert results(consumer) == ARRIVED
     assert consumer.cache[[3, 5], 0].tolist() == [2, 3]
 
 
@@ -178,13 +178,10 @@ def test_a_slow_write_is_logged_once(
     """Each counts in the metric. Between host memories, no bandwidth is expected."""
     monkeypatch.setattr(writes, "is_slow", lambda *_: True)
     gpu, host = worker("gpu", memory_kind=MemoryKind("VRAM", 0)), worker("host")
-    for number, (source, target) in enumerate([(gpu, host), (host, gpu), (gpu, host), (host, host)]):
-        if source is target:
-            target = worker("other")
-        name = f"t{number}"
-        target.step(receives=[receive(source.address, name, name)])
-        source.step(expects=[Expect(f"q{name}", name, 7, DIGEST)], chunks=[Chunk(f"q{name}", ((1, 2),), 7)])
-        while name not in target.runtime.results()[1]:
+    for number, (source, target) in enumerate([(gpu, host), (host, gpu), (gpu, host), (host, worker("other"))]):
+        target.step(receives=[receive(source.address, f"r{number}", f"t{number}")])
+        compute(source, str(number))
+        while f"r{number}" not in target.runtime.results()[1]:
             source.step()
     stats = gpu.runtime.stats(), host.runtime.stats()
     assert [each and each.data["counts"]["writes"] for each in stats] == [{"slow": 2}, {"slow": 1, "done": 1}]

@@ -6,13 +6,10 @@ are those of vLLM's Triton attention, on tensors.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, get_kv_quant_mode
@@ -20,18 +17,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, get_kv_
 from connectors.errors import IncompatiblePeerError
 from connectors.planning.plan import check_compatible
 from tests.vllm_contract.caches import HEAD_SIZE, HEADS, full, vllm_config
-from tests.vllm_contract.memory_engines import MemoryRank, memory_rank, plans_for, transfer, units
+from tests.vllm_contract.memory_engines import MemoryRank, config, memory_rank, plans_for, transfer, units
 
 LAYER = "model.layers.0.self_attn.attn"
 DTYPES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.uint8, "int4_per_token_head": torch.uint8}
 LAYOUTS = [KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.LBNHC]
-
-
-@cache
-def config(tp_size: int = 1, block_size: int = 32, **overrides: Any) -> VllmConfig:
-    return vllm_config.__wrapped__(
-        tensor_parallel_size=tp_size, block_size=block_size, max_model_len=256, max_num_seqs=4, **overrides
-    )
 
 
 def spec(kind: str, tp_size: int, block_size: int) -> FullAttentionSpec:

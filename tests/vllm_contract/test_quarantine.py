@@ -103,9 +103,9 @@ def loading() -> Iterator[Callable[[int], Loading]]:
         engine.close()
 
 
-def without_room(loading: Callable[[int], Loading]) -> Loading:
+def without_room(loading: Callable[[int], Loading], blocks: int = 32) -> Loading:
     """Return an engine whose only request, `r`, has most of the pool in quarantine."""
-    engine = loading(32)
+    engine = loading(blocks)
     engine.silent = {"r"}
     engine.ask("r", 200, loads=True)
     for _ in range(20):
@@ -141,34 +141,22 @@ def test_nobody_waits_behind_a_request_that_does_not_fit(loading: Callable[[int]
     engine.steps_until_over("a", "b", "r")
 
 
-@pytest.mark.parametrize("failing", [{"a"}, {"b"}, {"a", "b"}])
 @pytest.mark.parametrize("blocks", [43, 46])
+@pytest.mark.parametrize(
+    ("failing", "others", "later"),
+    [({"a"}, {}, 0), ({"b"}, {}, 0), ({"a", "b"}, {}, 0), ({"a"}, {"b"}, 0), ({"a"}, {"b"}, 10)],
+)
 def test_a_failed_load_does_not_wait_for_a_finished_one(
-    loading: Callable[[int], Loading], blocks: int, failing: set[str]
+    loading: Callable[[int], Loading], blocks: int, failing: set[str], others: set[str], later: int
 ) -> None:
     """Computing a prompt needs more blocks of a window than receiving it. vLLM puts the failed
-    request before the other one, which holds the missing blocks and needs a step to end.
+    request before the other one, which holds the missing blocks and needs a step to end. Another
+    child of a MultiConnector may have loaded that one, or be loading it.
     """
     engine = loading(blocks)
-    engine.failing = failing
+    engine.failing, engine.others, engine.others_later = failing, set(others), later
     for name in ("a", "b"):
-        engine.ask(name, 200, loads=True)
-    engine.steps_until_over("a", "b")
-    engine.check_nothing_remains()
-
-
-@pytest.mark.parametrize("later", [0, 10])
-@pytest.mark.parametrize("blocks", [43, 46])
-def test_a_failed_load_does_not_wait_for_another_connectors(
-    loading: Callable[[int], Loading], blocks: int, later: int
-) -> None:
-    """The request with the missing blocks was loaded by another child of a MultiConnector, or is
-    being loaded.
-    """
-    engine = loading(blocks)
-    engine.failing, engine.others, engine.others_later = {"a"}, {"b"}, later
-    engine.ask("a", 200, loads=True)
-    engine.ask("b", 200, loads=False)
+        engine.ask(name, 200, loads=name not in others)
     engine.steps_until_over("a", "b")
     engine.check_nothing_remains()
 
@@ -191,31 +179,18 @@ def test_an_aborted_load_may_go_into_quarantine(loading: Callable[[int], Loading
     engine.check_nothing_remains()
 
 
-def test_a_window_needs_more_blocks_to_compute_than_to_receive(loading: Callable[[int], Loading]) -> None:
-    """The quarantine leaves room for the blocks received before, but not for those to compute."""
-    engine = loading(44)
-    engine.silent = {"r"}
-    engine.ask("r", 200, loads=True)
-    for _ in range(20):
-        engine.step()
-    engine.ask("small", 5, loads=False)
-    engine.steps_until_over("small")
-    assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    engine.answered = True
-    engine.steps_until_over("r")
-    engine.check_nothing_remains()
-
-
-@pytest.mark.parametrize("loads", [False, True])
-def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading], loads: bool) -> None:
+@pytest.mark.parametrize(("blocks", "loads"), [(32, False), (32, True), (44, False)])
+def test_a_request_larger_than_what_is_left(loading: Callable[[int], Loading], blocks: int, loads: bool) -> None:
     """Only the large request waits for its answer; vLLM would block the whole queue.
 
-    vLLM reserves blocks for it before it admits another load.
+    vLLM reserves blocks for it before it admits another load. Of 44 blocks, quarantine leaves those
+    to receive the request again, but not those to compute it.
     """
-    engine = without_room(loading)
-    for number in range(5):
-        engine.ask(f"small {number}", 5, loads=loads)
-    engine.steps_until_over(*(f"small {number}" for number in range(5)))
+    engine = without_room(loading, blocks)
+    names = [f"small {number}" for number in range(5)]
+    for name in names:
+        engine.ask(name, 5, loads=loads)
+    engine.steps_until_over(*names)
     assert engine.scheduler.requests["r"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
     engine.answered = True
     engine.steps_until_over("r")

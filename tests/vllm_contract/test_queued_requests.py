@@ -8,49 +8,30 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from connectors.protocol.actions import Due
-from connectors.protocol.params import EngineAddress
-from connectors.vllm_hma.config import parse_config
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Queue, Release
+from connectors.vllm_hma.orders import Orders, Queue, Release
 from connectors.vllm_hma.reports import WorkerReport
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from testing.connector_state import snapshot
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
-
-STEP_TOKENS = 100
-CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
-PRODUCER = EngineAddress("p", "h", 9)
+from tests.vllm_contract import scheduler_sides as sides
+from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCER, leave, orders, start
+from tests.vllm_contract.workers import ARRIVED, EXPECT, SENT, WHOLE, Worker, receive, results, until
 
 
-def request(name: str, tokens: int, params: dict[str, Any]) -> Request:
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    return Request(name, list(range(tokens)), sampling, None)
+def request(name: str, **params: Any) -> Request:
+    return sides.request(CONSUME | params, name, tokens=50)
 
 
 def scheduler(busy: bool = True) -> SchedulerConnector:
     """Return a scheduler side with one request for the same producer, with blocks, unless it is
     not ``busy``.
     """
-    half = SchedulerConnector(parse_config({}), "c", 1, (), STEP_TOKENS)
+    half = sides.scheduler()
     if busy:
-        first = request("first", 50, CONSUME | {"transfer_id": "first"})
-        half.new_request(first)
-        half.consumptions.after_alloc(first, ([7, 8],), 49)
-        orders(half)
+        start(half, request("first", transfer_id="first"))
     return half
-
-
-def leave(half: SchedulerConnector, one: Request) -> None:
-    one.status = RequestStatus.FINISHED_ABORTED
-    half.finished(one)
-
-
-def orders(half: SchedulerConnector) -> Orders:
-    return half.orders(SchedulerOutput.make_empty())
 
 
 # ---- the scheduler's half ----------------------------------------------------------------------
@@ -62,8 +43,8 @@ def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
     The second request waits, another producer's does not.
     """
     half = scheduler(busy=False)
-    one, two = request("d1", 50, CONSUME), request("d2", 50, CONSUME | {"transfer_id": "t2"})
-    other = request("d3", 50, CONSUME | {"transfer_id": "t3", "remote_engine_id": "p2"})
+    one, two = request("d1"), request("d2", transfer_id="t2")
+    other = request("d3", transfer_id="t3", remote_engine_id="p2")
     for each in (one, two, other):
         half.new_request(each)
     assert [half.consumptions.matched_tokens(each, 0) for each in (one, two, other)] == [49, None, 49]
@@ -71,7 +52,7 @@ def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
     assert half.consumptions.matched_tokens(two, 0) is None
     leave(half, one)
     assert half.consumptions.matched_tokens(two, 0) is None, "prefill reports when"
-    three = request("d4", 50, CONSUME | {"transfer_id": "t4"})
+    three = request("d4", transfer_id="t4")
     half.consumptions.due([Due("d2", "t2", None)])
     half.consumptions.after_alloc(two, ([3, 4],), 49)
     leave(half, two)
@@ -80,7 +61,7 @@ def test_a_request_that_none_waits_before_takes_its_blocks_at_once() -> None:
 
 
 def test_a_queued_request_claims_nothing_until_it_is_due() -> None:
-    half, one = scheduler(), request("d", 50, CONSUME)
+    half, one = scheduler(), request("d")
     half.new_request(one)
     assert orders(half) == Orders(queues=[Queue("d", "t", PRODUCER)])
     assert half.consumptions.matched_tokens(one, 0) is None
@@ -96,7 +77,7 @@ def test_a_request_whose_prompt_will_not_come_is_computed_here(cancelled: bool) 
     """Only rank 0 waits in the queue. If it has cancelled the transfer at its partners, the other
     ranks do the same at theirs, which would hold the KV until the lease ends.
     """
-    half, one = scheduler(), request("d", 50, CONSUME)
+    half, one = scheduler(), request("d")
     half.new_request(one)
     orders(half)
     half.consumptions.due([Due("d", "t", "no message arrived", cancelled)])
@@ -113,7 +94,7 @@ def test_what_decode_holds_itself_needs_no_start() -> None:
     """With a prefix that leaves nothing to fetch, the request runs at once, and the producer
     receives a release.
     """
-    half, one = scheduler(), request("d", 50, CONSUME)
+    half, one = scheduler(), request("d")
     half.new_request(one)
     assert half.consumptions.matched_tokens(one, 49) == 0
     half.consumptions.after_alloc(one, ([1, 2],), 0)
@@ -123,18 +104,17 @@ def test_what_decode_holds_itself_needs_no_start() -> None:
 
 def test_legs_that_come_one_after_the_other_wait_for_no_start() -> None:
     """A public proxy passes prefill's answer on unchanged."""
-    half, one = scheduler(), request("d", 50, CONSUME | {"remote_num_tokens": 49, "remote_request_id": "x"})
+    half, one = scheduler(), request("d", remote_num_tokens=49, remote_request_id="x")
     half.new_request(one)
     assert orders(half) == Orders()
     assert half.consumptions.matched_tokens(one, 0) == 49
 
 
 def test_a_queued_request_that_is_aborted_is_released() -> None:
-    half, one = scheduler(), request("d", 50, CONSUME)
+    half, one = scheduler(), request("d")
     half.new_request(one)
     orders(half)
-    one.status = RequestStatus.FINISHED_ABORTED
-    assert half.finished(one) == (False, None)
+    leave(half, one)
     assert orders(half) == Orders(releases=[Release("t", PRODUCER)])
     half.consumptions.due([Due("d", "t", None)])
     assert not snapshot(half).queued
@@ -148,14 +128,12 @@ def test_prompts_start_that_the_next_step_can_reach() -> None:
     """
     half = scheduler()
     for name in "abc":
-        half.new_request(request(name, 61, {"do_remote_decode": True, "transfer_id": name}))
+        half.new_request(sides.request({"do_remote_decode": True, "transfer_id": name}, name, tokens=61))
     found = orders(half)
     assert [expect.request_id for expect in found.expects] == ["a", "b", "c"]
     assert found.starts == ["a", "b"]
     assert orders(half).starts == []
-    first = request("a", 61, {})
-    first.status = RequestStatus.FINISHED_ABORTED
-    half.finished(first)
+    leave(half, sides.request({}, "a", tokens=61))
     assert orders(half).starts == ["c"]
 
 
@@ -164,7 +142,7 @@ def test_prompts_start_that_the_next_step_can_reach() -> None:
 
 def follower(half: SchedulerConnector) -> tuple[Request, Request]:
     """Return a request that receives a prompt, and another choice of the same client request."""
-    one, two = request("0_d", 50, CONSUME), request("1_d", 50, CONSUME)
+    one, two = request("0_d"), request("1_d")
     half.new_request(one)
     half.new_request(two)
     return one, two
@@ -181,7 +159,7 @@ def test_another_choice_waits_for_the_first_ones_prompt() -> None:
     half.consumptions.received({"0_d"}, set())
     assert not half.consumptions.awaits_prefix("1_d")
     assert len(orders(half).receives) == 1
-    late = request("2_d", 50, CONSUME)
+    late = request("2_d")
     half.new_request(late)
     assert (half.consumptions.awaits_prefix("2_d"), half.consumptions.matched_tokens(late, 0)) == (False, 0)
     for each in (one, two, late):
@@ -227,17 +205,17 @@ def test_workers_from_the_queue_to_the_kv(worker: Callable[..., Worker]) -> None
     producer, consumer = worker("p"), worker("c")
     producer.cache[:] = 7
     consumer.step(queues=[Queue("r", "t", producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(expects=[EXPECT])
     until(lambda: producer.runtime.counts()["live"] == 1 and bool(snapshot(producer.runtime).producer.consumers))
     assert consumer.runtime.counts()["queued"] == 1
     assert consumer.runtime.report() is None
     producer.step(starts=["q"])
     assert due(consumer) == [Due("r", "t", None)]
     consumer.step(receives=[receive(producer.address)])
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    assert results(consumer) == (set(), {"r"}, set())
+    producer.step(chunks=[WHOLE])
+    assert results(consumer) == ARRIVED
     assert consumer.cache[[3, 5]].tolist() == producer.cache[[1, 2]].tolist()
-    producer.step(finished=[Finished("q", True, "")])
+    producer.step(finished=[SENT])
     assert results(producer) == ({"q"}, set(), set())
     until(lambda: idle(producer, consumer))
 
@@ -245,13 +223,13 @@ def test_workers_from_the_queue_to_the_kv(worker: Callable[..., Worker]) -> None
 def test_workers_cancelled_in_the_queue(worker: Callable[..., Worker]) -> None:
     """Prefill holds nothing for it: its blocks are freed after the computation."""
     producer, consumer = worker("p"), worker("c")
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+    producer.step(expects=[EXPECT])
     consumer.step(queues=[Queue("r", "t", producer.address)])
     until(lambda: bool(snapshot(producer.runtime).producer.consumers))
     consumer.step(releases=[Release("t", producer.address)])
     until(lambda: bool(snapshot(producer.runtime).producer.closed))
-    producer.step(starts=["q"], chunks=[Chunk("q", ((1, 2),), 7)])
-    producer.step(finished=[Finished("q", True, "")])
+    producer.step(starts=["q"], chunks=[WHOLE])
+    producer.step(finished=[SENT])
     assert results(producer) == ({"q"}, set(), set())
     until(lambda: idle(producer, consumer))
     assert consumer.runtime.report() is None
@@ -268,7 +246,7 @@ def test_workers_whose_producer_dies(impatient: Callable[..., Worker], when: str
         producer.close()
         consumer.step(queues=[Queue("r", "t", address)])
     else:
-        producer.step(expects=[Expect("q", "t", 7, DIGEST)])
+        producer.step(expects=[EXPECT])
         consumer.step(queues=[Queue("r", "t", address)])
         until(lambda: bool(snapshot(producer.runtime).producer.consumers))
         producer.close()

@@ -4,47 +4,21 @@ those of the files: the engine shares no KV with engines that read the files.
 
 from __future__ import annotations
 
-from typing import Any
+from vllm.v1.request import RequestStatus
 
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
-
-from connectors.planning.layout import Group, GroupKind
-from connectors.vllm_hma.config import parse_config
-from connectors.vllm_hma.orders import Finished, Orders
+from connectors.vllm_hma.orders import Finished
 from connectors.vllm_hma.scheduler_side.scheduler import SchedulerConnector
 from tests.campaigns.schedules.scheduling import Engine
-
-PRODUCE = {"do_remote_decode": True, "transfer_id": "t"}
-CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
-TOKENS = 40
-
-
-def scheduler() -> SchedulerConnector:
-    return SchedulerConnector(parse_config({}), "c", 1, (Group(0, GroupKind.FULL, 16, None, ()),), 100)
-
-
-def request(params: dict[str, Any], name: str = "r") -> Request:
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    return Request(name, [9] * TOKENS, sampling, None)
-
-
-def orders(side: SchedulerConnector) -> Orders:
-    return side.orders(SchedulerOutput.make_empty())
+from tests.vllm_contract.scheduler_sides import CONSUME, PRODUCE, TOKENS, orders, request, scheduler, start
 
 
 def produced(side: SchedulerConnector, name: str = "r") -> str:
-    side.new_request(request(PRODUCE, name))
-    (expect,) = orders(side).expects
+    (expect,) = start(side, request(PRODUCE | {"transfer_id": name}, name)).expects
     return expect.prompt_digest
 
 
 def consumed(side: SchedulerConnector) -> str:
-    asked = request(CONSUME)
-    side.new_request(asked)
-    side.consumptions.after_alloc(asked, ([1, 2, 3],), TOKENS - 1)
-    (receive,) = orders(side).receives
+    (receive,) = start(side, request(CONSUME)).receives
     return receive.prompt_digest
 
 
@@ -83,8 +57,6 @@ def test_vllm_resets_the_connector() -> None:
         side = engine.connector.scheduler
         before = produced(side, "a")
         assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-        side.new_request(request(PRODUCE | {"transfer_id": "u"}, "b"))
-        (expect,) = orders(side).expects
-        assert expect.prompt_digest != before
+        assert produced(side, "b") != before
     finally:
         engine.close()

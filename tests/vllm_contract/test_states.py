@@ -85,16 +85,49 @@ def mamba2(tp_size: int, groups: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def test_mamba_2_with_one_group(config: VllmConfig) -> None:
-    """x and the recurrent heads are split, B and C are complete on both ranks: 64 + 64 + 64
-    channels of three tokens.
-    """
-    assert parts_of(config, spec(Kind.MAMBA2, mamba2(2, 1))) == [
-        ("x", 0, 2, 4, 1, 32 * 3 * 2),
-        ("B", 64 * 3 * 2, 1, 1, 1, 64 * 3 * 2),
-        ("C", 128 * 3 * 2, 1, 1, 1, 64 * 3 * 2),
-        ("heads", 192 * 3 * 2, 2, 4, 1, 32 * 64 * 4),
-    ]
+@pytest.mark.parametrize(
+    ("kind", "shapes", "parts"),
+    [
+        # x and the recurrent heads are split, B and C are complete on both ranks: 64 + 64 + 64
+        # channels of three tokens.
+        (
+            Kind.MAMBA2,
+            lambda: mamba2(2, 1),
+            [
+                ("x", 0, 2, 4, 1, 32 * 3 * 2),
+                ("B", 64 * 3 * 2, 1, 1, 1, 64 * 3 * 2),
+                ("C", 128 * 3 * 2, 1, 1, 1, 64 * 3 * 2),
+                ("heads", 192 * 3 * 2, 2, 4, 1, 32 * 64 * 4),
+            ],
+        ),
+        # Channels are split, in the convolution and in the recurrent state.
+        (
+            Kind.MAMBA1,
+            lambda: Shapes.mamba1_state_shape(2, intermediate_size=256, state_size=16, conv_kernel=4),
+            [("channels", 0, 128, 256, 1, 3 * 2), ("heads", 128 * 3 * 2, 128, 256, 1, 16 * 4)],
+        ),
+        # q and k are split by key heads, v by value heads: 64 + 64 + 128 channels here.
+        (
+            Kind.GDN_ATTN,
+            lambda: Shapes.gated_delta_net_state_shape(2, 2, 4, head_k_dim=64, head_v_dim=64, conv_kernel_size=4),
+            [
+                ("q", 0, 1, 2, 1, 64 * 3 * 2),
+                ("k", 64 * 3 * 2, 1, 2, 1, 64 * 3 * 2),
+                ("v", 128 * 3 * 2, 2, 4, 1, 64 * 3 * 2),
+                ("heads", 256 * 3 * 2, 2, 4, 1, 64 * 64 * 4),
+            ],
+        ),
+        # A short convolution has no recurrent state, linear attention no convolution.
+        (Kind.SHORT_CONV, lambda: Shapes.short_conv_state_shape(2, 128, 3), [("channels", 0, 64, 128, 1, 2 * 4)]),
+        (Kind.LINEAR, lambda: Shapes.linear_attention_state_shape(8, 2, 16), [("heads", 0, 4, 8, 1, 16 * 16 * 4)]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Kind) else "",
+)
+def test_how_states_are_split(
+    config: VllmConfig, kind: Kind, shapes: Callable[[], tuple[tuple[int, ...], ...]], parts: list[Part]
+) -> None:
+    """vLLM's shapes depend on the layout that a fixture selects."""
+    assert parts_of(config, spec(kind, shapes())) == parts
 
 
 def test_mamba_2_with_a_group_for_each_rank(config: VllmConfig) -> None:
@@ -113,34 +146,6 @@ def test_mamba_2_with_a_group_for_each_rank(config: VllmConfig) -> None:
         assert parts_of(config, two) == [("of 2 ranks", 0, 1, 2, 1, two.page_size_bytes)], "unknown: not cut"
     finally:
         text.mamba_n_groups = 1
-
-
-def test_mamba_1(config: VllmConfig) -> None:
-    """Mamba-1 splits channels, in the convolution and in the recurrent state."""
-    shapes = Shapes.mamba1_state_shape(2, intermediate_size=256, state_size=16, conv_kernel=4)
-    assert parts_of(config, spec(Kind.MAMBA1, shapes)) == [
-        ("channels", 0, 128, 256, 1, 3 * 2),
-        ("heads", 128 * 3 * 2, 128, 256, 1, 16 * 4),
-    ]
-
-
-def test_gated_delta_net(config: VllmConfig) -> None:
-    """q and k are split by key heads, v by value heads: 64 + 64 + 128 channels here."""
-    shapes = Shapes.gated_delta_net_state_shape(2, 2, 4, head_k_dim=64, head_v_dim=64, conv_kernel_size=4)
-    assert parts_of(config, spec(Kind.GDN_ATTN, shapes)) == [
-        ("q", 0, 1, 2, 1, 64 * 3 * 2),
-        ("k", 64 * 3 * 2, 1, 2, 1, 64 * 3 * 2),
-        ("v", 128 * 3 * 2, 2, 4, 1, 64 * 3 * 2),
-        ("heads", 256 * 3 * 2, 2, 4, 1, 64 * 64 * 4),
-    ]
-
-
-def test_states_of_one_tensor(config: VllmConfig) -> None:
-    """A short convolution has no recurrent state, linear attention no convolution."""
-    convolution = spec(Kind.SHORT_CONV, Shapes.short_conv_state_shape(2, 128, 3))
-    assert parts_of(config, convolution) == [("channels", 0, 64, 128, 1, 2 * 4)]
-    linear = spec(Kind.LINEAR, Shapes.linear_attention_state_shape(8, 2, 16))
-    assert parts_of(config, linear) == [("heads", 0, 4, 8, 1, 16 * 16 * 4)]
 
 
 def test_tokens_before_channels(config: VllmConfig, layout: Callable[[str], None]) -> None:

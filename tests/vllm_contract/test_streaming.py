@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 from connectors.planning.layout import Group, GroupKind, LayerPages
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.orders import Chunk, Orders
 from connectors.vllm_hma.worker_side.last_chunks import Governor, Streaming
 from connectors.vllm_hma.worker_side.steps import Begun, Ended, LayersComputed, StepFence, Steps
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import ARRIVED, EXPECT, NOTHING, Scripted, Worker, receive, results, until
 
 
 class SlowFence(StepFence):
@@ -89,38 +88,25 @@ def test_what_a_request_has_lost_is_dropped() -> None:
 
 
 def test_a_layer_arrives_while_the_step_goes_on(worker: Callable[..., Worker]) -> None:
-    """With ``streaming: layer``, all of a one-layer chunk is sent before the step has ended; Fin
-    follows it.
+    """With ``streaming: layer``, all of a one-layer last chunk is sent before the step has ended;
+    Fin follows it. Earlier chunks overlap with the next chunk; only the step's end sends them.
     """
-    producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
+    producer, consumer = worker("p", streaming=Streaming.LAYER, transport_class=Scripted), worker("c")
     consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 6, DIGEST)])
+    producer.step(expects=[EXPECT])
     until(lambda: producer.runtime.counts()["live"] == 1 and consumer.runtime.counts()["offered"] == 1)
-    orders = Orders(chunks=[Chunk("q", ((1, 2),), 6, True)])
-    producer.runtime.before_forward(orders)
-    producer.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
-    producer.runtime.layer_computed("layer")
-    until(lambda: consumer.cache[[3, 5], 0].tolist() == [2, 3])
-    assert consumer.runtime.results() == (set(), set(), set())
-    producer.runtime.after_forward(orders)
-    assert results(consumer) == (set(), {"r"}, set())
-    producer.step(finished=[Finished("q", True, "")])
-    assert results(producer) == ({"q"}, set(), set())
-
-
-def test_chunks_before_the_last_do_not_ask_for_layers(worker: Callable[..., Worker]) -> None:
-    """Earlier chunks overlap with the next chunk; only the step's end sends them."""
-    producer, consumer = worker("p", streaming=Streaming.LAYER), worker("c")
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 6, DIGEST)])
-    until(lambda: producer.runtime.counts()["live"] == 1 and consumer.runtime.counts()["offered"] == 1)
-    orders = Orders(chunks=[Chunk("q", ((1,),), 4)])
-    producer.runtime.before_forward(orders)
-    producer.cache[:] = 7
-    producer.runtime.layer_computed("layer")
-    assert not producer.runtime.counts()["writes"]
-    producer.runtime.after_forward(orders)
-    until(lambda: consumer.cache[3, 0] == 7)
+    for chunk in (Chunk("q", ((1,),), 4), Chunk("q", ((2,),), 7, True)):
+        orders = Orders(chunks=[chunk])
+        producer.runtime.before_forward(orders)
+        producer.runtime.layer_computed("layer")
+        if chunk.last:
+            until(lambda: consumer.cache[[3, 5], 0].tolist() == [2, 3])
+        else:
+            assert not producer.runtime.counts()["writes"]
+        assert consumer.runtime.results() == NOTHING
+        producer.runtime.after_forward(orders)
+        until(lambda: consumer.cache[3, 0] == 2)
+    assert results(consumer) == ARRIVED
 
 
 # ---- choice of the mode --------------------------------------------------------------------------

@@ -5,14 +5,15 @@ calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig, VllmConfig
+from prometheus_client import REGISTRY
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.forward_context import ForwardContext
 from vllm.sampling_params import SamplingParams
@@ -28,7 +30,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from connectors.codec import encode_agent_metadata
 from connectors.errors import ConfigurationError
@@ -37,22 +39,18 @@ from connectors.vllm_hma.connector import TandemConnector
 from connectors.vllm_hma.kv_store.worker import SpoiledSteps
 from connectors.vllm_hma.metrics import TandemStats
 from connectors.vllm_hma.multi_connector import MultiHandshakeMetadata, TandemMultiConnector
-from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Expect, Finished, Orders
+from connectors.vllm_hma.orders import Chunk, EncodedAgentMetadata, Orders
 from connectors.vllm_hma.store_connector import TandemStoreConnector
 from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from testing.connector_state import snapshot
-from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, full, vllm_config
+from tests.vllm_contract.caches import BLOCK_TOKENS, cache_config, child, connector_config, full, vllm_config
 from tests.vllm_contract.stored_prompt import CACHE
-from tests.vllm_contract.test_metrics import collectors, value
-from tests.vllm_contract.workers import DIGEST, IDENTITY, Worker, layout_of, receive, results, until
+from tests.vllm_contract.test_metrics import build, collectors, value
+from tests.vllm_contract.workers import EXPECT, FAILED, IDENTITY, SENT, Worker, layout_of, receive, results, until
 
-TANDEM = {
-    "kv_connector": "TandemConnector",
-    "kv_connector_module_path": "connectors.vllm_hma.connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
+TANDEM, STORE = child(), child("TandemStoreConnector")
 PROMPT = list(range(10, 10 + 4 * BLOCK_TOKENS))
+ENCODED = EncodedAgentMetadata(encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b"")))
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
@@ -98,21 +96,12 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def scripted(*answers: int | None) -> dict[str, Any]:
-    return {
-        "kv_connector": "ScriptedConnector",
-        "kv_connector_module_path": __name__,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"answers": list(answers)},
-    }
+    return child("ScriptedConnector", answers=list(answers)) | {"kv_connector_module_path": __name__}
 
 
 def example(folder: Path) -> dict[str, Any]:
     """vLLM's ExampleConnector, which does not support HMA."""
-    return {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
+    return child("ExampleConnector", shared_storage_path=str(folder)) | {"kv_connector_module_path": None}
 
 
 Make = Callable[..., MultiConnector]
@@ -123,7 +112,7 @@ def make() -> Iterator[Make]:
     """Build the scheduler side of a MultiConnector over some children."""
     made: list[MultiConnector] = []
 
-    def build(
+    def make_one(
         kind: type[MultiConnector],
         *children: dict[str, Any],
         hma: bool = True,
@@ -131,18 +120,12 @@ def make() -> Iterator[Make]:
         kv_role: Any = "kv_both",
         **extra: Any,
     ) -> MultiConnector:
-        transfer = KVTransferConfig(
-            kv_connector=kind.__name__,
-            kv_connector_module_path=kind.__module__,
-            kv_role=kv_role,
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"connectors": list(children), **extra},
-        )
+        transfer = connector_config(kind.__name__, kv_role, connectors=list(children), **extra)
         config = vllm_config.__wrapped__(kv_transfer_config=transfer, disable_hybrid_kv_cache_manager=not hma)
         made.append(kind(config, role or KVConnectorRole.SCHEDULER, cache_config((["f"], full()))))
         return made[-1]
 
-    yield build
+    yield make_one
     for connector in made:
         connector.shutdown()
 
@@ -188,14 +171,6 @@ def test_the_choice_beside_vllms(
     assert ask(make(MultiConnector, *children), request()) == theirs
 
 
-STORE = {
-    "kv_connector": "TandemStoreConnector",
-    "kv_connector_module_path": "connectors.vllm_hma.store_connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
-
-
 @pytest.fixture
 def registered() -> Iterator[Callable[..., Any]]:
     """Register a connector's metrics for its children, as vLLM does."""
@@ -203,15 +178,7 @@ def registered() -> Iterator[Callable[..., Any]]:
     known = collectors()
 
     def register(kind: type[MultiConnector], *children: dict[str, Any]) -> Any:
-        transfer = KVTransferConfig(
-            kv_connector=kind.__name__,
-            kv_connector_module_path=kind.__module__,
-            kv_role="kv_both",
-            kv_connector_extra_config={"connectors": list(children)},
-        )
-        types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-        config = VllmConfig(kv_transfer_config=transfer)
-        return kind.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+        return build(kind, connectors=list(children))
 
     yield register
     for collector in collectors() - known:
@@ -270,19 +237,23 @@ def test_metrics_show_which_child_serves(make: Make, registered: Callable[..., A
 def test_tandems_children_share_their_metrics(registered: Callable[..., Any], kind: type[MultiConnector]) -> None:
     """prometheus_client refuses two metrics of one name, and the server did not start."""
     metrics = registered(kind, TANDEM, STORE)
-    for child in ("TandemConnector", "TandemStoreConnector"):
+    log = KVConnectorLogging(connector_config(kind.__name__, connectors=[TANDEM, STORE]))
+    for name in ("TandemConnector", "TandemStoreConnector"):
         stats = TandemStats()
         stats.count("store_tokens", "hit", 5)
-        metrics.observe({child: stats.to_dict()})
+        carried = msgspec.msgpack.decode(msgspec.msgpack.encode({name: stats.to_dict()}))
+        metrics.observe(carried)
+        log.observe(carried)
     assert value("vllm:tandem_store_tokens_total", outcome="hit") == 10
+    assert not log.transfer_stats_accumulator.is_empty()
 
 
 def test_two_stores_do_not_replace_each_others_numbers(registered: Callable[..., Any]) -> None:
     metrics = registered(TandemMultiConnector, STORE, STORE)
-    for child, pending in (("TandemStoreConnector-0", 3), ("TandemStoreConnector-1", 0)):
+    for name, pending in (("TandemStoreConnector-0", 3), ("TandemStoreConnector-1", 0)):
         stats = TandemStats()
         stats.data["ranks"]["store"] = {"store_loads": pending}
-        metrics.observe({child: stats.to_dict()})
+        metrics.observe({name: stats.to_dict()})
     assert value("vllm:tandem_store_pending_loads") == 3
 
 
@@ -320,11 +291,10 @@ def test_tandem_beside_a_store(make: Make) -> None:
 def test_a_store_is_waited_for_while_no_other_child_has_tokens(make: Make, tmp_path: Path) -> None:
     """A store's lookups answer in a later step, while a child without tokens answers at once."""
     settings = {"path": str(tmp_path / "store"), "chunk_tokens": 16, "lookup_s": 5.0}
-    store = STORE | {"kv_connector_extra_config": {"store": settings}}
-    connector = make(TandemMultiConnector, scripted(0, 0, 32), store)
-    child = connector.sub_connectors[1]
-    assert isinstance(child, TandemStoreConnector)
-    child.store.publish([CACHE])
+    connector = make(TandemMultiConnector, scripted(0, 0, 32), child("TandemStoreConnector", store=settings))
+    second = connector.sub_connectors[1]
+    assert isinstance(second, TandemStoreConnector)
+    second.store.publish([CACHE])
     asked = request()
     connector.on_new_request(asked)
     assert ask(connector, asked) == (None, None)
@@ -362,14 +332,10 @@ def test_a_producer_has_no_receiving_child(make: Make) -> None:
     """vLLM reads the role of the MultiConnector, not of its children (``defer_block_free``)."""
     with pytest.raises(ConfigurationError, match=r"kv_producer.*TandemConnector has kv_both"):
         make(TandemMultiConnector, scripted(0), TANDEM, kv_role="kv_producer")
-    make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_producer"}, kv_role="kv_producer")
-    make(TandemMultiConnector, scripted(0), TANDEM | {"kv_role": "kv_consumer"})
-    make(
-        TandemMultiConnector,
-        scripted(0),
-        STORE | {"kv_connector_extra_config": {"store": {"path": "/unused"}}},
-        kv_role="kv_producer",
-    )
+    make(TandemMultiConnector, scripted(0), child(role="kv_producer"), kv_role="kv_producer")
+    make(TandemMultiConnector, scripted(0), child(role="kv_consumer"))
+    store = child("TandemStoreConnector", store={"path": "/unused"})
+    make(TandemMultiConnector, scripted(0), store, kv_role="kv_producer")
 
 
 def test_preemptions_reach_every_child(make: Make) -> None:
@@ -377,10 +343,7 @@ def test_preemptions_reach_every_child(make: Make) -> None:
     step = SchedulerOutput.make_empty()
     meta = connector.build_connector_meta(step)
     connector.handle_preemptions(meta)
-    assert [len(child.preempted) for child in connector.sub_connectors if isinstance(child, ScriptedConnector)] == [
-        1,
-        1,
-    ]
+    assert [len(each.preempted) for each in connector.sub_connectors if isinstance(each, ScriptedConnector)] == [1, 1]
 
 
 @pytest.mark.parametrize("streaming", [Streaming.CHUNK, Streaming.LAYER])
@@ -414,15 +377,15 @@ def test_kv_of_another_childs_failed_load_is_not_sent(
         connector.clear_connector_metadata()
         return not_loaded
 
-    assert not step(Orders(expects=[Expect("q", "t", 7, DIGEST)], starts=["q"]))
+    assert not step(Orders(expects=[EXPECT], starts=["q"]))
     consumer.step(receives=[receive(producer.address)])
     until(lambda: producer.runtime.counts()["live"] == 1)
     chunks = [Chunk("q", ((1, 2),), 7, last=True)]
     assert step(Orders(chunks=[] if later else chunks), fails=True) == {1}, "vLLM gets the failed blocks"
     if later:
         assert not step(Orders(chunks=chunks))
-    assert not step(Orders(finished=[Finished("q", True, "")]))
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    assert not step(Orders(finished=[SENT]))
+    assert results(consumer) == FAILED
     assert results(producer) == ({"q"}, set(), set())
     assert (consumer.cache == 0).all(), "nothing of the step was written"
 
@@ -447,10 +410,7 @@ def test_another_childs_asynchronous_load_spoils_no_step(make: Make, worker: Cal
 def test_every_child_gets_its_own_handshake(make: Make) -> None:
     """vLLM's own MultiConnector passes the first child's metadata to all children."""
     connector = make(TandemMultiConnector, scripted(0), TANDEM)
-    encoded = EncodedAgentMetadata(
-        encode_agent_metadata(AgentMetadata("me", IDENTITY, layout_of(1 << 20), "memory", b""))
-    )
-    metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {(0, 0): MultiHandshakeMetadata((None, encoded))}
+    metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {(0, 0): MultiHandshakeMetadata((None, ENCODED))}
     connector.set_xfer_handshake_metadata_pp_aware(metadata)
     tandem = connector.sub_connectors[1]
     assert isinstance(tandem, TandemConnector)
@@ -465,5 +425,30 @@ def test_weights_are_checked(make: Make, weights: Any) -> None:
         make(TandemMultiConnector, scripted(0), scripted(0), load_weights=weights)
 
 
-def test_it_is_registered_by_name() -> None:
-    assert KVConnectorFactory.get_connector_class_by_name("TandemMultiConnector") is TandemMultiConnector
+def test_the_plugin_registers_the_connectors_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls a plugin in every process, possibly more than once. Without entry points, the
+    import of a connector's module registers all: MultiConnector looks them up by name.
+    """
+    kinds = TandemConnector, TandemMultiConnector, TandemStoreConnector
+    assert [KVConnectorFactory.get_connector_class_by_name(kind.__name__) for kind in kinds] == [*kinds]
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    (entry,) = (each for each in entry_points(group="vllm.general_plugins") if each.name == "tandem")
+    for _ in range(2):
+        entry.load()()
+    assert [KVConnectorFactory.get_connector_class_by_name(kind.__name__) for kind in kinds] == [*kinds]
+
+
+def test_a_produced_request_keeps_its_blocks_without_hma(make: Make, tmp_path: Path) -> None:
+    """ExampleConnector lacks HMA support, so MultiConnector calls ``request_finished`` instead
+    of its HMA variant.
+    """
+    connector = make(MultiConnector, TANDEM, example(tmp_path), hma=False)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): ENCODED})
+    asked = request(do_remote_decode=True, transfer_id="t")
+    connector.on_new_request(asked)
+    asked.num_computed_tokens = asked.num_prompt_tokens
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    held, answer = connector.request_finished_all_groups(asked, ([1, 2],))
+    assert held, "the blocks are freed while decode may still fetch them"
+    assert answer is not None
+    assert answer["transfer_id"] == "t"

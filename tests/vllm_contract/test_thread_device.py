@@ -16,10 +16,9 @@ from connectors.errors import ConfigurationError
 from connectors.protocol.engines import Suspect
 from connectors.protocol.wire import Peer
 from connectors.vllm_hma.handshake.processes import own_process
-from connectors.vllm_hma.orders import Chunk, Expect
 from connectors.vllm_hma.worker_side import accelerator
 from connectors.vllm_hma.worker_side.progress_thread import ProgressThread
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import ARRIVED, FAILED, Worker, transfer, until
 
 NO_DEVICE = ("tandem-side-channel", "tandem-parent-watchdog")
 """Threads of the engine core that answer sockets and watch a process, without NIXL or the cache."""
@@ -35,10 +34,7 @@ def test_every_thread_of_a_worker_sets_its_device(
     )
     others = {thread.ident for thread in threading.enumerate()}
     producer, consumer = worker("p", integrity="full"), worker("c", integrity="full")
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    assert results(consumer) == (set(), {"r"}, set())
+    assert transfer(producer, consumer) == ARRIVED
     suspect = Suspect(Peer("nobody", 0), own_process(), True, None)
     consumer.runtime._probe.watch([suspect], [])  # noqa: SLF001 (no transfer has to fail for it)
 
@@ -63,11 +59,7 @@ def test_a_verifier_without_a_device_fails_transfers(
             raise RuntimeError("no memory on the device")
 
     monkeypatch.setattr(runtime_module, "set_thread_device", full)
-    producer, consumer = worker("p", integrity="full"), worker("c", integrity="full")
-    consumer.step(receives=[receive(producer.address)])
-    producer.step(expects=[Expect("q", "t", 7, DIGEST)])
-    producer.step(chunks=[Chunk("q", ((1, 2),), 7)])
-    assert results(consumer) == (set(), {"r"}, {"r"})
+    assert transfer(worker("p", integrity="full"), worker("c", integrity="full")) == FAILED
 
 
 def test_a_progress_thread_without_a_device_ends_the_start() -> None:

@@ -109,8 +109,6 @@ def test_a_kernel_block_size_of_its_own() -> None:
         assert (part.kernel_blocks, part.kernel_block_stride_bytes) == (2, BLOCK_ELEMENTS * 4 // 2)
         assert part.block_stride_bytes == BLOCK_ELEMENTS * 4
     assert layout.groups[0].block_bytes == BLOCK_ELEMENTS * 4
-    with pytest.raises(UnsupportedCacheError, match="8 blocks of 32 tokens, but vLLM's view has 12 blocks of 32"):
-        engine_layout(vllm_config(), cache, {"f": torch.zeros(12, HEADS, BLOCK_TOKENS, CONTENT)}, tp_rank=0)
 
 
 def test_mla_is_one_head_on_every_rank() -> None:
@@ -133,19 +131,18 @@ def test_chunked_attention_is_a_kind_of_its_own() -> None:
     assert [(g.kind, g.window_tokens) for g in shapes] == [(GroupKind.CHUNKED, 64), (GroupKind.FULL, None)]
 
 
-def test_a_view_that_is_not_the_spec_is_refused() -> None:
-    """A view with other heads than the spec's is refused."""
-    cache = cache_config((["f"], full(num_kv_heads=2)))
-    with pytest.raises(UnsupportedCacheError, match="2 heads or head slots, but vLLM's view has 4"):
-        engine_layout(vllm_config(), cache, views(cache), tp_rank=0)
-
-
-def test_token_major_pages_are_refused_on_the_cpu() -> None:
-    """CPU attention needs contiguous heads; otherwise its layout has changed."""
-    cache = cache_config((["f"], full()))
-    token_major = {"f": torch.zeros(BLOCKS, BLOCK_TOKENS, HEADS, CONTENT).transpose(1, 2)}
-    with pytest.raises(UnsupportedCacheError, match="heads are not contiguous"):
-        engine_layout(vllm_config(), cache, token_major, tp_rank=0)
+def test_views_that_are_not_the_spec_are_refused() -> None:
+    """Other heads or blocks than the spec's. CPU attention needs contiguous heads; otherwise its
+    layout has changed.
+    """
+    token_major = torch.zeros(BLOCKS, BLOCK_TOKENS, HEADS, CONTENT).transpose(1, 2)
+    for spec, view, told in (
+        (full(num_kv_heads=2), torch.zeros(BLOCKS, HEADS, BLOCK_TOKENS, CONTENT), "2 heads or head slots.*has 4"),
+        (full(), torch.zeros(12, HEADS, BLOCK_TOKENS, CONTENT), "8 blocks of 32 tokens.*12 blocks of 32"),
+        (full(), token_major, "heads are not contiguous"),
+    ):
+        with pytest.raises(UnsupportedCacheError, match=told):
+            engine_layout(vllm_config(), cache_config((["f"], spec)), {"f": view}, tp_rank=0)
 
 
 def test_identity_tells_models_apart() -> None:

@@ -21,20 +21,21 @@ from connectors.planning.blocks import wanted_blocks, wanted_units
 from connectors.planning.layout import MemoryKind
 from connectors.vllm_hma.config import parse_config
 from connectors.vllm_hma.kv_store.worker import StoreWorker
-from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders
+from connectors.vllm_hma.orders import Orders
 from connectors.vllm_hma.worker_side.worker import WorkerConnector
 from testing.connector_state import snapshot
 from tests.campaigns.schedules import scheduling
 from tests.campaigns.schedules.scheduling import BLOCK_TOKENS, STOP_TOKEN, WINDOW_TOKENS, Engine
 from tests.vllm_contract.caches import cache_config, full, sliding, vllm_config
-from tests.vllm_contract.memory_engines import memory_rank, plans_for, transfer, units
-from tests.vllm_contract.test_packed_pages import LAYER, config
+from tests.vllm_contract.memory_engines import config, memory_rank, plans_for, transfer, units
+from tests.vllm_contract.scheduler_sides import CONSUME
+from tests.vllm_contract.test_packed_pages import LAYER
 from tests.vllm_contract.test_streaming import SlowFence
-from tests.vllm_contract.workers import DIGEST, Worker, receive, results, until
+from tests.vllm_contract.workers import ARRIVED, FAILED, SENT, Worker, compute, receive, results, until
 
-CONSUME = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "p", "remote_host": "h", "remote_port": 9}
 PROMPT = list(range(10, 110))
 HEADS, HEAD_SIZE = 2, 64
+Decode = Callable[..., tuple[Worker, SlowFence]]
 
 
 def mixed(blocks: int) -> KVCacheConfig:
@@ -103,16 +104,26 @@ def test_a_cache_that_vllm_does_not_zero() -> None:
         engine.close()
 
 
-def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker]) -> None:
+@pytest.fixture
+def decode(worker: Callable[..., Worker]) -> Decode:
+    """Create a consumer whose cache is on an accelerator, and its device."""
+
+    def make(zeroes_blocks: bool = True) -> tuple[Worker, SlowFence]:
+        fence, memory = SlowFence(), MemoryKind("VRAM", 0)
+        made = worker("c", memory_kind=memory, integrity="off", fence=fence, zeroes_blocks=zeroes_blocks)
+        return made, fence
+
+    return make
+
+
+def test_the_order_waits_for_the_kernels_that_zero(worker: Callable[..., Worker], decode: Decode) -> None:
     """On an accelerator, kernels are queued: no byte of the transfer may arrive before they run."""
-    fence = SlowFence()
-    producer = worker("p", integrity="off")
-    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
+    producer, (consumer, fence) = worker("p", integrity="off"), decode()
     consumer.step(receives=[receive(producer.address)])
     assert snapshot(consumer.runtime).consumer.receptions == {}
     fence.done.update(fence.marked)
-    producer.step(expects=[Expect("q", "t", 6, DIGEST)], chunks=[Chunk("q", ((1, 2),), 6, True)])
-    assert results(consumer) == (set(), {"r"}, set())
+    compute(producer)
+    assert results(consumer) == ARRIVED
 
 
 class CopiesEnd(torch.cpu.Event):
@@ -123,12 +134,10 @@ class CopiesEnd(torch.cpu.Event):
 
 
 def test_the_order_waits_for_the_copies_of_a_store(
-    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+    worker: Callable[..., Worker], decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may read or write blocks that vLLM has freed and gives to the request."""
-    fence, end = SlowFence(), CopiesEnd()
-    producer = worker("p", integrity="off")
-    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence)
+    producer, (consumer, fence), end = worker("p", integrity="off"), decode(zeroes_blocks=False), CopiesEnd()
     connector = WorkerConnector(parse_config({}), "c", vllm_config(), cache_config((["f"], full())))
     connector._runtime = consumer.runtime  # noqa: SLF001
     monkeypatch.setattr(StoreWorker, "_touched", (end,))
@@ -139,29 +148,21 @@ def test_the_order_waits_for_the_copies_of_a_store(
     assert fence.marked == []
 
 
-def test_a_request_that_ends_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:
-    """The request has offered no blocks: vLLM frees them, and prefill does not await its lease."""
-    fence = SlowFence()
-    producer = worker("p", integrity="off")
-    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
-    consumer.step(receives=[receive(producer.address), receive(producer.address, "s", "u")])
-    consumer.step(aborts=["r"])
-    assert consumer.runtime.results() == (set(), {"r"}, {"r"})
-    producer.step(expects=[Expect("q", "t", 6, DIGEST)], chunks=[Chunk("q", ((1, 2),), 6, True)])
-    producer.step(finished=[Finished("q", True, "")])
-    assert results(producer) == ({"q"}, set(), set())
-    fence.done.update(fence.marked)
-    until(lambda: snapshot(consumer.runtime).consumer.receptions.keys() == {"s"})
-
-
-def test_an_engine_that_is_lost_before_the_kernels_have_run(worker: Callable[..., Worker]) -> None:
-    """A supervisor reports it once: later, only a failed handshake would end the request's wait."""
-    fence = SlowFence()
-    producer, other = worker("p", integrity="off"), worker("o", integrity="off")
-    consumer = worker("c", memory_kind=MemoryKind("VRAM", 0), integrity="off", fence=fence, zeroes_blocks=True)
+@pytest.mark.parametrize("lost", [False, True], ids=["aborted", "its engine is lost"])
+def test_a_request_that_ends_before_the_kernels_have_run(
+    worker: Callable[..., Worker], decode: Decode, lost: bool
+) -> None:
+    """The request has offered no blocks: vLLM frees them, and prefill does not await its lease. A
+    supervisor reports a lost engine once: later, only a failed handshake would end the wait.
+    """
+    producer, other, (consumer, fence) = worker("p", integrity="off"), worker("o", integrity="off"), decode()
     consumer.step(receives=[receive(producer.address), receive(other.address, "s", "u")])
-    consumer.step(lost=["p"])
-    assert consumer.runtime.results() == (set(), {"r"}, {"r"})
+    consumer.step(**({"lost": ["p"]} if lost else {"aborts": ["r"]}))
+    assert consumer.runtime.results() == FAILED
+    if not lost:
+        compute(producer)
+        producer.step(finished=[SENT])
+        assert results(producer) == ({"q"}, set(), set())
     fence.done.update(fence.marked)
     until(lambda: snapshot(consumer.runtime).consumer.receptions == {"s": "offered"})
 

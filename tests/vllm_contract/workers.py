@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 
 from connectors.codec import encode_agent_metadata
+from connectors.planning.descriptors import Runs
 from connectors.planning.layout import EngineLayout, Group, GroupKind, LayerPages, MemoryKind, Region
 from connectors.protocol.agent_metadata import AgentMetadata, ModelIdentity
 from connectors.protocol.limits import TransferLimits
@@ -20,7 +23,7 @@ from connectors.vllm_hma.config import ConnectorConfig
 from connectors.vllm_hma.handshake.processes import own_process
 from connectors.vllm_hma.handshake.secret import derive_keys
 from connectors.vllm_hma.handshake.side_channel import MetadataServer
-from connectors.vllm_hma.orders import Orders, Receive
+from connectors.vllm_hma.orders import Chunk, Expect, Finished, Orders, Receive
 from connectors.vllm_hma.worker_side.last_chunks import Streaming
 from connectors.vllm_hma.worker_side.runtime import WorkerRuntime
 from connectors.vllm_hma.worker_side.steps import StepFence
@@ -35,12 +38,69 @@ SHORT = TransferLimits(handshake_s=3.0, progress_s=1.0, alive_s=0.2, cancel_s=0.
 """Short deadlines, for tests in which one expires."""
 DIGEST = prompt_digest([1, 2, 3])
 
+NOTHING: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+ARRIVED: tuple[set[str], set[str], set[str]] = (set(), {"r"}, set())
+FAILED: tuple[set[str], set[str], set[str]] = (set(), {"r"}, {"r"})
+"""``results`` of decode: nothing yet, request r's KV has arrived, or its transfer has failed."""
+
+EXPECT, SENT = Expect("q", "t", 7, DIGEST), Finished("q", True, "")
+WHOLE = Chunk("q", ((1, 2),), 7)
+"""Prefill's request for ``receive``, its end, and its prompt in one chunk: blocks 1 and 2."""
+
 
 def layout_of(address: int, packing: str = "p", memory_kind: MemoryKind = MemoryKind("DRAM", 0)) -> EngineLayout:  # noqa: B008
     """Return a cache at ``address``: one full-attention group of one layer."""
     pages = LayerPages("layer", address, BLOCK_BYTES, 1, 1, BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, packing)
     region = Region(address, BLOCKS * BLOCK_BYTES, memory_kind)
     return EngineLayout(0, 1, BLOCKS, (region,), (Group(0, GroupKind.FULL, BLOCK_TOKENS, None, (pages,)),))
+
+
+class Scripted(MemoryTransport):
+    """A transport whose writes a test delays, breaks or damages.
+
+    ``held``    whether writes in flight do not end, as over a slow network
+    ``late``    whether a write reads its source when it ends, as RDMA may; else at the post
+    ``errors``  error of a call by its name, ``write`` or ``poll``, and its number
+    ``slow``    number of the post that lasts until ``gate`` opens; ``overdue``: it did not open
+    """
+
+    held = late = damages = False
+
+    def __init__(self, name: str, fabric: Fabric) -> None:
+        super().__init__(name, fabric)
+        self.errors: dict[tuple[str, int], Callable[[], Exception]] = {}
+        self.slow, self.posts, self.polls, self.overdue = -1, 0, 0, False
+        self.posting, self.gate = threading.Event(), threading.Event()
+        self._reads_later: dict[int, tuple[str, Runs, MemoryKind, MemoryKind]] = {}
+
+    def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> int:
+        number, self.posts = self.posts, self.posts + 1
+        if number == self.slow:
+            self.posting.set()
+            self.overdue |= not self.gate.wait(10.0)
+        if ("write", number) in self.errors:
+            raise self.errors["write", number]()
+        if self.late:
+            self._reads_later[-number] = peer, runs, source, target
+            return -number
+        handle = super().write(peer, runs, source, target)
+        if self.damages:  # one bit of the last byte
+            ctypes.c_uint8.from_address(int(runs.dst[-1] + runs.length[-1]) - 1).value ^= 1
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        if self.held:
+            return False
+        number, self.polls = self.polls, self.polls + 1
+        if ("poll", number) in self.errors:
+            self._pending.pop(handle, None)
+            raise self.errors["poll", number]()
+        return super().poll(super().write(*self._reads_later.pop(handle)) if self.late else handle)
+
+
+def scripted(worker: Worker) -> Scripted:
+    assert isinstance(worker.transport, Scripted)
+    return worker.transport
 
 
 class Worker:
@@ -64,6 +124,8 @@ class Worker:
     ) -> None:
         self.integrity = integrity
         self.cache = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+        if issubclass(transport_class, Scripted):  # a producer's content: block 1 has 2, and so on
+            self.cache[:] = np.arange(1, 9, dtype=np.uint8)[:, None]
         layout = layout_of(self.cache.ctypes.data, packing, memory_kind)
         self.transport = transport = transport_class(f"{name}/0", fabric)
         transport.register(
@@ -101,6 +163,22 @@ class Worker:
 def receive(producer: EngineAddress, request: str = "r", transfer: str = "t") -> Receive:
     """Return an order for two blocks, tokens 0 to 6 of a prompt of 7."""
     return Receive(request, transfer, producer, DIGEST, ((3, 5),), 0, 6)
+
+
+def compute(producer: Worker, name: str = "") -> None:
+    """Compute the prompt of transfer ``t{name}`` in one chunk: blocks 1 and 2."""
+    producer.step(expects=[Expect(f"q{name}", f"t{name}", 7, DIGEST)])
+    producer.step(chunks=[Chunk(f"q{name}", ((1, 2),), 7)])
+
+
+def transfer(producer: Worker, consumer: Worker, name: str = "") -> tuple[set[str], set[str], set[str]]:
+    """Run a whole transfer of request ``r{name}``; return the consumer's results."""
+    consumer.step(receives=[receive(producer.address, f"r{name}", f"t{name}")])
+    compute(producer, name)
+    producer.step(finished=[Finished(f"q{name}", True, "")])
+    found = results(consumer)
+    assert results(producer) == ({f"q{name}"}, set(), set())
+    return found
 
 
 def posted(producer: Worker) -> bool:

@@ -103,7 +103,6 @@ class AdapterLoads:
         self._record(Adapter(request.lora_int_id, request.lora_path), content)
 
     def _digest(self, folder: Path) -> tuple[_State | None, str]:
-        """Return the state of the adapter's files before they were hashed, and their digest."""
         state = _state(folder)
         if state is None:
             return None, UNKNOWN
@@ -187,7 +186,6 @@ def adapter_loads() -> AdapterLoads:
 
 
 def _state(folder: Path) -> _State | None:
-    """Return the states of the files that vLLM reads; None if one cannot be read."""
     states = []
     try:
         weights = next((name for name in _WEIGHTS if (folder / name).is_file()), _WEIGHTS[0])
@@ -200,7 +198,6 @@ def _state(folder: Path) -> _State | None:
 
 
 def _digest(folder: Path, state: _State) -> str:
-    """Return a digest of names and content of the files, as 32 hexadecimal digits."""
     whole = hashlib.blake2b(digest_size=16)
     for name, *_ in state:
         whole.update(f"{name}:{digest_file(folder / name)};".encode())

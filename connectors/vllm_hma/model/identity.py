@@ -98,9 +98,7 @@ def weights_identity(
 ) -> str:
     """Return a string that identifies a model's weights; arguments as for ``model_identity``.
 
-    ``dummy`` for weights that vLLM makes itself; the address of weights in object storage, with a
-    warning in the log; else the result of ``named_weights``. Raises as ``named_weights``, and
-    ConfigurationError for object storage if ``stored``.
+    Raises as ``named_weights``, and ConfigurationError for object storage if ``stored``.
     """
     if load_format == "dummy":  # vLLM makes the weights from a fixed seed
         return "dummy"
@@ -129,7 +127,6 @@ def named_weights(name: str, revision: str | None, stored: bool = False, unchang
 
 
 def _unverified(what: str, remedy: str, identity: str, stored: bool) -> str:
-    """Warn that ``what`` may differ between engines, or raise ConfigurationError if ``stored``."""
     if stored:
         raise ConfigurationError(
             f"KV store: {what} may change without notice, and stored KV of earlier weights would be used; {remedy}"
@@ -144,7 +141,6 @@ def is_commit(revision: str | None) -> bool:
 
 
 def _commit(repository: str, revision: str | None) -> str | None:
-    """Return the commit of a revision, from vLLM or the hub's local cache; None if unknown."""
     # huggingface_hub's ResolvedRevision is a str equal to the requested revision, for example
     # "main"; its attribute ``resolved`` is the commit.
     resolved = getattr(revision, "resolved", None) or revision

@@ -21,7 +21,7 @@ Mamba-2 groups is unknown, moves between engines of equal TP size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,6 @@ class _Page:
     packing: str
 
     def whole(self, name: str, offset: int, size_bytes: int, total: int) -> LayerPages:
-        """Return a byte range of the page as this rank's one unit of ``total`` units."""
         return self.part(_Section(name, 1, total, size_bytes), offset, size_bytes, 1, size_bytes)
 
     def part(self, section: _Section, offset: int, unit_stride: int, rows: int, row_stride: int) -> LayerPages:
@@ -169,7 +168,6 @@ def _total_groups(config: VllmConfig, groups: int, tp_size: int) -> int | None:
 
 
 def _parts(page: _Page, spec: MambaSpec, sections: tuple[list[_Section], list[_Section]]) -> Iterator[LayerPages]:
-    """Yield the sections as parts, in the order of their offsets in the page."""
     convolution, recurrent = sections
     offset = 0
     if convolution:
@@ -180,16 +178,12 @@ def _parts(page: _Page, spec: MambaSpec, sections: tuple[list[_Section], list[_S
         for section in convolution:
             if get_conv_state_layout() == "DS":
                 unit = section.width * tokens * size
-                yield page.part(_bytes(section, unit), offset + start * tokens * size, unit, 1, unit)
+                yield page.part(replace(section, width=unit), offset + start * tokens * size, unit, 1, unit)
             else:
                 unit = section.width * size
-                yield page.part(_bytes(section, unit), offset + start * size, unit, tokens, channels * size)
+                yield page.part(replace(section, width=unit), offset + start * size, unit, tokens, channels * size)
             start += section.units * section.width
         offset += prod(shape) * size
     for section in recurrent:
         unit = section.width * spec.dtypes[-1].itemsize
-        yield page.part(_bytes(section, unit), offset, unit, 1, unit)
-
-
-def _bytes(section: _Section, width_bytes: int) -> _Section:
-    return _Section(section.name, section.units, section.total, width_bytes)
+        yield page.part(replace(section, width=unit), offset, unit, 1, unit)

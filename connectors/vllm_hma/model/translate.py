@@ -228,7 +228,6 @@ def _attention_parts(
 
 
 def _packing(config: VllmConfig, layer: str, spec: AttentionSpec) -> str:
-    """Return the name of the encoding of one token's content of one head: dtypes and scales."""
     name = getattr(spec, "cache_dtype_str", None)
     resolved = resolved_cache_dtype(name, config.model_config) if name else None
     return f"{spec.dtype}/{spec.kv_quant_mode.name}/{resolved}{_scales(config, layer, spec)}"
@@ -349,7 +348,6 @@ def _configured_heads(config: VllmConfig, layer: str, spec: AttentionSpec) -> in
 
 
 def _span(view: torch.Tensor) -> Region:
-    """Return the memory from a view's first to its last byte."""
     last = sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
     memory_kind = MemoryKind("DRAM", 0) if view.device.type == "cpu" else MemoryKind("VRAM", view.device.index or 0)
     return Region(view.data_ptr(), (last + 1) * view.element_size(), memory_kind)

@@ -43,7 +43,7 @@ class Blocks:
         return blocks
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Drop one reference to each of these blocks, which ``take`` has returned."""
+        """Drop a reference that ``take`` has taken."""
         if blocks:
             self._bound.block_pool.free_blocks(blocks)
 
@@ -73,7 +73,7 @@ class Blocks:
                 manager.new_block_ids += dict.fromkeys((*new[:1], *new[-1:]))
 
     def held(self, without: Set[str]) -> set[int]:
-        """Return the ids of all requests' blocks, except null blocks and these requests'."""
+        """Return the ids of all blocks of requests ``without`` these."""
         managers = self._bound.coordinator.single_type_managers
         request_ids = {each for manager in managers for each in manager.req_to_blocks} - without
         tables = (table for each in request_ids for table in self._bound.get_blocks(each).blocks)
@@ -107,7 +107,5 @@ class Blocks:
 
     @property
     def _bound(self) -> KVCacheManager:
-        assert self._manager is not None, (
-            "vLLM has not bound its KV cache manager to this connector (bind_kv_cache_manager)"
-        )
+        assert self._manager is not None, "vLLM has not called bind_kv_cache_manager"
         return self._manager

@@ -1,13 +1,5 @@
 """Decode requests of one engine: orders the workers to receive their KV.
 
-    new             order Queue, if other requests wait for KV of the same producer and the prompt
-                    has not been computed; Release, if the KV would end within an image
-    due             the wait of a queued request has ended
-    matched_tokens  number of tokens to receive; None while the request is queued
-    after_alloc     vLLM has allocated the blocks: order Receive; Release if no KV is needed
-    received        the transfer has ended on all ranks
-    finished        the request has ended: order Release or an abort if its transfer has not ended
-
 A router may send both requests of a transfer at once, and prefill may compute other requests first.
 A consumer with other requests for that producer therefore allocates blocks only when prefill is
 about to start the prompt: a queued request holds no blocks, ``matched_tokens`` returns None, and
@@ -99,14 +91,12 @@ class Consumptions:
         return None if tokens and request.request_id in self._queued else tokens
 
     def end_token(self, request: Request) -> int:
-        """Return the position of the first token that a consuming request computes itself."""
         return _end_token(request, self._consumptions[request.request_id])
 
     def due(self, reported: Iterable[Due]) -> None:
-        """Handle reports that the waits of queued requests have ended.
+        """Let vLLM allocate the blocks of queued requests whose waits have ended.
 
-        vLLM may then allocate a request's blocks, to receive its KV or, after a failure, to compute
-        its prompt. If rank 0 has cancelled the transfer, a Release makes the other ranks cancel it.
+        If rank 0 has cancelled the transfer, a Release makes the other ranks cancel it.
         """
         for due in reported:
             params = self._consumptions.get(due.request_id)
@@ -121,11 +111,9 @@ class Consumptions:
                 self._outbox.orders.releases.append(Release(params.transfer_id, params.producer))
 
     def consumes(self, request_id: str) -> bool:
-        """Return whether the request has a transfer that has not started."""
         return request_id in self._consumptions
 
     def receives(self, request_id: str) -> bool:
-        """Return whether the transfer of this request is in progress."""
         return request_id in self._taken
 
     def after_alloc(
@@ -191,11 +179,9 @@ class Consumptions:
 
     @property
     def delayed(self) -> bool:
-        """True while a request whose transfer failed waits for free blocks."""
         return bool(self._failed)
 
     def ran(self, request_ids: Iterable[str], preempted: Iterable[str] = ()) -> None:
-        """Record that a step runs these requests, after vLLM has preempted others."""
         self._running.difference_update(preempted)
         self._running.update(request_ids)
 

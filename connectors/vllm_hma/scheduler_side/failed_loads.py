@@ -53,10 +53,9 @@ class FailedLoads:
     def take_fitting(self, running: Set[str]) -> set[str]:
         """Free blocks of delayed requests; remove and return each request that fits into the pool.
 
-        Blocks in quarantine are not freed. A request fits if the pool has enough blocks besides
-        those in quarantine and those of requests that are not ``running``: these load KV, wait for
-        a step, or have ended while a connector uses their blocks. Requests that fit are not added
-        up: vLLM schedules them one after another.
+        It fits beside the blocks in quarantine and those of requests that are not ``running``:
+        these load KV, wait for a step, or have ended while a connector uses their blocks. Requests
+        that fit are not added up: vLLM schedules them one after another.
         """
         if not self._delayed:
             return set()

@@ -18,7 +18,6 @@ class Outbox:
         return taken
 
     def take_stats(self) -> TandemStats | None:
-        """Return the counts and start new ones; None if there are none."""
         if self.stats.is_empty():
             return None
         taken, self.stats = self.stats, TandemStats()

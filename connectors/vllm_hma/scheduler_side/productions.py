@@ -1,12 +1,5 @@
 """Prefill requests of one engine: orders the workers to send their KV.
 
-    new       order Expect
-    schedule  each step: order Chunk for each part of a prompt that the step computes, ``starts``
-              for prompts that are about to start, and ``preempted`` for preempted requests
-    finished  vLLM has finished the request: order Finished; its blocks stay allocated if the KV to
-              send is complete
-    sent      no worker sends more KV of the request: vLLM frees its blocks
-
 The producer removes the prompt's last token, so that windows and states end where the consumer
 starts to compute (``consumptions.py``).
 
@@ -110,48 +103,13 @@ class Productions:
         If this engine cannot compute the KV that the consumer needs, log a warning, leave the
         request unchanged and send no KV.
         """
-        if request.max_tokens != 1:
-            # Decoding would move the windows, and vLLM would free blocks that the consumer needs.
-            logger.warning(
-                "the KV of request %s is not sent, so decode computes the prompt: a prefill request must set "
-                "max_tokens=1, not %d",
-                request.request_id,
-                request.max_tokens,
-            )
-            return
-        if any(ended.request_id == request.request_id for ended in self._outbox.orders.finished):
-            # Workers apply `orders.finished` after `orders.expects`, so the end of the earlier
-            # request would also end this one's transfer.
-            logger.warning(
-                "the KV of request %s is not sent, so decode computes the prompt: an earlier request with this id "
-                "ended in the same step",
-                request.request_id,
-            )
-            return
-        if request.resumable:
-            # The session continues after the prompt, and vLLM frees blocks of its windows.
-            logger.warning(
-                "the KV of request %s is not sent, so decode computes the prompt: the request is a session of streamed "
-                "input",
-                request.request_id,
-            )
-            return
-        if params.first_token and not self.first_token_multiple:
-            logger.warning(
-                "the KV of request %s is not sent, so decode computes the prompt: the request sets first_token, but "
-                "this engine cannot sample first tokens (first_token_multiple is 0), because its model has states or "
-                "speculative_config is set",
-                request.request_id,
-            )
-            return
         tokens = request.num_prompt_tokens - 1
-        if params.first_token:
+        if params.first_token and self.first_token_multiple:
             tokens = whole_blocks(request.num_prompt_tokens, self.first_token_multiple)
-        if self._prompts.divides_image(request, tokens):
+        refusal = self._refusal(request, params, tokens)
+        if refusal is not None:
             logger.warning(
-                "the KV of request %s is not sent, so decode computes the prompt: the KV would end within an image "
-                "whose tokens attend to later ones",
-                request.request_id,
+                "the KV of request %s is not sent, so decode computes the prompt: %s", request.request_id, refusal
             )
             return
         digest = self._prompts.digest(request)
@@ -178,6 +136,26 @@ class Productions:
                 adapter_of(request.lora_request),
             )
         )
+
+    def _refusal(self, request: Request, params: ProduceParams, tokens: int) -> str | None:
+        if request.max_tokens != 1:
+            # Decoding would move the windows, and vLLM would free blocks that the consumer needs.
+            return f"a prefill request must set max_tokens=1, not {request.max_tokens}"
+        if any(ended.request_id == request.request_id for ended in self._outbox.orders.finished):
+            # Workers apply `orders.finished` after `orders.expects`, so the end of the earlier
+            # request would also end this one's transfer.
+            return "an earlier request with this id ended in the same step"
+        if request.resumable:
+            # The session continues after the prompt, and vLLM frees blocks of its windows.
+            return "the request is a session of streamed input"
+        if params.first_token and not self.first_token_multiple:
+            return (
+                "the request sets first_token, but this engine cannot sample first tokens (first_token_multiple is "
+                "0), because its model has states or speculative_config is set"
+            )
+        if self._prompts.divides_image(request, tokens):
+            return "the KV would end within an image whose tokens attend to later ones"
+        return None
 
     def finished(self, request: Request) -> tuple[str, int] | None:
         """Return (transfer id, number of prompt tokens whose KV is sent) of an ended request.
@@ -216,7 +194,6 @@ class Productions:
         self._blocks.drop(self._productions.pop(request_id).windows)
 
     def schedule(self, output: SchedulerOutput, orders: Orders) -> None:
-        """Add this step's orders for prefill requests."""
         for request_id in output.preempted_req_ids or ():
             production = self._productions.get(request_id)
             if production is not None:
@@ -236,12 +213,7 @@ class Productions:
             if production is not None and computed_before < production.prompt_tokens:
                 self._start(request_id, orders)
                 orders.chunks.append(self._chunk(request_id, production, computed_before, output))
-        self._start_next(orders)
-
-    def _start_next(self, orders: Orders) -> None:
-        """Add to ``starts`` the prompts that the next step can reach, if vLLM keeps to arrival
-        order.
-        """
+        # The next step can reach these prompts, if vLLM keeps to arrival order.
         ahead = 0
         for request_id, tokens in self._tokens_left.items():
             if ahead >= self._step_tokens:
@@ -273,7 +245,6 @@ class Productions:
         return Chunk(request_id, new_ids, computed, computed == production.prompt_tokens)
 
     def _windows_at(self, token: int) -> list[slice]:
-        """Return the part of each group's block table that a consumer at ``token`` reads."""
         return [
             slice(first_needed_token(group, token) // group.block_tokens, token // group.block_tokens)
             if group.kind in WINDOWED
@@ -293,7 +264,6 @@ def first_token_multiple(groups: Sequence[Group]) -> int:
 
 
 def _scheduled(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """Return (request id, tokens computed before this step) of all requests in this step."""
     cached = output.scheduled_cached_reqs
     return [
         *((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs),

@@ -41,5 +41,4 @@ class Prompts:
         self._salt = uuid.uuid4().hex
 
     def divides_image(self, request: Request, token: int) -> bool:
-        """Return whether a producer that computes ``token`` tokens gets wrong KV of an image."""
         return self._whole_images and divides_image(request, token)

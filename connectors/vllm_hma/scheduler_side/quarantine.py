@@ -5,12 +5,10 @@ that it writes no more. This engine then computes the request in other blocks, o
 ended. In both cases vLLM drops its references to the blocks. The scheduler side takes its own
 references before that, and drops them when no producer rank can write to the blocks any more.
 
-    worker side       the consumer state machine of a rank returns Received with ``quarantine``, and
-                      later Freed
-    QuarantineReport  reaches the scheduler side with a step's output: its ``begun`` not later than
-                      the request in ``finished_recving``
-    Quarantine        has the references from the first rank's ``begun`` to the last rank's
-                      ``ended``
+A rank's consumer state machine returns Received with ``quarantine``, and later Freed. A
+QuarantineReport brings both to the scheduler side with a step's output: ``begun`` not later than
+the request in ``finished_recving``. The references last from the first rank's ``begun`` to the last
+rank's ``ended``.
 """
 
 from __future__ import annotations

@@ -120,12 +120,7 @@ class SchedulerConnector:
         try:
             params = parse_params(request.kv_transfer_params)
         except WireError as error:
-            # The request itself is valid: this engine computes its prompt.
-            logger.warning(
-                "request %s: its KV is not transferred, and this engine computes its prompt: %s",
-                request.request_id,
-                error,
-            )
+            _not_transferred(request, str(error))
             # vLLM also reads the parameters and expects a dict (vllm/v1/core/sched/scheduler.py).
             request.kv_transfer_params = None
             return
@@ -135,16 +130,9 @@ class SchedulerConnector:
             self._lose(request.request_id, params)
         elif params is not None and request.prompt_embeds is not None:
             # No digest covers prompt embeddings, so the two requests could not be compared.
-            logger.warning(
-                "request %s has prompt embeddings, so its KV is not transferred; this engine computes its prompt",
-                request.request_id,
-            )
+            _not_transferred(request, "it has prompt embeddings")
         elif isinstance(params, ConsumeParams) and not self._receives:
-            logger.warning(
-                "request %s: this engine receives no KV and computes the prompt, because its kv_role is kv_producer; "
-                "set kv_consumer or kv_both",
-                request.request_id,
-            )
+            _not_transferred(request, "this engine's kv_role is kv_producer; set kv_consumer or kv_both")
         elif isinstance(params, ConsumeParams):
             self.consumptions.new(request, params)
         elif isinstance(params, ProduceParams) and not params.describe:
@@ -200,7 +188,6 @@ class SchedulerConnector:
         return self._outbox.take_stats()
 
     def orders(self, output: SchedulerOutput) -> Orders:
-        """Take the orders collected since the last step, and add this step's."""
         orders = self._outbox.take_orders()
         orders.report = bool(self.quarantine) or self.consumptions.delayed
         self.consumptions.ran(output.num_scheduled_tokens, output.preempted_req_ids or ())
@@ -227,6 +214,12 @@ class SchedulerConnector:
             "remote_port": address.port,
             "tp_size": self._tp_size,
         }
+
+
+def _not_transferred(request: Request, reason: str) -> None:
+    logger.warning(
+        "request %s: its KV is not transferred, and this engine computes its prompt: %s", request.request_id, reason
+    )
 
 
 def _loopback(host: str) -> bool:

@@ -30,7 +30,6 @@ class SharedTransfers:
         return receiver == request_id
 
     def receiver_of(self, request_id: str) -> str | None:
-        """Return the id of a follower's receiving request; None for other requests."""
         return self._followers.get(request_id)
 
     def left(self, request_id: str) -> None:

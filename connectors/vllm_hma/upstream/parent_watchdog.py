@@ -18,10 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_with_parent() -> None:
-    """Start a thread that kills this process when its parent ends.
-
-    Does nothing if ``multiprocessing`` did not start this process.
-    """
+    """Kill this process when its parent ends, if ``multiprocessing`` started it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_for, args=(parent.sentinel,), name="tandem-parent-watchdog", daemon=True).start()

@@ -17,17 +17,11 @@ _RUN = DPCoordinatorProc.run_coordinator
 
 
 def run_coordinator(*arguments: Any, **named: Any) -> None:
-    """Run vLLM's coordinator in this process, and kill this process when its parent ends.
-
-    ``multiprocessing`` pickles this function by name, so it works with every start method.
-    """
+    # A function of this module: ``multiprocessing`` pickles it by name, with every start method.
     end_with_parent()
     _RUN(*arguments, **named)
 
 
 def end_coordinator_with_parent() -> None:
-    """Make vLLM start coordinators with this module's ``run_coordinator`` instead of its own.
-
-    Repeated calls have no effect.
-    """
+    """Make vLLM start coordinators with ``run_coordinator``. Repeated calls have no effect."""
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

@@ -48,7 +48,6 @@ def send_whole_prompt(new: NewRequestData) -> None:
 
 
 def show_last_tokens(request: Request) -> None:
-    """Restore the hidden tokens of the prompt, so that the next steps compute them."""
     assert request.prompt_token_ids is not None, (
         f"request {request.request_id} has prompt embeddings, so it has no hidden tokens"
     )

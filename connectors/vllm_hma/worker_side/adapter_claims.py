@@ -38,7 +38,6 @@ class AdapterClaims:
         return replace(expect, prompt_digest=_digest(expect.prompt_digest, identity))
 
     def receive(self, receive: Receive) -> Receive:
-        """Return the order of a decode request with the adapter's identity in its prompt digest."""
         if receive.adapter is None:
             return receive
         return replace(receive, prompt_digest=_digest(receive.prompt_digest, self._loads.identity(receive.adapter)))
@@ -47,7 +46,6 @@ class AdapterClaims:
         self._claims.pop(request_id, None)
 
     def take_outdated(self) -> set[str]:
-        """Return, and forget, the prefill requests whose adapter has changed since ``expect``."""
         if self._replaced == self._loads.replaced:
             return set()
         self._replaced = self._loads.replaced

@@ -68,7 +68,6 @@ class Governor:
         return better if self._steps % _TRY_AGAIN_EVERY else not better
 
     def cost(self, by_layers: bool, exposed_s: float, engine_s: float) -> None:
-        """Record the cost of a step that ended a prompt: writes after its end, and engine time."""
         self._costs[by_layers].add(exposed_s + engine_s)
 
 
@@ -97,18 +96,15 @@ class LastChunks:
         self._exposed: Exposure | None = None
 
     def begin_step(self, ends_prompt: bool) -> bool:
-        """Choose the mode of a step before its forward pass; return ``by_layers``."""
         self.by_layers = ends_prompt and self._governor.by_layers()
         self.engine_s, self._begun_before = 0.0, self._writes.begun
         return self.by_layers
 
     def end_step(self, by_layers: bool, now: float) -> None:
-        """Begin to measure the cost of a step that began writes, unless another one is measured."""
         if self._writes.begun > self._begun_before and self._exposed is None:
             self._exposed = Exposure(now, by_layers, self.engine_s, self._writes.in_flight())
 
     def measure(self, now: float) -> None:
-        """Report the cost of the measured step to the governor, once its writes have ended."""
         exposed = self._exposed
         if exposed is not None and not exposed.writes & self._writes.in_flight():
             self._exposed = None

@@ -43,7 +43,6 @@ class ProgressThread:
         return self._closed.is_set()
 
     def wake(self) -> None:
-        """End the current pause; without one, skip the next."""
         self._awake.set()
 
     def close(self) -> None:

@@ -4,13 +4,6 @@ vLLM's hooks, the progress thread and the threads of handshakes, digests and pro
 machines under one lock. The hooks apply the scheduler side's orders and hand over each step's KV.
 The progress thread answers peers, polls writes and checks deadlines while the engine computes or
 idles.
-
-    before_forward  new prefill requests, prompts about to start, queued decode requests,
-                    preemptions, and ends of requests whose blocks are freed
-    layer_computed  a layer of a prompt's last chunk, if that chunk is sent layer by layer
-    after_forward   the chunks that the step computes, and the rest of its orders
-    results         requests whose blocks can be freed, and requests whose wait for KV has ended
-    report          queued requests whose wait has ended; changes of quarantine
 """
 
 from __future__ import annotations
@@ -19,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 
 import torch
@@ -77,9 +70,6 @@ _OPEN_S = 0.001
 _IDLE_S = 0.01
 
 _ENGINE_LOST = "a supervisor reports that the prefill engine has ended"
-_TRANSFER_FAILED = (
-    "Tandem: the KV transfer of request %s failed: %s. Unless the request was aborted, this engine computes its prompt"
-)
 
 
 class WorkerRuntime:
@@ -137,6 +127,15 @@ class WorkerRuntime:
             self._lock,
         )
         self._last_chunks = LastChunks(governor, self._writes)
+        self._round: dict[str, Callable[[float], None]] = {
+            "reading messages": self._read_messages,
+            "sending computed KV": self._take_computed,
+            "polling writes": lambda now: self._perform(self._writes.poll(now)),
+            "measuring a step": self._last_chunks.measure,
+            "checking deadlines of sent transfers": lambda now: self._perform(self._producer.tick(now)),
+            "checking deadlines of received transfers": lambda now: self._perform(self._consumer.tick(now)),
+            "watching workers": self._watch_workers,
+        }
         self._sent: set[str] = set()
         self._received: dict[str, str | None] = {}
         self._due: list[Due] = []
@@ -221,7 +220,6 @@ class WorkerRuntime:
                 self._perform(self._producer.fenced(request_id, time.monotonic()))
 
     def _poll_fresh_writes(self, request_ids: list[str]) -> bool:
-        """Poll all writes. Return whether these requests have a write younger than fence_s."""
         with self._lock:
             now = time.monotonic()
             self._perform(self._writes.poll(now))
@@ -277,11 +275,9 @@ class WorkerRuntime:
             for lost in orders.lost:
                 for unsent in self._steps.take(partial(_receives_from, lost)):
                     self._perform([Received(unsent.request_id, _ENGINE_LOST)])
-                for incarnation in sorted(self._consumer.engines()):
+                for incarnation in sorted(self._consumer.engines() | self._producer.engines()):
                     if names_engine(lost, incarnation):
                         self._perform(self._consumer.engine_lost(incarnation, _ENGINE_LOST, now))
-                for incarnation in sorted(self._producer.engines()):
-                    if names_engine(lost, incarnation):
                         self._perform(self._producer.engine_lost(incarnation, now))
             self._try_round(now)
             for finished in orders.finished:
@@ -312,12 +308,10 @@ class WorkerRuntime:
         return report or None
 
     def stats(self) -> TandemStats | None:
-        """Return the counts since the last call, and all gauges if one has changed; else None."""
         with self._lock:
             return self._tally.take(self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of transfers by stage, of writes and of remembered transfer ids."""
         with self._lock:
             return self._producer.counts() | self._consumer.counts()
 
@@ -335,7 +329,6 @@ class WorkerRuntime:
     # Progress thread.
 
     def _progress(self) -> float:
-        """Run one round and post one slice. Return the seconds until the next call."""
         with self._lock:
             if not self._progress_thread.closed:
                 self._try_round(time.monotonic())
@@ -357,22 +350,14 @@ class WorkerRuntime:
         Never raises: an exception would end the engine in a hook of vLLM, or the progress thread. A
         part that fails does not prevent the others.
         """
-        for part in (
-            self._read_messages,
-            self._take_computed,
-            self._poll_writes,
-            self._last_chunks.measure,
-            self._tick_producer,
-            self._tick_consumer,
-            self._watch_workers,
-        ):
+        for name, part in self._round.items():
             try:
                 part(now)
             except Exception:
                 logger.exception(
                     "Tandem: %s failed in a round of transfer work; the round's other parts run, and the next round "
                     "tries again",
-                    part.__name__.removeprefix("_"),
+                    name,
                 )
 
     def _read_messages(self, now: float) -> None:
@@ -386,15 +371,6 @@ class WorkerRuntime:
     def _take_computed(self, now: float) -> None:
         for entry in self._steps.passed():
             self._computed(entry, now)
-
-    def _poll_writes(self, now: float) -> None:
-        self._perform(self._writes.poll(now))
-
-    def _tick_producer(self, now: float) -> None:
-        self._perform(self._producer.tick(now))
-
-    def _tick_consumer(self, now: float) -> None:
-        self._perform(self._consumer.tick(now))
 
     def _watch_workers(self, now: float) -> None:
         suspects = self._consumer.suspects()
@@ -486,8 +462,7 @@ class WorkerRuntime:
             case Due(request_id, transfer_id, failure) as due:
                 self._due.append(due)
                 if failure is not None:
-                    self._tally.ended(request_id, time.monotonic(), True)
-                    logger.warning(_TRANSFER_FAILED, request_id, failure)
+                    self._ended(request_id, failure)
                 self._trace.event("due", request=request_id, transfer=transfer_id, failure=failure)
             case Verify() as verify:
                 self._verifier.submit(verify)
@@ -495,13 +470,21 @@ class WorkerRuntime:
                 self._received[request_id] = failure
                 if quarantine is not None:
                     self._quarantine.begun.append(Kept(request_id, quarantine))
-                self._tally.ended(request_id, time.monotonic(), failure is not None)
-                if failure is not None:
-                    logger.warning(_TRANSFER_FAILED, request_id, failure)
+                self._ended(request_id, failure)
                 self._trace.event("received", request=request_id, failure=failure)
             case Freed(request_id, transfer_id):
                 self._quarantine.ended.append(Kept(request_id, transfer_id))
         return ()
+
+    def _ended(self, request_id: str, failure: str | None) -> None:
+        self._tally.ended(request_id, time.monotonic(), failure is not None)
+        if failure is not None:
+            logger.warning(
+                "Tandem: the KV transfer of request %s failed: %s. Unless the request was aborted, this engine "
+                "computes its prompt",
+                request_id,
+                failure,
+            )
 
     def _send(self, peer: Peer, message: Message) -> list[ConsumerAction]:
         try:
@@ -539,7 +522,6 @@ class WorkerRuntime:
         self._perform(self._consumer.start(order, now))
 
     def _refuse(self, receive: Receive, reason: str, now: float) -> None:
-        """End the wait of a request whose blocks no producer rank knows."""
         self._perform([Received(receive.request_id, reason)])
         self._perform(self._consumer.release(receive.transfer_id, receive.producer, now))
 
@@ -572,5 +554,4 @@ def _receives_from(engines: str, receive: Receive) -> bool:
 
 
 def _first_token(group: Group, receive: Receive) -> int:
-    """Return the position of the first token whose KV a transfer must fill in a group."""
     return max(receive.start_token, receive.loaded_token) if group.kind is GroupKind.FULL else receive.start_token

@@ -145,7 +145,6 @@ class WorkerConnector:
         self.runtime.after_forward(orders, StoreWorker.touching())
 
     def stats(self) -> TandemStats | None:
-        """Return the runtime's statistics, and changed identities of adapters; None without any."""
         stats = self.runtime.stats()
         for adapter, identity in self._adapter_changes.take().items():
             stats = stats or TandemStats()

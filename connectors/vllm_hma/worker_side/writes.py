@@ -111,7 +111,6 @@ class Writes:
         return frozenset(self._open)
 
     def is_newer(self, write_id: int, than: float) -> bool:
-        """Return whether this write is open and was begun after the time ``than``."""
         opened = self._open.get(write_id)
         return opened is not None and opened.since > than
 
@@ -290,5 +289,4 @@ class Writes:
 
 
 def is_slow(size_bytes: int, runs: int, seconds: float) -> bool:
-    """Return whether a write took longer than SLOW_BYTES_PER_S and its runs explain."""
     return size_bytes >= JUDGED_BYTES and seconds > size_bytes / SLOW_BYTES_PER_S + runs * RUN_S
