@@ -63,15 +63,22 @@ _FRAMES = msgspec.msgpack.Decoder(tuple[_Peer, _Peer, Union[tuple(_SCHEMAS.value
 
 
 def encode(envelope: Envelope, key: bytes = b"") -> bytes:
-    """Return the frame of a message. Cuts a reason after _MAX_REASON_CHARACTERS."""
+    """Return the frame of a message. Cuts a reason after _MAX_REASON_CHARACTERS.
+
+    Raises WireError if an id has a lone surrogate; those of a reason are escaped.
+    """
     message = envelope.message
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     if "reason" in values:
-        values["reason"] = values["reason"][:_MAX_REASON_CHARACTERS]
+        reason = values["reason"].encode(errors="backslashreplace").decode()
+        values["reason"] = reason[:_MAX_REASON_CHARACTERS]
     if "groups" in values:
         values["groups"] = [(_vector(each.positions), _vector(each.ids)) for each in values["groups"]]
     peers = [(peer.incarnation, peer.rank) for peer in (envelope.sender, envelope.receiver)]
-    content = _HEAD + msgspec.msgpack.encode([*peers, _SCHEMAS[type(message).__name__](**values)])
+    try:
+        content = _HEAD + msgspec.msgpack.encode([*peers, _SCHEMAS[type(message).__name__](**values)])
+    except UnicodeEncodeError as error:
+        raise WireError(f"cannot encode a {message.kind} message: {error}") from error
     return content + tag(content, key)
 
 

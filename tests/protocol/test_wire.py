@@ -187,6 +187,13 @@ def test_reasons_are_cut() -> None:
         assert replace(message, reason="x" * 1000) == decode(frame_of(message)).message
 
 
+def test_lone_surrogates() -> None:
+    """UTF-8 has none. Python puts them into the names of files that are not UTF-8."""
+    assert decode(frame_of(Failed("t", "a\udc80"))).message == Failed("t", "a\\udc80")
+    with pytest.raises(WireError):
+        frame_of(AwaitStart("\ud800", 1))
+
+
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=4
 )

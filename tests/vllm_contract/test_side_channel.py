@@ -215,6 +215,11 @@ def test_an_older_tandem_is_told(serve: Callable[..., MetadataServer]) -> None:
         (b"TDA\x02\x00\x00\x00\x00", WireError, f"protocol version 2, this engine {PROTOCOL_VERSION}"),
         (b"TDA%c\xff\xff\xff\xff" % PROTOCOL_VERSION, WireError, "answers with 4294967295 bytes; the limit is"),
         (b"TDA%c\x02\x00\x00\x00\xdd\xff" % PROTOCOL_VERSION, WireError, "sent malformed metadata"),
+        (
+            b"TDA%c\x05\x20\x00\x00\xdc\x10\x01" % PROTOCOL_VERSION + b"\xc4\0" * 4097,
+            WireError,
+            "sent malformed metadata",
+        ),
         (b"TDA%c\x05\x00\x00\x00\x91\xc4\x02{}" % PROTOCOL_VERSION, WireError, "malformed agent metadata"),
         (b"TDE%c\xff\xff\xff\xff" % PROTOCOL_VERSION + b"no" * 600, WireError, "answered with an error: nono"),
         (b"TDA", HandshakeError, "did not answer within 1 s"),

@@ -34,6 +34,7 @@ import ssl
 import struct
 import threading
 import time
+from typing import Annotated
 
 import msgspec
 
@@ -56,6 +57,8 @@ _METADATA, _LIVENESS, _ERROR = b"TDA", b"TDP", b"TDE"
 _TLS_RECORD = b"\x16"
 _MAX_REQUEST_BYTES = 1024
 _MAX_ANSWER_BYTES = 64 * 2**20
+# Built at import, as in ``codec.py``.
+_RANK_METADATA = msgspec.msgpack.Decoder(Annotated[list[bytes], msgspec.Meta(max_length=4096)])
 _FIRST_ATTEMPT_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
@@ -245,7 +248,7 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
     """
     body = _ask(_METADATA_REQUEST, host, port, timeout_s, identity)
     try:
-        parts = msgspec.msgpack.decode(body, type=list[bytes])
+        parts = _RANK_METADATA.decode(body)
     except msgspec.MsgspecError as error:
         raise WireError(f"the engine at {host}:{port} sent malformed metadata: {error}") from error
     rank_metadata = [decode_agent_metadata(part) for part in parts]
