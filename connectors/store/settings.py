@@ -44,6 +44,7 @@ class StoreSettings(Settings):
     staging_mib: int = Field(
         256,
         ge=1,
+        le=2**20,
         description="shared memory of each engine between files and KV blocks, in `/dev/shm`: at least the objects "
         "of one chunk, twice that with several KV cache groups",
     )

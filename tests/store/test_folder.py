@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,6 +192,51 @@ def test_a_use_within_a_period_changes_no_file(tier: FolderTier) -> None:
     assert file_of(tier, 1).stat().st_ctime_ns == before.st_ctime_ns or time.time() % 60 < 1
 
 
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+def test_objects_from_before_the_clock_was_set_back_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    """By modification time alone, each new object would be the oldest."""
+    tier, now_ns = FolderTier(tmp_path, 8 * BLOCK, durable=False), time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: now_ns() + 3600 * 10**9)
+        for number in range(8):
+            write(tier, number)
+    if restart:
+        tier = FolderTier(tmp_path, 8 * BLOCK, durable=False)
+    assert holds(tier, 0), "a use after the correction counts"
+    for number in range(8, 15):
+        write(tier, number)
+    assert [number for number in range(15) if file_of(tier, number).exists()] == [0, *range(8, 15)]
+    for number in range(15, 38):
+        write(tier, number)
+    assert [number for number in range(38) if file_of(tier, number).exists()] == list(range(30, 38))
+
+
+def test_an_object_that_cannot_be_removed_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example, it is immutable. It uses its part of the budget."""
+    tier = FolderTier(tmp_path, 4 * BLOCK, durable=False)
+    for number in range(4):
+        write(tier, number)
+        used(tier, number, 3600 - 60 * number)
+    tier = FolderTier(tmp_path, 4 * BLOCK, durable=False)
+    unlink = OpenFolder.unlink
+
+    def refuse(folder: OpenFolder, key: str) -> None:
+        if key == name(0).key.hex():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(folder, key)
+
+    monkeypatch.setattr(OpenFolder, "unlink", refuse)
+    for number in range(4, 10):
+        assert write(tier, number)
+    assert [number for number in range(10) if file_of(tier, number).exists()] == [0, 7, 8, 9]
+    assert tier.used_bytes(soon()) == disk_bytes(tier)
+    assert len(caplog.records) == 1
+
+
 class FullDisk(Files):
     """A disk with room for a number of objects, less than the tier's budget."""
 
@@ -314,6 +360,32 @@ def test_an_unexpected_error_of_a_store_is_counted_and_leaves_nothing(tier: Fold
     tier.files = Files()
     assert write(tier, 1)
     assert holds(tier, 1)
+
+
+class FailsAfterCreation(Files):
+    """A disk that fails one write of the usage file, after a part was created."""
+
+    def create(self, folder: OpenFolder, name: str, size_bytes: int) -> int:
+        fd, pwrite = super().create(folder, name, size_bytes), os.pwrite
+
+        def fail(*arguments: Any) -> int:
+            os.pwrite = pwrite
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.pwrite = fail
+        return fd
+
+
+def test_a_failed_write_of_the_usage_file_leaves_nothing(tier: FolderTier) -> None:
+    write(tier, 1)
+    gc.collect()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    tier.files = FailsAfterCreation()
+    with pytest.raises(StoreError, match="Input/output error"):
+        write(tier, 2)
+    assert list((tier.path / "parts").iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert tier.used_bytes(soon()) == disk_bytes(tier) == BLOCK
 
 
 def test_nothing_is_written_below_the_mount_point_of_an_unmounted_disk(tier: FolderTier) -> None:

@@ -46,6 +46,8 @@ def test_tiers_are_ordered_by_speed() -> None:
                 ("disk_gib", float("inf")),
                 ("disk_gib", 1e300),
                 ("disk_gib", 10**310),
+                ("staging_mib", 0),
+                ("staging_mib", 2**60),
                 ("lookup_s", float("nan")),
                 ("lookup_s", "fast"),
             )

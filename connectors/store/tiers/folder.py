@@ -11,7 +11,9 @@ file system, so callers run all but the constructor and ``close`` in threads wit
 (``lanes.py``). A failure is a miss or a dropped store.
 
 Eviction removes the object with the earliest modification time, which records its last use
-(``_used_ns``). Each process reads these times when it starts, and again when it counts the bytes.
+(``_used_ns``), of those that this process has stored or found when it last counted the bytes: at
+its start, and when no such object is left. So it evicts objects that other processes store later
+last.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import errno
 import heapq
 import itertools
+import logging
 import os
 import stat
 import time
@@ -43,6 +46,8 @@ from connectors.store.tiers.objects import (
 )
 from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.usage import Usage, allocated
+
+logger = logging.getLogger(__name__)
 
 # Uses within one period count as simultaneous, so most uses change no file.
 _PERIOD_NS = 60 * 10**9
@@ -96,6 +101,7 @@ class FolderTier:
         # lock of ``_usage``.
         self._order: list[tuple[int, int, str, str]] = []
         self._scanned_at = 0.0
+        self._clock_offset_ns = 0
         # Last time at which evictions did not make room on a full file system.
         self._full_at = float("-inf")
         self._part_numbers = itertools.count()
@@ -210,11 +216,12 @@ class FolderTier:
         header = encode_header(name, payload)
         size = allocated(len(header) + payload.nbytes)
         parts, part = self._opened()[1], f"{self._process}-{next(self._part_numbers)}"
-        with self._usage.locked(deadline):
-            self._make_room(size, deadline)
-            fd = self._create(parts, part, len(header) + payload.nbytes, deadline)
-            self._usage.used_bytes += size
+        fd = None
         try:
+            with self._usage.locked(deadline):
+                self._make_room(size, deadline)
+                fd = self._create(parts, part, len(header) + payload.nbytes, deadline)
+                self._usage.used_bytes += size
             self.files.write(fd, header, payload, self._durable)
             used_ns = _used_ns(name)
             os.utime(fd, ns=(used_ns, used_ns))
@@ -225,11 +232,13 @@ class FolderTier:
                     return False
                 self.files.publish(parts, part, self._space(name.path, create=True), name.path[1])
                 heapq.heappush(self._order, (used_ns, size, *name.path))
-        except Exception as error:
-            self._give_up(parts, part, size)
-            raise self._failed(name, error) if isinstance(error, OSError | StoreError) else error from error
+        except Exception:
+            if fd is not None:
+                self._give_up(parts, part, size)
+            raise
         finally:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
         self.counts.stored += 1
         self.counts.stored_bytes += payload.nbytes
         return True
@@ -285,11 +294,14 @@ class FolderTier:
         """Evict the least recently used object; return the freed bytes. Requires the lock.
 
         Without a known object, counts the files again, in case other processes have stored objects,
-        and returns 0; or None if the last count is not older than _RESCAN_S. Raises StoreError
+        and returns 0; or None if the last count is not older than _RESCAN_S. Also counts them again
+        if the clock was set back, because known times may then be in the future. Raises StoreError
         after ``deadline``, and OSError.
         """
         freed_bytes = 0
-        if self._order:
+        if _clock_offset_ns() < self._clock_offset_ns - _PERIOD_NS:
+            self._usage.recount()
+        elif self._order:
             freed_bytes = self._evict_oldest()
         elif time.monotonic() - self._scanned_at > _RESCAN_S:
             self._usage.recount()
@@ -305,16 +317,15 @@ class FolderTier:
             state = self._state((space, key))
             if state is None:
                 return 0
-            if state.st_mtime_ns > used_ns:
+            if _last_use_ns(state) > used_ns:
                 heapq.heappush(self._order, (state.st_mtime_ns, size, space, key))
                 return 0
             self._space((space, key)).unlink(key)
         except FileNotFoundError:
             return 0
-        except OSError:
-            # The object is no longer in the order; the next use of the usage file reads it again.
-            self._usage.distrust()
-            raise
+        except OSError as error:
+            logger.warning("Tandem: %s/objects/%s/%s cannot be evicted: %s", self.path, space, key, error.strerror)
+            return 0
         self._usage.used_bytes -= size
         self.counts.evicted += 1
         if self.removed is not None:
@@ -332,7 +343,7 @@ class FolderTier:
 
     def _touch(self, name: ObjectName, state: os.stat_result) -> None:
         used_ns = _used_ns(name)
-        if state.st_mtime_ns < used_ns:
+        if _last_use_ns(state) < used_ns:
             with contextlib.suppress(OSError):
                 self._space(name.path).set_mtime(name.path[1], used_ns)
 
@@ -357,11 +368,21 @@ class FolderTier:
                 for state, size in _stated(entry):
                     used += size
                     if stat.S_ISREG(state.st_mode):
-                        order.append((state.st_mtime_ns, size, space.name, entry.name))
+                        order.append((_last_use_ns(state), size, space.name, entry.name))
         heapq.heapify(order)
         self._order = order
         self._scanned_at = time.monotonic()
+        self._clock_offset_ns = _clock_offset_ns()
         return used
+
+
+def _clock_offset_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()
+
+
+def _last_use_ns(state: os.stat_result) -> int:
+    """Return the modification time; 0 if it is in the future: the clock has been set back since."""
+    return state.st_mtime_ns if state.st_mtime_ns < time.time_ns() + _PERIOD_NS else 0
 
 
 def _used_ns(name: ObjectName) -> int:
