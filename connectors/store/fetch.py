@@ -23,7 +23,7 @@ from connectors.store.planning.prefix import ObjectRef, needed_objects, possible
 from connectors.store.service import KVStore
 from connectors.store.tiers.folder import FolderTier
 from connectors.store.tiers.lanes import Call
-from connectors.store.tiers.objects import ObjectHeader, ObjectName
+from connectors.store.tiers.objects import ObjectName
 from connectors.store.tiers.staging import slot_bytes
 
 _LOOKUPS_PER_CALL = 64
@@ -325,5 +325,5 @@ def _find(folder: FolderTier, names: Sequence[ObjectName], call: Call) -> list[b
     return folder.find_all(names)
 
 
-def _read(folder: FolderTier, name: ObjectName, view: memoryview, call: Call) -> ObjectHeader:
-    return folder.read(name, view, call.progress)
+def _read(folder: FolderTier, name: ObjectName, view: memoryview, call: Call) -> None:
+    folder.read(name, view, call.progress)

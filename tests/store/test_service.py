@@ -266,11 +266,21 @@ def test_a_lane_is_bounded_and_refuses_while_it_hangs() -> None:
 # ---- the campaign ------------------------------------------------------------------------------
 
 
+class ConstantDigest:
+    def __init__(self, content: object = None) -> None: ...
+
+    def update(self, content: object) -> None: ...
+
+    def digest(self) -> bytes:
+        return bytes(16)
+
+
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_cut_of_the_fault_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: bool) -> None:
     """Forty faults. The campaign finds a store that does not check its payloads."""
     if not checks:
-        monkeypatch.setattr("connectors.store.tiers.folder.check_payload", lambda *_: None)
+        for module in ("objects", "folder"):
+            monkeypatch.setattr(f"connectors.store.tiers.{module}.PayloadDigest", ConstantDigest)
     outcome = campaign.run(tmp_path, tmp_path, seed=2, faults=40, without=frozenset({"killed_process"}))
     assert bool(outcome.wrong) == (not checks)
     assert outcome.right == checks, outcome

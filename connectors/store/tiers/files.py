@@ -23,10 +23,7 @@ class Files:
     """File operations, one file per call. Methods raise OSError."""
 
     def head(self, folder: OpenFolder, name: str) -> tuple[bytes, os.stat_result]:
-        """Return the header's bytes (fewer if the file is shorter) and the file's stat result.
-
-        Also raises CorruptObjectError if it is not a regular file.
-        """
+        """Return the header's bytes (fewer if the file is shorter). As ``read``."""
         with _opened(folder, name) as (fd, state):
             return os.pread(fd, HEADER_BYTES, 0), state
 
@@ -35,9 +32,9 @@ class Files:
     ) -> tuple[bytes, os.stat_result, int]:
         """Read a file's payload into ``payload``, up to the end of either.
 
-        Return the header's bytes (fewer if the file is shorter), the file's stat result and the
-        number of payload bytes read. Calls ``piece_read`` after each read call, with the bytes that
-        it has read. Also raises CorruptObjectError if it is not a regular file.
+        Return the header's bytes (fewer if the file is shorter) and the number of payload bytes.
+        ``piece_read`` gets the bytes of each read call. Also raises CorruptObjectError if the file
+        is not a regular one.
         """
         with _opened(folder, name) as (fd, state):
             header = bytearray(HEADER_BYTES)
@@ -66,7 +63,6 @@ class Files:
         return fd
 
     def write(self, fd: int, header: bytes, payload: memoryview, sync: bool) -> None:
-        """Write header and payload at a file's start. With ``sync``, wait until they are synced."""
         count = os.pwritev(fd, [header, payload], 0)
         while count < len(header) + payload.nbytes:
             if count < len(header):

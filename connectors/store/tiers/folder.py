@@ -5,10 +5,9 @@
     <path>/parts/<process>-<number>   files being written, locked by their writers
     <path>/objects/<namespace>/<key>  complete objects; renamed into place, content never changed
 
-The folder is on a disk, or on tmpfs for host memory. It is opened once, and each file relative to
-it (``open_folder.py``). There is no index: a lookup opens the file of a key. Methods block on the
-file system, so callers run all but the constructor and ``close`` in threads with deadlines
-(``lanes.py``). A failure is a miss or a dropped store.
+The folder is on a disk, or on tmpfs for host memory. There is no index: a lookup opens the file of
+a key. Methods block on the file system, so callers run all but the constructor and ``close`` in
+threads with deadlines (``lanes.py``). A failure is a miss or a dropped store.
 
 Eviction removes the object with the earliest modification time, which records its last use
 (``_used_ns``), of those that this process has stored or found when it last counted the bytes: at
@@ -36,13 +35,11 @@ from connectors.errors import ConfigurationError, CorruptObjectError, StoreError
 from connectors.store.tiers.files import Files, is_abandoned
 from connectors.store.tiers.marker import folder_id, opened_root
 from connectors.store.tiers.objects import (
-    ObjectHeader,
+    HEADER_BYTES,
     ObjectName,
     PayloadDigest,
-    check_name,
-    check_payload,
+    check_header,
     encode_header,
-    parse_header,
 )
 from connectors.store.tiers.open_folder import OpenFolder
 from connectors.store.tiers.usage import Usage, allocated
@@ -73,7 +70,7 @@ class FolderTier:
     """Objects in one folder, created if necessary. Thread-safe. Raises ConfigurationError.
 
     ``budget_bytes``  limit for the bytes of all files, including those of other processes
-    ``durable``       whether to sync each file before it is renamed; tmpfs needs no sync
+    ``durable``       whether to sync each file before it is renamed
     ``removed``       objects that this process has evicted or found corrupt, if the owner of this
                       tier sets a deque
     """
@@ -109,17 +106,15 @@ class FolderTier:
         self._usage = Usage(root, self._scan)
 
     def open(self) -> int:
-        """Read the eviction order; return its number of objects. Raises StoreError."""
+        """Read the eviction order, now and not in the first store. Raises StoreError."""
         with self._usage.locked(time.monotonic() + _OPEN_S):
             return len(self._order)
 
     def id(self) -> str:
-        """Return the folder's id, as ``folder_id``. Raises StoreError."""
         with self._usage.held(time.monotonic() + _ID_S) as root:
             return folder_id(root)
 
     def used_bytes(self, deadline: float) -> int:
-        """Return the bytes of all files. Raises StoreError."""
         with self._usage.locked(deadline):
             return self._usage.used_bytes
 
@@ -127,7 +122,7 @@ class FolderTier:
         """Return whether an object exists. Removes a file with a corrupt or another header."""
         try:
             head, state = self.files.head(self._space(name.path), name.path[1])
-            check_name(parse_header(head, state.st_size), name)
+            check_header(head, state.st_size, name.path)
         except CorruptObjectError:
             self._drop_corrupt(name)
             return False
@@ -138,9 +133,7 @@ class FolderTier:
     def find_all(self, names: Sequence[ObjectName]) -> list[bool]:
         return [self.find(name) for name in names]
 
-    def read(
-        self, name: ObjectName, payload: memoryview, piece_read: Callable[[], None] = lambda: None
-    ) -> ObjectHeader:
+    def read(self, name: ObjectName, payload: memoryview, piece_read: Callable[[], None] = lambda: None) -> None:
         """Read an object into ``payload`` and verify its header and digest.
 
         Raises StoreError if the file is missing or unreadable. Removes a corrupt object, or one
@@ -156,21 +149,19 @@ class FolderTier:
 
         try:
             head, state, read = self.files.read(self._space(name.path), name.path[1], payload, add)
-            header = parse_header(head, state.st_size)
-            check_name(header, name)
-            check_payload(header, read, digest.digest())
-            if payload.nbytes != header.payload_bytes:
-                raise CorruptObjectError(
-                    f"the file's payload has {header.payload_bytes} bytes, expected {payload.nbytes} bytes"
-                )
+            stored = check_header(head, state.st_size, name.path)
+            size = state.st_size - HEADER_BYTES
+            if not size == payload.nbytes == read:
+                raise CorruptObjectError(f"the payload has {size} bytes, expected {payload.nbytes}; {read} were read")
+            if stored != digest.digest():
+                raise CorruptObjectError("the file's payload has changed since it was written")
         except CorruptObjectError:
             self._drop_corrupt(name)
             raise
         except OSError as error:
             raise self._failed(name, error) from error
-        self.counts.loaded_bytes += header.payload_bytes
+        self.counts.loaded_bytes += size
         self._touch(name, state)
-        return header
 
     def write(self, name: ObjectName, payload: memoryview, deadline: float) -> bool:
         """Store an object; return False if it exists. Raises StoreError, also at ``deadline``."""
@@ -244,10 +235,8 @@ class FolderTier:
         return True
 
     def _create(self, parts: OpenFolder, part: str, size_bytes: int, deadline: float) -> int:
-        """Create a file; on a full file system, evict as many bytes and try once more.
-
-        Not if a second try has found it full within the last _RESCAN_S.
-        """
+        # On a full file system, evict as many bytes and try once more, unless a second try has
+        # found it full within the last _RESCAN_S.
         try:
             return self.files.create(parts, part, size_bytes)
         except OSError as error:
@@ -268,7 +257,7 @@ class FolderTier:
 
     def _give_up(self, parts: OpenFolder, part: str, size_bytes: int) -> None:
         try:
-            # The part is missing if it was renamed and only the write of the usage file failed.
+            # Missing if it was renamed and only the write of the usage file failed.
             with self._usage.locked(time.monotonic() + _GIVE_UP_S), contextlib.suppress(FileNotFoundError):
                 parts.unlink(part)
                 self._usage.used_bytes -= size_bytes

@@ -46,24 +46,20 @@ class ObjectName:
         return self.space.hex(), self.key.hex()
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectHeader:
-    name: ObjectName
-    payload_bytes: int
-    payload_digest: bytes
-
-
 def encode_header(name: ObjectName, payload: memoryview) -> bytes:
     sizes = MAGIC, FORMAT, HEADER_BYTES, name.group, name.space, name.key, payload.nbytes, name.end_token
     fields = _FIELDS.pack(*sizes, PayloadDigest(payload).digest())
     return fields + xxhash.xxh3_128_digest(fields)
 
 
-def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
-    """Parse the first bytes of a file of ``file_bytes``. Raises CorruptObjectError."""
+def check_header(data: bytes, file_bytes: int, path: tuple[str, str]) -> bytes:
+    """Return the payload's digest from the first bytes of a file of ``file_bytes``.
+
+    Raises CorruptObjectError unless the file is the object at ``path`` (``ObjectName.path``).
+    """
     if len(data) < HEADER_BYTES:
         raise CorruptObjectError(f"the file has only {len(data)} of the {HEADER_BYTES} bytes of a header")
-    magic, version, header_bytes, group, space, key, payload_bytes, end_token, digest = _FIELDS.unpack_from(data)
+    magic, version, header_bytes, _, space, key, payload_bytes, _, digest = _FIELDS.unpack_from(data)
     if magic != MAGIC or version != FORMAT or header_bytes != HEADER_BYTES:
         raise CorruptObjectError(f"the file begins with {data[:12]!r} and is not an object of format {FORMAT}")
     if xxhash.xxh3_128_digest(data[: _FIELDS.size]) != data[_FIELDS.size : HEADER_BYTES]:
@@ -72,18 +68,6 @@ def parse_header(data: bytes, file_bytes: int) -> ObjectHeader:
         raise CorruptObjectError(
             f"the file has {file_bytes} bytes, but its header states {HEADER_BYTES + payload_bytes}"
         )
-    return ObjectHeader(ObjectName(space, key, group, end_token), payload_bytes, digest)
-
-
-def check_name(header: ObjectHeader, wanted: ObjectName) -> None:
-    if header.name.path != wanted.path:
+    if (space.hex(), key.hex()) != path:
         raise CorruptObjectError("the file contains another object: it was moved or copied here")
-
-
-def check_payload(header: ObjectHeader, payload_bytes: int, digest: bytes) -> None:
-    if payload_bytes != header.payload_bytes:
-        raise CorruptObjectError(
-            f"the file's header states {header.payload_bytes} bytes of payload, but {payload_bytes} were read"
-        )
-    if digest != header.payload_digest:
-        raise CorruptObjectError("the file's payload has changed since it was written")
+    return bytes(digest)

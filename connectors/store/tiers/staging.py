@@ -71,18 +71,18 @@ class Staging:
         self._view = memoryview(self._memory)
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, size)]
-        self._slots: dict[int, int] = {}
-        self._users: dict[int, int] = {}
+        # Bytes and number of users of each slot, by offset.
+        self._slots: dict[int, tuple[int, int]] = {}
         self.size_bytes = size
 
     @property
     def used_bytes(self) -> int:
         with self._lock:
-            return sum(self._slots.values())
+            return sum(size for size, _ in self._slots.values())
 
     def bytes_of(self, offsets: Iterable[int]) -> int:
         with self._lock:
-            return sum(self._slots[offset] for offset in offsets)
+            return sum(self._slots[offset][0] for offset in offsets)
 
     def take(self, size_bytes: int) -> int | None:
         """Return the offset of a new slot for ``size_bytes``, with one user; None without room."""
@@ -91,23 +91,23 @@ class Staging:
             for number, (offset, length) in enumerate(self._free):
                 if length >= size:
                     self._free[number : number + 1] = [(offset + size, length - size)] if length > size else []
-                    self._slots[offset] = size
-                    self._users[offset] = 1
+                    self._slots[offset] = size, 1
                     return offset
         return None
 
     def share(self, offset: int) -> None:
         """Add a user to a slot. Each user calls ``give_back`` once."""
         with self._lock:
-            self._users[offset] += 1
+            size, users = self._slots[offset]
+            self._slots[offset] = size, users + 1
 
     def give_back(self, offset: int) -> None:
         with self._lock:
-            self._users[offset] -= 1
-            if self._users[offset]:
+            size, users = self._slots.pop(offset)
+            if users > 1:
+                self._slots[offset] = size, users - 1
                 return
-            del self._users[offset]
-            insort(self._free, (offset, self._slots.pop(offset)))
+            insort(self._free, (offset, size))
             merged: list[tuple[int, int]] = []
             for start, length in self._free:
                 if merged and sum(merged[-1]) == start:

@@ -36,7 +36,7 @@ def allocated(size_bytes: int) -> int:
 
 
 class Usage:
-    """Byte count and lock of a folder. ``used_bytes`` and ``recount`` require ``locked``."""
+    """``used_bytes`` and ``recount`` require ``locked``."""
 
     def __init__(self, folder: OpenFolder, count: Callable[[], int]) -> None:
         self.used_bytes = 0
@@ -94,7 +94,7 @@ class Usage:
             self._thread_lock.release()
 
     def recount(self) -> None:
-        """Count the files now. Raises OSError and StoreError if they cannot be counted."""
+        """Raises OSError and StoreError if the files cannot be counted."""
         # Reset first, so that a `distrust` during the count is kept.
         self._distrusted = False
         try:
@@ -106,7 +106,7 @@ class Usage:
             raise
 
     def distrust(self) -> None:
-        """Mark the count as wrong, after changes without the lock. The next ``locked`` recounts."""
+        """Make the next ``locked`` recount, after changes without the lock."""
         self._distrusted = True
 
     def close(self) -> None:
@@ -123,7 +123,6 @@ class _File:
         self._fd = folder.file("usage", create=True)
 
     def read(self) -> int | None:
-        """Return the bytes; None if the file is dirty or damaged."""
         data = os.pread(self._fd, _FIELDS.size + 16, 0)
         fields, digest = data[: _FIELDS.size], data[_FIELDS.size :]
         if len(fields) < _FIELDS.size or xxhash.xxh3_128_digest(fields) != digest:

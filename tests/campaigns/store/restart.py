@@ -41,7 +41,7 @@ from pathlib import Path
 
 from actors.upstream.cpu_build.vllm_cpu_kernels import cpu_features
 from connectors.errors import CorruptObjectError
-from connectors.store.tiers.objects import HEADER_BYTES, PayloadDigest, check_payload, parse_header
+from connectors.store.tiers.objects import HEADER_BYTES, PayloadDigest, check_header
 from testing.engines import Answer
 from testing.identity import LOGPROB_TOLERANCE, MAX_TOKENS, difference
 from testing.models import VOCABULARY, deepseek_v2, qwen3_next
@@ -166,8 +166,9 @@ def damaged(path: Path) -> list[str]:
     for file in (path / "objects").glob("*/*"):
         data = file.read_bytes()
         try:
-            digest = PayloadDigest(memoryview(data)[HEADER_BYTES:]).digest()
-            check_payload(parse_header(data[:HEADER_BYTES], len(data)), len(data) - HEADER_BYTES, digest)
+            digest = check_header(data[:HEADER_BYTES], len(data), (file.parent.name, file.name))
+            if digest != PayloadDigest(memoryview(data)[HEADER_BYTES:]).digest():
+                raise CorruptObjectError("the payload has changed")
         except CorruptObjectError as error:
             found.append(f"{file.name}: {error}")
     return found
