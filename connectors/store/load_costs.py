@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 # Numbers of latest transfers, copies, steps and loads of a tier that the estimates use.
@@ -27,12 +27,10 @@ class LoadCosts:
     """
 
     def __init__(self) -> None:
-        self._tiers: dict[str, _Tier] = {}
+        self._tiers: defaultdict[str, _Tier] = defaultdict(_Tier)
         # Seconds per byte.
         self._transfers: deque[float] = deque(maxlen=SAMPLES)
-        self._copies: deque[float] = deque(maxlen=SAMPLES)
-        # Whether the next copy replaces all earlier ones.
-        self._copies_on_trial = False
+        self._copies = _Rate(SAMPLES)
         # Mean context of the tokens of a step, and seconds per token.
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)
         # Seconds of a token without context, and per token of context; None: steps have changed.
@@ -40,14 +38,11 @@ class LoadCosts:
 
     def read(self, tier: str, size_bytes: int, seconds: float) -> None:
         """Record ended reads of a tier; ``size_bytes`` is 0 if no read has ended in ``seconds``."""
-        self._tier(tier).record(seconds / size_bytes if size_bytes else math.inf)
+        self._tiers[tier].record(seconds / size_bytes if size_bytes else math.inf)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
         if size_bytes > 0 and seconds > 0:
-            if self._copies_on_trial:
-                self._copies.clear()
-                self._copies_on_trial = False
-            self._copies.append(seconds / size_bytes)
+            self._copies.record(seconds / size_bytes)
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
         if size_bytes > 0 and seconds > 0:
@@ -70,13 +65,6 @@ class LoadCosts:
         alone_s, context_s = self._token_s
         return (end_token - start_token) * (alone_s + context_s * (start_token + end_token) / 2)
 
-    def load_s(self, sizes: Mapping[str, int]) -> float:
-        """Return the estimated seconds of a load. Tiers are read concurrently.
-
-        A tier without recorded reads takes 0 seconds.
-        """
-        return max((self._tier(tier).read_s(size) for tier, size in sizes.items()), default=0.0) + self._copy_s(sizes)
-
     def patience_s(self, sizes: Mapping[str, int], otherwise_s: float) -> float:
         """Return ``otherwise_s``, or 0 if a load of ``sizes`` would take at least as long.
 
@@ -86,57 +74,48 @@ class LoadCosts:
         """
         if math.isinf(otherwise_s):
             return otherwise_s
-        tiers = [(self._tier(tier), size) for tier, size in sizes.items()]
-        left_s = otherwise_s - self._copy_s(sizes)
-        slow = [tier for tier, size in tiers if tier.read_s(size) >= left_s]
+        tiers = [(self._tiers[tier], size) for tier, size in sizes.items()]
+        left_s = otherwise_s - self._copies.seconds(sum(sizes.values()))
+        slow = [tier for tier, size in tiers if tier.seconds(size) >= left_s]
         if not slow:
             for tier, _ in tiers:
-                tier.shorten_pauses()
+                if not tier.on_trial:
+                    tier.pause, tier.declined = FIRST_PAUSE, 0
             return otherwise_s
         for tier in slow:
             tier.declined += 1
         if any(tier.declined <= tier.pause for tier in slow):
             return 0.0
         for tier in slow:
-            tier.begin_trial()
+            tier.pause, tier.declined, tier.on_trial = min(2 * tier.pause, LONGEST_PAUSE), 0, True
         # Copies are on trial if the reads alone were fast enough.
-        self._copies_on_trial = any(tier.read_s(size) < otherwise_s for tier, size in tiers if tier in slow)
+        self._copies.on_trial = any(tier.seconds(size) < otherwise_s for tier, size in tiers if tier in slow)
         return otherwise_s
 
-    def _copy_s(self, sizes: Mapping[str, int]) -> float:
-        return sum(sizes.values()) * _median(self._copies) if self._copies else 0.0
 
-    def _tier(self, label: str) -> _Tier:
-        return self._tiers.setdefault(label, _Tier())
+class _Rate:
+    """Median of measurements, in seconds per byte; one ``on_trial`` replaces all earlier ones."""
 
-
-class _Tier:
-    """Measured reads of one tier; loads declined since the last trial and before the next one."""
-
-    def __init__(self) -> None:
-        self.declined = 0
-        self.pause = FIRST_PAUSE
-        # Seconds per byte.
-        self._reads: deque[float] = deque(maxlen=LOADS)
-        # Whether the next measurement replaces all earlier ones.
-        self._on_trial = False
+    def __init__(self, samples: int) -> None:
+        self.on_trial = False
+        self._samples: deque[float] = deque(maxlen=samples)
 
     def record(self, byte_s: float) -> None:
-        if self._on_trial:
-            self._reads.clear()
-            self._on_trial = False
-        self._reads.append(byte_s)
+        if self.on_trial:
+            self._samples.clear()
+            self.on_trial = False
+        self._samples.append(byte_s)
 
-    def read_s(self, size_bytes: int) -> float:
-        return size_bytes * _median(self._reads) if self._reads else 0.0
+    def seconds(self, size_bytes: int) -> float:
+        return size_bytes * _median(self._samples) if self._samples else 0.0
 
-    def shorten_pauses(self) -> None:
-        if not self._on_trial:
-            self.pause, self.declined = FIRST_PAUSE, 0
 
-    def begin_trial(self) -> None:
-        self.pause, self.declined = min(2 * self.pause, LONGEST_PAUSE), 0
-        self._on_trial = True
+class _Tier(_Rate):
+    """Reads of a tier; loads declined since its last trial and before the next one."""
+
+    def __init__(self) -> None:
+        super().__init__(LOADS)
+        self.declined, self.pause = 0, FIRST_PAUSE
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:

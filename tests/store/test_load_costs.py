@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import statistics
 
 import pytest
 from hypothesis import given
@@ -15,10 +17,17 @@ MB = 1_000_000
 DISK = "disk"
 
 
+def takes(costs: LoadCosts, sizes: dict[str, int], seconds: float) -> bool:
+    """Return whether a load is estimated to take this time: what takes longer is not waited for."""
+    below, above = (0.0, 1e-12) if not seconds else (min(0.999 * seconds, 1e9), 1.001 * seconds)
+    answers = [copy.deepcopy(costs).patience_s(sizes, otherwise_s) for otherwise_s in (below, above)]
+    return answers == [0.0, above]
+
+
 def test_nothing_is_known_yet() -> None:
     """The first prefix is loaded, to measure the costs."""
     costs = LoadCosts()
-    assert costs.load_s({DISK: MB}) == 0.0
+    assert takes(costs, {DISK: MB}, 0.0)
     assert costs.transfer_s(MB) == math.inf
     assert costs.compute_s(0, 1000) == math.inf
     assert costs.patience_s({DISK: MB}, costs.transfer_s(MB)) == math.inf
@@ -52,7 +61,7 @@ def test_the_fastest_transfer_counts_and_the_median_of_loads_and_steps() -> None
     for tokens, seconds in ((100, 0.1), (300, 90.0), (300, 0.6)):
         costs.computed(tokens, 500, seconds)
     assert costs.transfer_s(MB) == pytest.approx(0.1)
-    assert costs.load_s({DISK: MB}) == pytest.approx(0.2)
+    assert takes(costs, {DISK: MB}, 0.2)
     assert costs.compute_s(0, 50) == pytest.approx(0.1)
 
 
@@ -60,8 +69,8 @@ def test_the_slowest_tier_decides() -> None:
     costs = LoadCosts()
     costs.read("memory", MB, 0.001)
     costs.read(DISK, MB, 0.1)
-    assert costs.load_s({"memory": 10 * MB, DISK: MB}) == pytest.approx(0.1)
-    assert costs.load_s({"memory": 200 * MB, DISK: MB}) == pytest.approx(0.2)
+    assert takes(costs, {"memory": 10 * MB, DISK: MB}, 0.1)
+    assert takes(costs, {"memory": 200 * MB, DISK: MB}, 0.2)
     assert costs.patience_s({"memory": MB}, 0.01) == 0.01
     assert costs.patience_s({"memory": MB, DISK: MB}, 0.01) == 0.0
 
@@ -73,7 +82,7 @@ def test_measurements_without_tokens_or_time_are_ignored() -> None:
     costs.copied(0, 1.0)
     costs.transferred(0, 1.0)
     assert costs.compute_s(0, 1) == costs.transfer_s(1) == math.inf
-    assert costs.load_s({DISK: MB}) == 0.0
+    assert takes(costs, {DISK: MB}, 0.0)
 
 
 def test_late_tokens_of_a_prompt_cost_more() -> None:
@@ -101,7 +110,7 @@ def test_copies_are_a_part_of_loads() -> None:
     costs.read(DISK, 10 * MB, 0.05)
     assert costs.patience_s({DISK: 10 * MB}, 0.06) == 0.06
     costs.copied(10 * MB, 0.02)
-    assert costs.load_s({DISK: 10 * MB}) == pytest.approx(0.07)
+    assert takes(costs, {DISK: 10 * MB}, 0.07)
     assert costs.patience_s({DISK: 10 * MB}, 0.06) == 0.0
 
 
@@ -130,7 +139,7 @@ def test_a_tier_that_has_recovered_is_used_again() -> None:
     costs = LoadCosts()
     for _ in range(2 * LOADS):
         costs.read(DISK, 0, 0.02)
-    assert costs.load_s({DISK: MB}) == math.inf
+    assert takes(costs, {DISK: MB}, math.inf)
     assert trials(costs, 8, 0.001) == [4, 5, 6, 7]
     for _ in range(LOADS):
         costs.read(DISK, MB, 0.1)
@@ -145,7 +154,7 @@ def test_a_trial_also_replaces_the_copies() -> None:
     assert [costs.patience_s({DISK: MB}, 0.01) for _ in range(5)] == [0, 0, 0, 0, 0.01]
     costs.read(DISK, MB, 0.001)
     costs.copied(MB, 0.001)
-    assert costs.load_s({DISK: MB}) == pytest.approx(0.002)
+    assert takes(costs, {DISK: MB}, 0.002)
     assert costs.patience_s({DISK: MB}, 0.01) == 0.01
 
 
@@ -167,5 +176,7 @@ def test_the_wait_is_at_most_the_time_without_the_store(
     for tier, size, seconds in loads:
         costs.read(tier, size, seconds)
     costs.copied(MB, 1e-6)
-    expected_s = costs.load_s(sizes)
+    rates = {name: [s / size if size else math.inf for tier, size, s in loads if tier == name] for name in sizes}
+    reads = [size * statistics.median_high(rates[name][-LOADS:]) for name, size in sizes.items() if rates[name]]
+    expected_s = max(reads, default=0.0) + sum(sizes.values()) * (1e-6 / MB)
     assert costs.patience_s(sizes, otherwise_s) == (otherwise_s if expected_s < otherwise_s else 0.0)

@@ -21,7 +21,6 @@ import numpy as np
 
 from connectors.errors import PlanError
 from connectors.planning.layout import EngineLayout
-from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import StorePlan
 
@@ -77,7 +76,7 @@ def namespace(model: ModelFingerprint, plan: StorePlan, store: EngineLayout) -> 
                 for pages in group.layers
             ],
         }
-        for spans, group in zip(stored_groups(plan), store.groups, strict=True)
+        for spans, group in zip(plan.stored, store.groups, strict=True)
     ]
     described = {"format": FORMAT, "model": asdict(model), "chunk": plan.chunk_tokens, "groups": groups}
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))

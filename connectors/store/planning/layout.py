@@ -40,9 +40,7 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
     ``prove_store`` compares the ranks of one engine; other results give other namespaces.
     """
-    groups = tuple(
-        _stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(stored_groups(plan))
-    )
+    groups = tuple(_stored_group(number, spans, layout.groups[spans.index]) for number, spans in enumerate(plan.stored))
     largest = max(group.block_bytes for group in groups)
     return EngineLayout(
         tp_rank=0,
@@ -53,16 +51,9 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
     )
 
 
-def stored_groups(plan: StorePlan) -> tuple[GroupSpans, ...]:
-    """Return the groups that have objects: plans and the virtual layout have only these."""
-    return tuple(spans for spans in plan.groups if spans.stored)
-
-
 def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
     """Return a rank's layout with only the stored groups, renumbered from 0."""
-    groups = tuple(
-        replace(layout.groups[spans.index], index=number) for number, spans in enumerate(stored_groups(plan))
-    )
+    groups = tuple(replace(layout.groups[spans.index], index=number) for number, spans in enumerate(plan.stored))
     return replace(layout, groups=groups)
 
 

@@ -18,7 +18,6 @@ from connectors.planning.blocks import NULL_BLOCK, Ints, state_position, wanted_
 from connectors.planning.descriptors import Moves
 from connectors.planning.layout import GroupKind
 from connectors.planning.plan import PairPlan
-from connectors.store.planning.layout import stored_groups
 from connectors.store.planning.prefix import ObjectRef
 from connectors.store.planning.spans import GroupSpans, StorePlan
 
@@ -41,7 +40,7 @@ def store_moves(
     Raises PlanError if a block of an object has left the window.
     """
     moves = []
-    for number, spans in enumerate(stored_groups(plan)):
+    for number, spans in enumerate(plan.stored):
         refs = sorted(ref for ref in addresses if ref.group == spans.index)
         if not refs:
             continue
@@ -88,7 +87,7 @@ def load_moves(
     ``addresses`` lacks a needed object.
     """
     moves: list[Moves] = []
-    for number, spans in enumerate(stored_groups(plan)):
+    for number, spans in enumerate(plan.stored):
         if full_attention_only and spans.group.kind is not GroupKind.FULL:
             continue
         table, shape = tables[spans.index], pair.groups[number].shape

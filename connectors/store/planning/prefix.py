@@ -33,9 +33,7 @@ def completed_objects(plan: StorePlan, before_tokens: int, after_tokens: int) ->
     A state exists only between two steps, so ``after_tokens`` must be its object's end.
     """
     refs = []
-    for group in plan.groups:
-        if not group.stored:
-            continue
+    for group in plan.stored:
         if group.is_state:
             if before_tokens < after_tokens and after_tokens % group.span_tokens == 0:
                 refs.append(ObjectRef(after_tokens, group.index))
@@ -55,8 +53,8 @@ def needed_objects(plan: StorePlan, start_token: int, end_token: int) -> list[Ob
     """
     refs = [
         ObjectRef(end, group.index)
-        for group in plan.groups
-        if group.stored and start_token < end_token
+        for group in plan.stored
+        if start_token < end_token
         for end in _needed_ends(group, start_token, end_token)
     ]
     return sorted(refs)
@@ -94,7 +92,7 @@ def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, li
     ``start_token`` if no object is usable. ``limit_token`` is usually the request's length minus 1,
     because the engine always computes the last token.
     """
-    for group in _full(plan):
+    for group in plan.full_attention.groups:
         limit_token = min(limit_token, _covered(group, present, start_token, limit_token))
     others = _not_full(plan)
     for point in resume_points(plan, start_token, limit_token):
@@ -106,18 +104,14 @@ def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, li
 def possible_objects(plan: StorePlan, start_token: int, limit_token: int) -> list[ObjectRef]:
     """Return all objects that a resume in ``(start_token, limit_token]`` could need, sorted."""
     points = list(resume_points(plan, start_token, limit_token))
-    refs = {ObjectRef(end, g.index) for g in _full(plan) if points for end in _needed_ends(g, start_token, points[0])}
+    refs = set(needed_objects(plan.full_attention, start_token, points[0])) if points else set()
     for group in _not_full(plan):
         refs.update(ObjectRef(end, group.index) for point in points for end in _needed_ends(group, start_token, point))
     return sorted(refs)
 
 
-def _full(plan: StorePlan) -> list[GroupSpans]:
-    return [group for group in plan.groups if group.group.kind is GroupKind.FULL]
-
-
 def _not_full(plan: StorePlan) -> list[GroupSpans]:
-    return [group for group in plan.groups if group.stored and group.group.kind is not GroupKind.FULL]
+    return [group for group in plan.stored if group.group.kind is not GroupKind.FULL]
 
 
 def _covered(group: GroupSpans, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:

@@ -59,9 +59,14 @@ class StorePlan:
     warnings: tuple[str, ...]
 
     @cached_property
+    def stored(self) -> tuple[GroupSpans, ...]:
+        """The groups that have objects: plans of copies and the virtual layout have only these."""
+        return tuple(group for group in self.groups if group.stored)
+
+    @cached_property
     def spans(self) -> tuple[int, ...]:
         """Distinct spans, in tokens, of the groups that have objects, ascending."""
-        return tuple(sorted({group.span_tokens for group in self.groups if group.stored}))
+        return tuple(sorted({group.span_tokens for group in self.stored}))
 
     @cached_property
     def full_attention(self) -> StorePlan:
@@ -72,7 +77,7 @@ class StorePlan:
     @cached_property
     def first_tokens(self) -> int:
         """Number of a prompt's first tokens that must be stored before a request can resume."""
-        return max((group.span_tokens for group in self.groups if group.stored), default=self.chunk_tokens)
+        return max(self.spans, default=self.chunk_tokens)
 
     @cached_property
     def only_chunk_ends(self) -> bool:
@@ -85,14 +90,13 @@ def plan_store(groups: Sequence[Group], chunk_tokens: int, max_model_len: int) -
     if not groups:
         raise ConfigurationError("store: the model has no KV cache groups, so there is nothing to store; remove store")
     spans = tuple(_spans(group, chunk_tokens) for group in groups)
-    if not any(each.stored for each in spans):
+    plan = StorePlan(chunk_tokens, spans, tuple(_warning(each, chunk_tokens) for each in spans if each.whole))
+    if not plan.stored:
         raise ConfigurationError(
             f"store: no KV cache group has tokens to store at multiples of {chunk_tokens} tokens; set "
             "chunk_tokens to a value that is not a multiple of the model's attention chunks"
         )
-    plan = StorePlan(chunk_tokens, spans, tuple(_warning(each, chunk_tokens) for each in spans if each.whole))
-    # vLLM always computes the last token of a request, so a load has at most max_model_len - 1
-    # tokens.
+    # vLLM always computes the last token of a request, so a load has at most max_model_len - 1.
     if plan.first_tokens >= max_model_len:
         raise ConfigurationError(_nothing_fits(plan, max_model_len))
     return plan
@@ -150,7 +154,7 @@ def _warning(spans: GroupSpans, chunk_tokens: int) -> str:
 
 def _nothing_fits(plan: StorePlan, max_model_len: int) -> str:
     needed = plan.first_tokens
-    largest = next(group for group in plan.groups if group.stored and group.span_tokens == needed)
+    largest = next(group for group in plan.stored if group.span_tokens == needed)
     remedy = f"use a max_model_len of at least {needed + 1}"
     if not largest.whole:
         remedy += f", or chunk_tokens of at most {max_model_len - 1}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash, generate_block_hash_extra_keys, to_event_extra_keys
 
@@ -46,8 +47,8 @@ class StoreEvents:
         lora = request.lora_request
         extra_keys, _ = generate_block_hash_extra_keys(request, begin, ref.end_token, 0)
         self._described[names[ref].key] = BlockStored(
-            block_hashes=[_hash(names[ref])],
-            parent_block_hash=None if parent is None else _hash(parent),
+            block_hashes=[names[ref].key],
+            parent_block_hash=None if parent is None else parent.key,
             token_ids=list(request.all_token_ids[begin : ref.end_token]),
             block_size=spans.span_tokens,
             lora_id=None,
@@ -69,9 +70,9 @@ class StoreEvents:
         for label, name in stored:
             event = self._described.get(name.key)
             if event is not None:
-                events.append(_with_medium(event, _MEDIA[label]))
+                events.append(msgspec.structs.replace(event, medium=_MEDIA[label]))
         for label in _MEDIA:
-            hashes = [_hash(name) for tier, name in removed if tier == label]
+            hashes: list[ExternalBlockHash] = [name.key for tier, name in removed if tier == label]
             if hashes:
                 events.append(BlockRemoved(block_hashes=hashes, medium=_MEDIA[label]))
         return events
@@ -79,11 +80,3 @@ class StoreEvents:
 
 def reports_events(config: VllmConfig) -> bool:
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
-
-
-def _with_medium(event: BlockStored, medium: str) -> BlockStored:
-    return BlockStored(**{key: getattr(event, key) for key in event.__struct_fields__} | {"medium": medium})
-
-
-def _hash(name: ObjectName) -> ExternalBlockHash:
-    return name.key

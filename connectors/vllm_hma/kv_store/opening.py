@@ -8,7 +8,7 @@ from typing import Any
 
 from connectors.errors import ConfigurationError, StoreError
 from connectors.store.keys.names import namespace
-from connectors.store.planning.layout import object_bytes, prove_store, stored_groups
+from connectors.store.planning.layout import object_bytes, prove_store
 from connectors.store.planning.spans import plan_store
 from connectors.store.service import KVStore
 from connectors.store.settings import StoreSettings
@@ -35,7 +35,7 @@ def open_store(settings: StoreSettings, max_model_len: int, rank_caches: Sequenc
         logger.warning("Tandem: %s", warning)
     layout = prove_store(plan, [rank_cache.layout for rank_cache in rank_caches])
     space = namespace(rank_caches[0].model, plan, layout)
-    sizes = dict(zip((spans.index for spans in stored_groups(plan)), object_bytes(layout), strict=True))
+    sizes = dict(zip((spans.index for spans in plan.stored), object_bytes(layout), strict=True))
     tiers = [
         FolderTier(folder, budget, durable=label == "disk", label=label) for label, folder, budget in settings.tiers
     ]
@@ -84,7 +84,7 @@ def describe_store(store: KVStore) -> dict[str, Any] | None:
             "Tandem: cannot read the id of the KV store in %s, so routers ignore the store: %s", slowest.path, error
         )
         return None
-    token_bytes = sum(store.sizes[spans.index] / spans.span_tokens for spans in plan.groups if spans.stored)
+    token_bytes = sum(store.sizes[spans.index] / spans.span_tokens for spans in plan.stored)
     return {
         "id": f"{folder}-{store.space.hex()}",
         "tokens": int(slowest.budget_bytes / token_bytes),
