@@ -29,7 +29,7 @@ from connectors.protocol.engines import Partner
 from connectors.protocol.params import EngineAddress
 from connectors.protocol.wire import Hello, Peer, Refused, Welcome
 from connectors.transport.device_digest import CacheMemory
-from connectors.transport.digest import End, TransferDigest, digests
+from connectors.transport.digest import End, digests
 from connectors.vllm_hma.handshake.message_sender import MessageSender, agent_name
 from connectors.vllm_hma.handshake.peers import Peers
 from connectors.vllm_hma.handshake.processes import Liveness, liveness
@@ -47,16 +47,13 @@ _HELLO_AGAIN_S = 1.0
 class Handshaker:
     """Handshakes of one worker.
 
-    ``memory``            this worker's cache, read to compute digests
     ``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
     ``identity``          key for the side channels of other engines (``Keys.identity``)
-    ``on_connected``      called with a producer engine's incarnation and its ranks that serve this
-                          worker
-    ``on_failed``         called with a producer engine's incarnation and the reason
     ``on_start``          called in a thread of this class before each handshake, to prepare the
                           thread
 
-    All callbacks run in threads of this class, which do not hold the worker's lock.
+    All callbacks run in threads of this class, which do not hold the worker's lock. The first
+    argument of ``on_connected`` and ``on_failed`` is a producer engine's incarnation.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class Handshaker:
 
     @property
     def busy(self) -> bool:
-        """True while a handshake that this worker started is in progress."""
         return bool(self._connecting)
 
     def hello_received(self, sender: Peer, message: Hello) -> None:
@@ -121,7 +117,6 @@ class Handshaker:
         self._submit(self._accepts, self._welcome, sender, message)
 
     def answer_received(self, sender: Peer, message: Welcome | Refused) -> None:
-        """Handle a producer worker's answer; ignore it if no handshake waits for it."""
         with self._answered:
             if sender not in self._awaited:
                 return
@@ -133,14 +128,13 @@ class Handshaker:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
-        # A pool raises RuntimeError if it has been shut down, because this worker is closing, or if
-        # no further thread can start. In the second case, the work is already queued, and the
-        # pool's first thread runs it.
+        # A pool raises RuntimeError after its shutdown, or if no further thread can start. Then the
+        # work is already queued, and the pool's first thread runs it.
         with contextlib.suppress(RuntimeError):
             pool.submit(self._guarded, work, *arguments)
 
     def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
-        """Run a task and log its exception, which the thread pool would discard."""
+        # The thread pool would discard the exception.
         try:
             work(*arguments)
         except TandemError as error:
@@ -189,32 +183,22 @@ class Handshaker:
         refusals = self._exchange_hellos(agent_metadata, sorted(plans), deadline, handshakes)
         if refusals:
             raise HandshakeError(f"the prefill engine refused this engine: {refusals[0]}")
-        return [
-            Partner(
-                Peer(agent_metadata.incarnation, rank),
-                plan.shapes,
-                plan.unit_bytes,
-                self._target_digests(plan, agent_metadata.workers[rank]),
-                engine,
-                agent_metadata.workers[rank].process,
-                liveness(agent_metadata.workers[rank].process) is Liveness.ALIVE,
-            )
-            for rank, plan in plans.items()
-        ]
-
-    def _target_digests(self, plan: PairPlan, producer: AgentMetadata) -> Callable[[], TransferDigest] | None:
-        if not self._compares_digests:
-            return None
-        return digests(plan, self._memory.shared_with(producer.layout.memory_kind), End.TARGET)
+        partners = []
+        for rank, plan in plans.items():
+            worker, target = agent_metadata.workers[rank], None
+            if self._compares_digests:
+                target = digests(plan, self._memory.shared_with(worker.layout.memory_kind), End.TARGET)
+            peer, alive = Peer(agent_metadata.incarnation, rank), liveness(worker.process) is Liveness.ALIVE
+            partners.append(Partner(peer, plan.shapes, plan.unit_bytes, target, engine, worker.process, alive))
+        return partners
 
     def _exchange_hellos(
         self, engine: EngineMetadata, ranks: list[int], deadline: float, handshakes: contextlib.ExitStack
     ) -> list[str]:
         """Send Hello to these ranks, wait for all answers, and return the reasons of refusals.
 
-        The peer table keeps the ranks until ``handshakes`` is closed. Raises HandshakeError if an
-        answer is missing at ``deadline`` or the table is full of busy peers, and TransportError if
-        a rank cannot be added or reached.
+        The peer table keeps the ranks until ``handshakes`` is closed. Raises HandshakeError and
+        TransportError.
         """
         hello = Hello(encode_agent_metadata(self._agent_metadata))
         waiting = {Peer(engine.incarnation, rank) for rank in ranks}
@@ -248,7 +232,6 @@ class Handshaker:
                     self._answers.pop(peer, None)
 
     def _plans(self, engine: EngineMetadata) -> dict[int, PairPlan]:
-        """Return the plan of each producer rank that exchanges messages with this worker."""
         mine = self._agent_metadata.layout
         layouts = [worker.layout for worker in engine.workers]
         return {each.tp_rank: plan_pair(each, mine) for each in layouts if mine.tp_rank in consumer_ranks(each, mine)}
@@ -285,7 +268,6 @@ class Handshaker:
             self._message_sender.send(sender, Welcome())
 
     def _plan_for(self, agent_metadata: AgentMetadata) -> tuple[PairPlan, ConsumerPeer]:
-        """Return the plan and the record of a consumer worker."""
         check_peers(self._agent_metadata, agent_metadata)
         mine, theirs = self._agent_metadata.layout, agent_metadata.layout
         ranks = consumer_ranks(mine, theirs)

@@ -19,25 +19,19 @@ from connectors.vllm_hma.handshake.processes import Liveness, liveness
 
 logger = logging.getLogger(__name__)
 
-# Minimum interval between reconnects to one peer, in seconds.
 _RECONNECT_EVERY_S = 1.0
 
-# Time in seconds since the last message to a peer after which ``check`` sends one. A write over a
-# broken connection fails, and the consumer's blocks go into quarantine. A message before the write
-# detects this and costs microseconds.
+# A write over a broken connection fails, and the consumer's blocks go into quarantine. A message
+# before the write detects this and costs microseconds.
 _CHECK_EVERY_S = 1.0
 
 
 def agent_name(peer: Peer) -> str:
-    """Return the name of a worker's agent in the transport."""
     return f"{peer.incarnation}/{peer.rank}"
 
 
 class MessageSender:
-    """Sender of one worker's messages. Thread-safe.
-
-    ``key``  key of the messages' tags (``Keys.messages``)
-    """
+    """Sender of one worker's messages, with ``Keys.messages`` as ``key``. Thread-safe."""
 
     def __init__(self, me: Peer, transport: Transport, key: bytes) -> None:
         self._me = me
@@ -50,17 +44,15 @@ class MessageSender:
         self._processes: dict[str, ProcessIdentity] = {}
 
     def connect(self, peer: Peer, transport_metadata: bytes, process: ProcessIdentity) -> None:
-        """Add a worker to the transport. Raises TransportError as ``Transport.add_peer``."""
         name = agent_name(peer)
         self._transport.add_peer(transport_metadata, name)
         if liveness(process) is Liveness.ALIVE:
             self._processes[name] = process
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message. If this fails, reconnect and send it again.
+        """Send a message, if need be over a new connection. It may be lost without an error.
 
-        Raises TransportError if the second attempt or ``reconnect`` fails. A message may be lost
-        without an error.
+        Raises TransportError if the second attempt or ``reconnect`` fails.
         """
         name, frame = agent_name(peer), encode(Envelope(self._me, peer, message), self._key)
         try:
@@ -85,8 +77,7 @@ class MessageSender:
         """Reopen the connection to the agent ``name``, after ``error``.
 
         Raises ``error`` if the last attempt was made less than _RECONNECT_EVERY_S seconds ago, or
-        if the peer's process on this host has ended. Raises TransportError if the connection cannot
-        be reopened, for example while a write to the peer is in flight.
+        if the peer's process on this host has ended. Raises TransportError as the transport.
         """
         with self._lock:
             now = time.monotonic()

@@ -34,18 +34,14 @@ _LENGTH = struct.Struct("<I")
 _START_S = 60.0
 _END_S = 5.0
 _RESTART_S = 1.0
-_STDOUT = 1
-"""File descriptor of the engine's log, to which the process writes its own lines."""
-# Lower priority than the engine's processes.
 _NICE = 5
 
 
 class MetadataProcess:
-    """Subprocess that runs one engine's side channel until ``close``; arguments as
-    ``MetadataServer``.
+    """Subprocess that runs one engine's ``MetadataServer`` until ``close``.
 
-    Raises ConfigurationError if the subprocess cannot listen, exits during its start or does not
-    report a port within _START_S, and OSError if it cannot be created.
+    Raises ConfigurationError if the subprocess does not report a port, and OSError if it cannot be
+    created.
     """
 
     def __init__(self, host: str, port: int, rank_metadata: list[bytes], identity: bytes = b"") -> None:
@@ -58,7 +54,6 @@ class MetadataProcess:
         threading.Thread(target=self._restart, name="tandem-side-channel-owner", daemon=True).start()
 
     def _start(self, port: int) -> int:
-        """Start the process and return its port. Raises as the constructor does."""
         header = {
             "host": self._host,
             "port": port,
@@ -73,7 +68,7 @@ class MetadataProcess:
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=_STDOUT,
+            stderr=1,  # the engine's log
             env=environment,
         )
         try:

@@ -1,12 +1,5 @@
 """Peers of a rank: their table entries and connections, and the plans of consumer workers.
 
-    handshaking  a handshake is in progress: the peer keeps its table entry and its connection
-    welcome      a consumer worker is compatible: record its plan, and add it to the producer state
-                 machine
-    forget       a state machine has removed the peer: release its plan if the producer state
-                 machine has no such peer, and its table entry and connection if neither a state
-                 machine nor a handshake needs them
-
 Every start of an engine adds new peers, which never unregister, so the table has a limit. A full
 table evicts peers that have sent no message of a transfer before peers that have sent one, so a
 flood of Hellos evicts its own entries. It never evicts a busy peer.
@@ -39,46 +32,40 @@ class PeerTable:
     def __init__(self, busy: Callable[[Peer], bool], most: int = MAX_PEERS) -> None:
         self._busy = busy
         self._most = most
-        # Peers without and with a message of a transfer, from least to most recently used.
-        self._new: dict[Peer, None] = {}
-        self._regular: dict[Peer, None] = {}
+        # Whether each peer has sent a message of a transfer, from least to most recently used.
+        self._spoke: dict[Peer, bool] = {}
 
     def __contains__(self, peer: Peer) -> bool:
-        return peer in self._new or peer in self._regular
+        return peer in self._spoke
 
     def __iter__(self) -> Iterator[Peer]:
-        return iter((*self._new, *self._regular))
+        return iter(self._spoke)
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._regular)
+        return len(self._spoke)
 
     def admit(self, peer: Peer) -> Peer | None:
         """Add a peer whose handshake begins, or record its use; return the evicted peer, if any.
 
         Raises HandshakeError if the table is full and all its peers are busy.
         """
-        if peer in self._regular:
-            self.spoke(peer)
-            return None
-        self._new.pop(peer, None)
-        leaving = None
-        if len(self) >= self._most:
-            leaving = next((one for one in (*self._new, *self._regular) if not self._busy(one)), None)
+        leaving, spoke = None, self._spoke.pop(peer, None)
+        if spoke is None and len(self) >= self._most:
+            candidates = sorted(self._spoke, key=self._spoke.__getitem__)
+            leaving = next((one for one in candidates if not self._busy(one)), None)
             if leaving is None:
                 raise HandshakeError(f"the peer table is full: all {len(self)} peers are busy; retry later")
             self.forget(leaving)
-        self._new[peer] = None
+        self._spoke[peer] = bool(spoke)
         return leaving
 
     def spoke(self, peer: Peer) -> None:
         """Record that a peer has sent a message of a transfer. No effect if it has no entry."""
-        if peer in self:
-            self.forget(peer)
-            self._regular[peer] = None
+        if self._spoke.pop(peer, None) is not None:
+            self._spoke[peer] = True
 
     def forget(self, peer: Peer) -> None:
-        self._new.pop(peer, None)
-        self._regular.pop(peer, None)
+        self._spoke.pop(peer, None)
 
 
 class Peers:
@@ -107,10 +94,9 @@ class Peers:
 
     @contextmanager
     def handshaking(self, peer: Peer) -> Iterator[None]:
-        """Add a peer, and keep it and its connection until the end of the handshake.
+        """Add a peer, and keep it and its connection, also if a state machine removes it meanwhile.
 
-        Both stay even if a state machine removes the peer meanwhile. Raises HandshakeError if all
-        peers are busy.
+        Raises HandshakeError if all peers are busy.
         """
         with self._lock:
             evicted = self._table.admit(peer)
@@ -131,7 +117,6 @@ class Peers:
             self._producer.welcome(peer, consumer, time.monotonic())
 
     def plan(self, peer: Peer) -> tuple[MemoryKind, PairPlan] | None:
-        """Return the memory kind and plan of a consumer worker; None if it has no plan."""
         return self._plans.get(peer)
 
     def spoke(self, peer: Peer) -> None:
@@ -146,10 +131,7 @@ class Peers:
             self._drop(peer)
 
     def _evict(self, peer: Peer) -> None:
-        """Remove an idle peer, which the table has evicted, with its plan and connection.
-
-        Its engine's other workers go, too, unless requests still depend on one of them.
-        """
+        """Remove an idle peer; its engine's other workers, too, unless requests depend on one."""
         self._producer.peer_lost(peer, time.monotonic())
         for sibling in self._consumer.forget(peer.incarnation):
             self.forget(sibling.peer)

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 # Minimum time between the two reports of a proof, in seconds. Bytes in a dead process's sockets
 # arrive meanwhile.
 CONFIRM_S = 2.0
-# Maximum number of engines that one probe queries, the worker's own included.
 _MAX_WITNESSES = 16
 
 
@@ -45,8 +44,7 @@ class WorkerProbe:
 
     ``timeout_s``  time limit of a request to one other engine, in seconds
     ``identity``   key for the side channels of other engines (``Keys.identity``)
-    ``on_lost``    called in this thread with a dead worker and the reason, at each probe until the
-                   worker is no longer watched
+    ``on_lost``    called in this thread at each probe of a dead worker, with the reason
     ``on_start``   called first in this thread, to prepare it
     """
 
@@ -103,11 +101,7 @@ class WorkerProbe:
             self._closed.wait(CONFIRM_S)
 
     def _probe(self, suspect: Suspect, gone_before: bool, witnesses: frozenset[EngineAddress]) -> bool:
-        """Return whether the worker's process has ended; False if the state is unknown.
-
-        If it had already ended at the previous probe (``gone_before``), call ``on_lost``. After an
-        exception return ``gone_before``, so that other workers are still probed.
-        """
+        """Return whether the process has ended; if it had ended before, too, call ``on_lost``."""
         try:
             gone = self._is_gone(suspect, witnesses)
             if gone and gone_before:

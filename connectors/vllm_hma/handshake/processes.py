@@ -23,7 +23,7 @@ _STATE, _THREADS, _STARTED_AT = 0, 17, 19
 
 
 class Liveness(Enum):
-    """State of a process. UNKNOWN: this host cannot determine it."""
+    """UNKNOWN: this host cannot determine it."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -31,7 +31,7 @@ class Liveness(Enum):
 
 
 def own_process() -> ProcessIdentity:
-    """Return this process's identity; NO_PROCESS without a readable ``/proc``."""
+    """NO_PROCESS without a readable ``/proc``."""
     try:
         return ProcessIdentity(_host(), os.getpid(), int(_stat(os.getpid())[_STARTED_AT]))
     except OSError:

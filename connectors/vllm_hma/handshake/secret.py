@@ -43,7 +43,7 @@ class Keys:
 
 @cache
 def derive_keys(secret: str) -> Keys:
-    """Return the keys for ``secret``. Raises ConfigurationError for a short one."""
+    """Raises ConfigurationError for a short secret."""
     if not secret:
         return Keys()
     if len(secret) < MIN_SECRET_CHARACTERS:
@@ -61,7 +61,7 @@ _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 
 
 def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
-    """Return the TLS 1.3 context of one end; ``identity`` is ``Keys.identity`` of both ends."""
+    """``identity`` is ``Keys.identity`` of both ends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

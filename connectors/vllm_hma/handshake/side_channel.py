@@ -1,16 +1,13 @@
 r"""The side channel: a TCP server for agent metadata and for the liveness of processes.
 
-Each connection carries one request and one response. A decode rank fetches an engine's metadata in
-each handshake. It also requests the state of a prefill worker's process if this worker may still
-write to blocks in quarantine (``probe.py``). KV and messages do not use this channel. With a
+A decode rank fetches an engine's metadata in each handshake, and requests the state of a prefill
+worker's process if this worker may still write to blocks in quarantine (``probe.py``). With a
 secret, the connection is TLS, and only peers with the secret can complete the TLS handshake
-(``tls.py``): a client with the agent metadata can write to this engine's memory.
+(``secret.py``): a client with the agent metadata can write to this engine's memory.
 
-Each connection is limited to TALK_S seconds, and each request to _MAX_REQUEST_BYTES. Above
+Each connection carries one request and one response, in at most TALK_S seconds. Above
 MAX_CONNECTIONS, the server closes the oldest connection. Engines run the server in its own process
-(``metadata_process.py``), so a flood of connections does not block the scheduler's interpreter. A
-client whose connection breaks retries until its deadline; a client whose connection is refused does
-not.
+(``metadata_process.py``), so a flood of connections does not block the scheduler's interpreter.
 
     request    b"tandem/VERSION metadata\n"
     response   b"TDA" | version | length | MessagePack of the ranks' agent metadata
@@ -66,7 +63,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 class MetadataServer:
     """Server of one engine's agent metadata, and of the liveness of processes, until ``close``.
 
-    ``port``           port to listen on; 0: a free one. The attribute has the chosen port
+    ``port``           0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
     ``identity``       key of the TLS certificate (``Keys.identity``); empty: plain TCP for every
                        client
@@ -182,7 +179,7 @@ class MetadataServer:
 
 
 class _Streams:
-    """A connection and its asyncio streams. ``abort`` closes the connection in any state."""
+    """``abort`` closes the connection in any state."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -206,7 +203,7 @@ class _Streams:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address only; ``::`` includes IPv4."""
+    """Listen on this address only; ``::`` includes IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=host == "::")
 
@@ -284,9 +281,8 @@ def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: floa
 
 
 def _ask(request: bytes, host: str, port: int, timeout_s: float, identity: bytes) -> bytes:
-    """Send a request; return the body of the response.
+    """Retry broken connections until the deadline, because an overloaded engine closes connections.
 
-    Retries broken connections until the deadline, because an overloaded engine closes connections.
     A refused connection is not retried: no engine listens there.
     """
     where = f"the prefill engine at {host}:{port}"
@@ -322,9 +318,7 @@ def _tls_failure(error: ssl.SSLError, where: str) -> HandshakeError:
 class _Attempt:
     """One attempt of a request, until ``give_up_at`` in ``time.monotonic()`` seconds.
 
-    ``ask`` raises OSError or EOFError if the connection fails, ValueError for an invalid host name,
-    and PeerSecretError or WireError for a response that is an error or invalid. Not asyncio, which
-    closes a connection without the TLS alert that tells the server why.
+    Not asyncio, which closes a connection without the TLS alert that tells the server why.
     """
 
     def __init__(self, where: str, request: bytes, give_up_at: float) -> None:
