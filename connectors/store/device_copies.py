@@ -27,14 +27,11 @@ Pieces = list[tuple[int, int, int]]  # (offset in a batch, offset in staging, by
 
 
 class DeviceCopies:
-    """Copies of one rank, like ``HostCopies``; a method returns when its copies are queued.
-
-    ``load`` and ``store`` raise StoreError if the device rejects a copy.
+    """Like ``HostCopies``; a method returns when its copies are queued, or raises StoreError.
 
     Gathers and scatters run on the thread's current stream, between the forward passes that write
-    and overwrite their blocks. Copies from and to staging run on two streams of their own. Packed
-    bytes lie in a ring on the device: a batch waits there, never on the host, for the last use of
-    its part.
+    and overwrite their blocks, and copies from and to staging on two streams of their own. Packed
+    bytes lie in a ring on the device, where a batch waits for the last use of its part.
 
     ``tensors``  views of the cache
 

@@ -1,13 +1,11 @@
 """One request's load: look up the objects that it could need, and read them into staging memory.
 
-    lookup   all tiers are asked for all objects; ends once the fastest tier of each object is
-             known, or after ``lookup_s``. Then measured rates decide whether to read, and how long
-             the request may wait (``load_costs.py``)
-    reading  the objects of the longest prefix that fits into staging. If an object cannot be read
-             from any tier, the fetch continues with the longest prefix that does not need it
-    over     all objects that a resume at ``end_token`` needs are verified and in staging
-
-A request waits no longer than its transfer, or the computation of the same tokens, would take.
+lookup   of all objects in all tiers; ends once the fastest tier of each object is known, or
+         after ``lookup_s``. Then measured rates decide whether to read, and how long the
+         request may wait (``load_costs.py``)
+reading  the objects of the longest prefix that fits into staging. If an object cannot be read
+         from any tier, the fetch continues with the longest prefix that does not need it
+over     all objects that a resume at ``end_token`` needs are verified and in staging
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class Fetch:
         self._names = names
         self._limit_token = self._room_token = limit_token
         # Verified objects and their offsets in staging.
-        self._offsets: dict[ObjectRef, int] = {}
+        self.offsets: dict[ObjectRef, int] = {}
         # Fastest tier that may have an object; it rises when a read fails.
         self._tiers: dict[ObjectRef, int] = {}
         # Objects that are verified or can still be read.
@@ -100,10 +98,6 @@ class Fetch:
         store.running.add(self)
 
     @property
-    def offsets(self) -> Mapping[ObjectRef, int]:
-        return self._offsets
-
-    @property
     def present(self) -> frozenset[ObjectRef]:
         return frozenset(ref for ref, tier in self._tiers.items() if not (self.declined and tier))
 
@@ -127,8 +121,8 @@ class Fetch:
         return self.over
 
     def hand_over(self) -> dict[ObjectRef, int]:
-        """Return the offsets, whose slots the caller frees."""
-        offsets, self._offsets = self._offsets, {}
+        """The caller frees the slots."""
+        offsets, self.offsets = self.offsets, {}
         return offsets
 
     def close(self) -> None:
@@ -200,14 +194,14 @@ class Fetch:
     # Reads.
 
     def _verified(self) -> bool:
-        return self._offsets.keys() >= set(self._needed())
+        return self.offsets.keys() >= set(self._needed())
 
     def _needed(self) -> list[ObjectRef]:
         return needed_objects(self._plan, self.start_token, self.end_token)
 
     def _unread(self, end_token: int | None = None) -> list[ObjectRef]:
         needed = needed_objects(self._plan, self.start_token, self.end_token if end_token is None else end_token)
-        return [ref for ref in needed if ref not in self._reading and ref not in self._offsets]
+        return [ref for ref in needed if ref not in self._reading and ref not in self.offsets]
 
     def _choose(self) -> None:
         self.end_token = usable_prefix(self._plan, self._usable, self.start_token, self._room_token)
@@ -233,8 +227,8 @@ class Fetch:
 
     def _free_unneeded(self) -> None:
         """Free slots past ``end_token``, which only decreases once reads start."""
-        for ref in self._offsets.keys() - set(self._needed()):
-            self._store.staging.give_back(self._offsets.pop(ref))
+        for ref in self.offsets.keys() - set(self._needed()):
+            self._store.staging.give_back(self.offsets.pop(ref))
 
     def _read(self, ref: ObjectRef) -> None:
         size = self._store.sizes[ref.group]
@@ -268,7 +262,7 @@ class Fetch:
             began_at, read_bytes, ended_at = self._measured[number]
             self._measured[number] = began_at, read_bytes + size, max(ended_at, call.ended_at)
             self._slowest = max(self._slowest, number)
-            self._offsets[ref] = offset
+            self.offsets[ref] = offset
             self._store.promote(self._names[ref], offset, size, number)
             return
         self._store.staging.give_back(offset)
@@ -281,17 +275,15 @@ class Fetch:
             self._choose()
 
     def _idle_s(self, now: float) -> float:
-        """Return for how long no read of the fetch has made progress, in seconds."""
         return now - max(self._read_at, *(call.heard_at for _, call in self._reading.values()))
 
     # End.
 
     def _end_late(self, now: float) -> None:
-        """End the fetch with the longest prefix of verified objects."""
         self._store.counts["late"] += 1
         for number, _ in self._reading.values():
             self._measured[number] = *self._measured[number][:2], now
-        self._usable = set(self._offsets)
+        self._usable = set(self.offsets)
         self._choose()
         self._settle()
 

@@ -1,8 +1,7 @@
 """Decide whether a request loads stored KV, and how long it may wait for it.
 
-Without a load of a prompt's first tokens, the engine computes them, or a transfer from the prefill
-engine supplies them. Waiting pays only if it takes less time than this alternative, so a request
-waits at most as long as the alternative takes. All rates are measured in this engine. Sans-I/O.
+Without a load, the engine computes the tokens, or a transfer supplies their KV. A request waits at
+most as long as this alternative takes. All rates are measured in this engine. Sans-I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
-# Numbers of latest transfers, copies, steps and loads of a tier that the estimates use.
+# Latest transfers and copies, steps, and loads of a tier that the estimates use.
 SAMPLES, STEPS, LOADS = 16, 32, 8
 
 # Declined loads between two trials of a slow tier; the number doubles with each trial.
@@ -49,7 +48,7 @@ class LoadCosts:
             self._transfers.append(seconds / size_bytes)
 
     def computed(self, tokens: int, context_tokens: float, seconds: float) -> None:
-        """Record a step whose tokens attend to ``context_tokens`` tokens in the mean."""
+        """``context_tokens``: to how many the step's tokens attend in the mean."""
         if tokens > 0 and seconds > 0:
             self._steps.append((context_tokens, seconds / tokens))
             self._token_s = None

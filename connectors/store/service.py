@@ -2,8 +2,7 @@
 
 An *object* is what the store keeps of one KV cache group for one span of tokens
 (``planning/spans.py``), in one file. A *tier* is a folder of objects, on disk or in host memory.
-*Staging* is memory that the engine's scheduler and workers share; workers copy KV between staging
-and blocks. A *slot* of staging holds one object.
+*Staging* is memory that the engine's scheduler and workers share. A *slot* of it holds one object.
 
 Threads of the tiers access the files; no method waits for them. A tier that fails, hangs or is full
 only causes misses and dropped stores. Only the scheduler's thread calls ``KVStore`` and ``Fetch``.
@@ -168,7 +167,7 @@ class KVStore:
         return stored, removed
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return counts, bytes and seconds since the start, by counter and label."""
+        """Since the start, by counter and label."""
         self.sweep()
         counts, tiers = self.counts, {tier.folder.label: tier.folder.counts for tier in self.tiers}
         return {

@@ -1,10 +1,9 @@
 """Interface of a transport: registered memory, one-sided writes, messages.
 
-Call order: ``register`` once, then ``metadata``, whose result is for the peers; then the other
-methods in any order, and ``close`` last. ``write``, ``reconnect`` and ``notify`` need ``add_peer``
-with the peer's metadata first, on this side only; the peer need not have added this agent.
-``add_peer``, ``reconnect`` and ``notify`` are thread-safe, and so is ``write`` for one thread at a
-time; the owner serialises all other calls.
+Call order: ``register``, ``metadata``, then the other methods in any order, and ``close`` last.
+``write``, ``reconnect`` and ``notify`` need ``add_peer`` first, on this side only. ``add_peer``,
+``reconnect`` and ``notify`` are thread-safe, and so is ``write`` for one thread at a time; the
+owner serialises all other calls.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Transport(Protocol):
         """Register memory for reads by this agent and writes by peers. Raises TransportError."""
 
     def metadata(self) -> bytes:
-        """Return the metadata with which a peer reaches this agent and its registered memory."""
+        """Return what a peer needs to reach this agent and its registered memory."""
         ...
 
     def add_peer(self, metadata: bytes, name: str | None = None) -> str:
@@ -53,9 +52,8 @@ class Transport(Protocol):
     def write(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> WriteHandle:
         """Start to copy ``runs`` (at least one) from this agent's registered memory to the peer's.
 
-        ``source`` and ``target`` are the memory kinds of both ends. Return a handle for ``poll``.
-        Raises TransportError if nothing was posted, FailedWriteError if parts of the write may
-        arrive.
+        Return a handle for ``poll``. Raises TransportError if nothing was posted, FailedWriteError
+        if parts of the write may arrive.
         """
         ...
 
@@ -68,9 +66,7 @@ class Transport(Protocol):
         ...
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send a message, delivered at most once. Raises TransportError; it may also be lost
-        silently.
-        """
+        """Send a message, delivered at most once. Raises TransportError, or loses it silently."""
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Return (sender's name, payload) of new messages. Raises TransportError."""

@@ -46,7 +46,7 @@ class _Launch(NamedTuple):
 
 
 class Launches:
-    """Queued kernels of one end, oldest first. Thread-safe.
+    """Queued kernels of one end. Thread-safe.
 
     Orders and sums pass through a ring of pinned memory: launches allocate nothing.
 
@@ -85,7 +85,7 @@ class Launches:
             digest.running += 1
 
     def _claim(self, size: int) -> int:
-        """Return the start of ``size`` free elements. Wait for old launches if need be."""
+        """Return the start of ``size`` free elements; wait for old launches."""
         if size > len(self._ring):
             while self._launched:
                 self._collect()

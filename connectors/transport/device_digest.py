@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 16 * 2**10
 _WORD_BYTES = 4
 _HOST_BATCH_BYTES, _DEVICE_BATCH_BYTES = 2**20, 16 * 2**20
-"""Bytes gathered at a time, on a CPU and on an accelerator. A CPU's batch fits in its cache. The
-gathered words and their 64-bit products together take three times as much memory.
+"""Bytes gathered at a time. A CPU's batch fits in its cache. The gathered words and their 64-bit
+products take three times as much memory.
 """
 
 KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _WORD_BYTES), "<i8") | 1
@@ -49,7 +49,7 @@ KEYS = np.frombuffer(hashlib.shake_128(b"tandem").digest(8 * SEGMENT_BYTES // _W
 class CacheMemory:
     """One worker's KV cache, read to compute digests. Thread-safe.
 
-    ``tensors``  views of the cache on its device; a cache in host memory needs none
+    ``tensors``  views of the cache; a cache in host memory needs none
     """
 
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -64,10 +64,7 @@ class CacheMemory:
                 digests(plan, self.shared_with(layout.memory_kind), end)()
 
     def shared_with(self, peer: MemoryKind) -> Memory:
-        """Return this cache with the hash that both ends use if the peer's cache is in ``peer``.
-
-        Raises ConfigurationError for a region of device memory that no tensor holds.
-        """
+        """Return this cache with the hash that both ends use if the peer's cache is in ``peer``."""
         # Two threads may each create an object; both objects give equal hashes.
         if self._layout.memory_kind.memory == peer.memory == "DRAM":
             self._host = self._host or HostMemory(self._layout)
@@ -79,9 +76,8 @@ class CacheMemory:
 class DeviceMemory:
     """A cache on a torch device, the CPU included.
 
-    On an accelerator, hashes are computed on a ``torch.Stream`` of their own: ``DeviceStream.feed``
-    returns before the device has read the bytes, and ``digest`` waits for the device. The caller of
-    ``feed`` ensures that the bytes have been computed, for example with an event.
+    On an accelerator, ``DeviceStream.feed`` returns before the device has read the bytes. Its
+    caller ensures that the bytes have been computed, for example with an event.
 
     ``use_kernel``  whether one Triton kernel computes the sums of a write (``batched_digest.py``);
                     None: on an accelerator with Triton
@@ -126,7 +122,6 @@ class DeviceMemory:
         return new
 
     def queue(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which this thread's kernels run on the digests' torch stream."""
         if self._stream is None:
             return contextlib.nullcontext()
         # A context per use: threads share the `torch.Stream`, which cannot be entered twice.
@@ -134,10 +129,9 @@ class DeviceMemory:
         return context
 
     def sums(self, address: Ints, length: int) -> torch.Tensor:
-        """Queue the segment sums of ``length`` bytes at each address; return them on the device.
+        """Queue the segment sums of ``length`` bytes at each address, in one region.
 
-        The result has shape (addresses, segments per address), int64. Raises PlanError unless all
-        bytes lie in one region.
+        Return them on the device: shape (addresses, segments per address), int64.
         """
         region, content = self._region_of(int(address[0]))
         last = int(address.max()) + length
@@ -164,11 +158,10 @@ class DeviceMemory:
         words = -(-length // _WORD_BYTES)
         aligned = not (content.data_ptr() % _WORD_BYTES or length % _WORD_BYTES or (offset % _WORD_BYTES).any())
         if aligned:
-            # A view as words must have a multiple of 4 bytes.
             content = content[: len(content) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
             offset = offset // _WORD_BYTES
         row = words if aligned else length
-        # Row i begins at byte (aligned: word) i. Only the indexed rows are read.
+        # Row i begins at byte (aligned: word) i.
         rows = content.as_strided((len(content) - row + 1, row), (1, 1), content.storage_offset())
         index = torch.from_numpy(np.ascontiguousarray(offset)).to(self.device)
         step = max(1, self._batch_bytes // length)
@@ -182,7 +175,7 @@ class DeviceMemory:
 
 
 class DeviceStream:
-    """Hash of one stream of a digest. Sums of its segments stay on the device until ``digest``."""
+    """Sums of a stream's segments stay on the device until ``digest``."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -202,7 +195,6 @@ class DeviceStream:
 
 
 def _bytes_of(region: Region, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a region as a tensor of bytes on its device. Host memory needs no tensor."""
     if region.memory_kind.memory == "DRAM":
         memory = (ctypes.c_uint8 * region.length_bytes).from_address(region.address)
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,17 +1,14 @@
 """Digest of the bytes that one pair of ranks moves, computed at each end from its own memory.
 
-Both ends feed the units of a transfer in ascending order, in any number of calls: the producer
-after it has posted their write, the consumer after they have arrived. A *stream* is the bytes
-of consecutive pieces of equal length in one layer of one group (``planning/plan.py``), unit after
-unit. Each stream has a hash of its own, so the ends may feed layers in any order. The digest
+Both ends feed the units of a transfer in ascending order, in any number of calls. A *stream* is the
+bytes of consecutive pieces of equal length in one layer of one group (``planning/plan.py``), unit
+after unit. Each stream has a hash of its own, so the ends may feed layers in any order. The digest
 combines all streams:
 
     xxh3_128( for every stream: group, first piece, bytes fed, hash of the stream )
 
-The plan has the same order of pieces at both ends, so equal digests mean equal bytes at the
-intended addresses. Between two host memories, the hash of a stream is xxh3_128 of its bytes
-(``HostMemory``). Otherwise both ends use the hash of ``device_digest.py``, which each end computes
-where its KV lies.
+Between two host memories, the hash of a stream is xxh3_128 of its bytes. Otherwise both ends use
+the hash of ``device_digest.py``, which each end computes where its KV lies.
 """
 
 from __future__ import annotations
@@ -28,15 +25,14 @@ import numpy.typing as npt
 import xxhash
 from numpy.lib.stride_tricks import as_strided
 
-from connectors.errors import ConfigurationError, PlanError
+from connectors.errors import PlanError
 from connectors.planning.blocks import Ints
 from connectors.planning.layout import EngineLayout
 from connectors.planning.plan import GroupPlan, PairPlan, Side
 
 Bytes = npt.NDArray[np.uint8]
 
-# Runs of at least this mean length are hashed in place; shorter runs are gathered first,
-# _GATHER_BYTES at a time.
+# Runs of at least this mean length are hashed in place; shorter runs are gathered first.
 _LONG_RUN_BYTES = 16 * 2**10
 _GATHER_BYTES = 512 * 2**10
 
@@ -53,37 +49,27 @@ class StreamHash(Protocol):
         """Add ``length`` bytes at each address, in order."""
 
     def digest(self) -> bytes:
-        """Return the hash of all bytes fed so far, 16 bytes."""
+        """Return 16 bytes."""
         ...
 
 
 class Memory(Protocol):
-    """Read access of digests to a worker's cache: the pages of block ids ``[0, num_blocks)``."""
-
     num_blocks: int
 
     def new_stream(self) -> StreamHash: ...
 
-    def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]:
-        """Return a function that creates empty digests of transfers between one pair of ranks."""
-        ...
+    def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]: ...
 
 
 class HostMemory:
-    """A cache in host memory; streams are hashed with xxh3_128.
-
-    Raises ConfigurationError if the cache is not in host memory.
-    """
+    """A cache in host memory; streams are hashed with xxh3_128."""
 
     def __init__(self, layout: EngineLayout) -> None:
-        if layout.memory_kind.memory != "DRAM":
-            raise ConfigurationError(f"the host cannot read {layout.memory_kind.memory}: use DeviceMemory")
         self.num_blocks = layout.num_blocks
         self._base = min(region.address for region in layout.regions)
         self._span = max(region.end for region in layout.regions) - self._base
         memory = memoryview((ctypes.c_uint8 * self._span).from_address(self._base))
-        # One array from the first region to the last. Only pages are read, never the gaps between
-        # regions.
+        # From the first region to the last: only pages are read, never the gaps between regions.
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self._rows: dict[int, Bytes] = {}
 
@@ -139,19 +125,16 @@ class Stream:
 
 
 GroupStreams = tuple[GroupPlan, Side, tuple[Stream, ...]]
-"""Plan of a group, its pieces at one end, and their streams."""
 
 
 def digests(plan: PairPlan, memory: Memory, end: End) -> Callable[[], TransferDigest]:
-    """Return a function that creates empty digests of transfers, for one end of a pair of ranks."""
+    """Return a function that creates empty digests, for one end of a pair of ranks."""
     sides = (group.src if end is End.SOURCE else group.dst for group in plan.groups)
     groups = tuple((group, side, _streams(group)) for group, side in zip(plan.groups, sides, strict=True))
     return memory.new_digests(groups, end)
 
 
 class TransferDigest:
-    """Digest of one transfer between a pair of ranks. Created by ``digests``."""
-
     def __init__(self, groups: tuple[GroupStreams, ...], num_blocks: int, new_stream: Callable[[], Any]) -> None:
         self._groups = groups
         self._num_blocks = num_blocks
@@ -159,9 +142,7 @@ class TransferDigest:
         self._fed_bytes = [[0 for _ in streams] for *_, streams in groups]
 
     def add(self, group: int, ids: Ints, parts: Ints, layers: tuple[int, int] | None = None) -> None:
-        """Add the bytes of unit ``parts[i]`` in this end's block ``ids[i]``, for every i; as
-        ``actions.Digest``.
-        """
+        """Add the bytes of unit ``parts[i]`` in this end's block ``ids[i]``, for every i."""
         if not len(ids):
             return
         if not 0 <= int(ids.min()) <= int(ids.max()) < self._num_blocks:
@@ -177,7 +158,6 @@ class TransferDigest:
             self._fed_bytes[group][number] += len(ids) * (stream.stop - stream.first) * stream.piece_bytes
 
     def _feed(self, group: int, numbers: list[int], pieces: slice, ids: Ints, parts: Ints) -> None:
-        """Hash these units' bytes of these streams, which have all of ``pieces``."""
         _, side, streams = self._groups[group]
         address = side.of(pieces).at(ids, parts)
         for number in numbers:

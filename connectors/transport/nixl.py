@@ -1,10 +1,9 @@
 """Transport over NIXL. Besides this module, only ``selftest.py`` imports nixl in the product.
 
-Each worker has one agent, by default with the UCX backend. NIXL's own progress thread is off,
-because it spins and takes a core per worker, idle or not. The owner calls ``poll`` and
-``notifications`` often enough for writes and messages to progress (docs/decisions/0003). NIXL's
-errors become TransportErrors that name the peer, or this agent if no peer is involved. Errors of
-``metadata`` are not converted; errors while a peer, a write or memory is released are ignored.
+NIXL's own progress thread is off, because it spins and takes a core per worker, idle or not. The
+owner calls ``poll`` and ``notifications`` often enough for writes and messages to progress
+(docs/decisions/0003). NIXL's errors become TransportErrors, except those of ``metadata``; errors
+while a peer, a write or memory is released are ignored.
 """
 
 from __future__ import annotations
@@ -35,18 +34,14 @@ class NixlTransport:
     kind = "nixl"
 
     def __init__(self, name: str, backends: Sequence[str] = ("UCX",), devices: Sequence[str] = ()) -> None:
-        """Start the agent and its backends.
+        """Raises ConfigurationError for a backend that this NIXL build lacks, and TransportError.
 
         ``devices``  UCX names of the network devices to use, for all transports that this process
                      creates from now on; empty: those of UCX's environment variables, else all
-
-        Raises ConfigurationError for a backend that this NIXL build lacks, and TransportError if
-        the agent or a backend fails to start.
         """
         self.name = name
         if devices:
-            # NIXL's parameter `ucx_devices` does not suffice: UCX then still listens on all
-            # devices.
+            # With NIXL's parameter `ucx_devices`, UCX still listens on all devices.
             os.environ["UCX_NET_DEVICES"] = ",".join(devices)
         try:
             self._agent: nixl_agent | None = nixl_agent(
@@ -111,21 +106,18 @@ class NixlTransport:
 
     def reconnect(self, peer: str) -> None:
         with self._connections:
-            self._reconnect(peer)
-
-    def _reconnect(self, peer: str) -> None:
-        if any(owner == peer for owner, _ in list(self._handles.values())):
-            raise TransportError(peer, "cannot reconnect while a write to this peer is in flight")
-        metadata = self._metadata.get(peer)
-        if metadata is None:
-            raise TransportError(peer, "its metadata has not been added")
-        self.remove_peer(peer)
-        try:
-            self.add_peer(metadata)
-        except TransportError as error:
-            # Keep the metadata: the next attempt needs it.
-            self._metadata[peer] = metadata
-            raise TransportError(peer, f"cannot reconnect: {error}") from error
+            if any(owner == peer for owner, _ in list(self._handles.values())):
+                raise TransportError(peer, "cannot reconnect while a write to this peer is in flight")
+            metadata = self._metadata.get(peer)
+            if metadata is None:
+                raise TransportError(peer, "its metadata has not been added")
+            self.remove_peer(peer)
+            try:
+                self.add_peer(metadata)
+            except TransportError as error:
+                # Keep the metadata: the next attempt needs it.
+                self._metadata[peer] = metadata
+                raise TransportError(peer, f"cannot reconnect: {error}") from error
 
     def remove_peer(self, peer: str) -> None:
         self._metadata.pop(peer, None)
@@ -137,9 +129,7 @@ class NixlTransport:
             return self.post(peer, self.prepare(peer, runs, source, target))
 
     def prepare(self, peer: str, runs: Runs, source: MemoryKind, target: MemoryKind) -> nixl_xfer_handle:
-        """Prepare a write and return it for ``post`` or ``discard``; raises as ``write``, posts
-        nothing.
-        """
+        """Prepare a write for ``post`` or ``discard``; raises as ``write``."""
         agent = self._live()
         try:
             local = agent.get_xfer_descs(_descriptors(runs.src, runs.length, source.device), source.memory)
@@ -224,7 +214,7 @@ class NixlTransport:
 
 
 def _descriptors(address: np.ndarray, length: np.ndarray, device: int) -> np.ndarray:
-    """Return NIXL's descriptors, rows of (address, bytes, device): shape (N, 3), uint64."""
+    """Rows of (address, bytes, device): shape (N, 3), uint64."""
     table = np.empty((len(address), 3), np.uint64)
     table[:, 0], table[:, 1], table[:, 2] = address, length, device
     return table

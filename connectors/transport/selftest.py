@@ -1,11 +1,9 @@
 """Test NIXL between two processes of this host: `python -m connectors.transport.selftest`.
 
-A receiver and a sender register memory. The sender writes, then sends a message, as engines do; the
-parent process compares digests of both memories. The output is one JSON object: `seconds`, the time
-of the write, and `bytes`; or `error`. It also has `plugins`, the backends of this NIXL build, if
-the transfer succeeds or a child process itself reports the error. UCX reads its settings from the
-environment; `--sender-env` and `--receiver-env` (JSON objects) add to it. The memory is the host's,
-or that of a CUDA GPU for the ends that `--gpu` names.
+The sender writes, then sends a message, as engines do; the parent process compares digests of both
+memories. The output is one JSON object: `seconds`, the time of the write, and `bytes`; or `error`.
+It also has `plugins`, the backends of this NIXL build, if the transfer succeeds or a child process
+itself reports the error.
 """
 
 from __future__ import annotations
@@ -27,12 +25,9 @@ if TYPE_CHECKING:
 
     from connectors.planning.layout import Region
 
+# To import NIXL, which imports torch, and to start its agent.
 START_S = 120.0
-"""Limit in seconds for a process to import NIXL, which imports torch, and to start its agent."""
-
 END_S = 10.0
-"""Limit in seconds for a process to end after it has closed its output."""
-
 ENDS = ("sender", "receiver")
 TRANSFER_BYTES = 16 * 2**20
 RUN_BYTES = 2**16
@@ -84,15 +79,13 @@ def run(
     show: bool,
     on_gpu: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Run both child processes and return the result: the JSON object of the module's docstring.
+    """Run both child processes and return the JSON object of the module's docstring.
 
-    The result has `error` instead of an exception if the transfer fails, a backend is missing, or a
-    process ends or exceeds its limit.
+    It has `error` instead of an exception, also if a process ends or exceeds its limit.
 
     ``timeout_s``     limit of the transfer itself, in seconds
     ``environments``  environment variables that `sender` and `receiver` get in addition
     ``show``          whether the processes' stderr is shown
-    ``on_gpu``        ends whose memory is a GPU's: `sender`, `receiver`
     """
     arguments = ["--backends", ",".join(backends), "--devices", ",".join(devices), "--timeout-s", str(timeout_s)]
     arguments += ["--gpu", *on_gpu]
@@ -102,26 +95,26 @@ def run(
             ends[name] = _start(name, arguments, own, show)
         receiver, sender = ends["receiver"], ends["sender"]
         ready = _answer("receiver", receiver, START_S)
-        if "error" in ready:
-            return ready
         _tell(sender, ready)
-        started = _answer("sender", sender, START_S)
-        if "error" in started:
-            return started
+        _answer("sender", sender, START_S)
         _tell(receiver, {})
         sent = _answer("sender", sender, timeout_s + 1)
-        if "error" in sent:
-            return sent
         received = _answer("receiver", receiver, timeout_s)
-        if "error" in received:
-            return received
         if received["digest"] != sent["digest"]:
             return {"error": "the received bytes differ from the bytes sent"}
         return {"seconds": sent["seconds"], "bytes": TRANSFER_BYTES, "plugins": ready["plugins"]}
+    except _Failed as failed:
+        return failed.report
     finally:
         for process in ends.values():
             process.kill()
             process.communicate()
+
+
+class _Failed(Exception):
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(report)
+        self.report = report
 
 
 def _start(end: str, arguments: list[str], environment: dict[str, str], show: bool) -> subprocess.Popen[bytes]:
@@ -140,31 +133,26 @@ def _tell(process: subprocess.Popen[bytes], what: dict[str, Any]) -> None:
 
 
 def _answer(end: str, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
-    """Return the next JSON line of a process.
-
-    Return ``{"error": ...}`` if the process sends none within ``timeout_s`` or ends first.
-    """
+    """Return the next JSON line of a process. Raises _Failed for an error, or if it sends none."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     line = process.stdout.readline() if ready else b""
     if line:
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise _Failed(answer)
         return answer
     if not ready:
-        return {"error": f"the {end} sent no result within {timeout_s:g} s"}
+        raise _Failed({"error": f"the {end} sent no result within {timeout_s:g} s"})
     try:
         stderr = process.communicate(timeout=END_S)[1] or b""
     except subprocess.TimeoutExpired:
-        return {"error": f"the {end} closed its output, but did not end within {END_S:g} s"}
-    stderr_lines = stderr.decode(errors="replace").strip().splitlines()
-    return {"error": f"the {end} ended with status {process.returncode}: {stderr_lines[-1] if stderr_lines else '?'}"}
+        raise _Failed({"error": f"the {end} closed its output, but did not end within {END_S:g} s"}) from None
+    last = ["?", *stderr.decode(errors="replace").strip().splitlines()][-1]
+    raise _Failed({"error": f"the {end} ended with status {process.returncode}: {last}"})
 
 
 def _end(end: str, backends: list[str], devices: list[str], timeout_s: float, gpu: bool, pipe: IO[str]) -> int:
-    """Run one end in this child process and return its exit status.
-
-    The end writes JSON lines to `pipe` and reads the parent's JSON lines from stdin.
-    """
     from connectors.errors import TandemError
 
     try:
@@ -227,7 +215,7 @@ def _send(backends: list[str], devices: list[str], timeout_s: float, gpu: bool, 
 def _memory(content: np.ndarray[Any, np.dtype[np.uint8]], gpu: bool, last: bool) -> tuple[Region, Callable[[], str]]:
     """Return memory with `content`, and the function that computes its digest.
 
-    ``last``  of the GPUs, whether the last one: sender and receiver have different ones if they can
+    ``last``  whether on the last GPU: sender and receiver have different ones if they can
     """
     from connectors.errors import ConfigurationError
     from connectors.planning.layout import MemoryKind, Region

@@ -21,21 +21,17 @@ def test_tiers_are_ordered_by_speed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "key"),
     [
-        ({}, "store must be an object with at least path or memory_gib"),
-        ({"store": True}, "store must be an object with at least path or memory_gib"),
-        ({"store": {}}, "store has neither a path nor memory_gib; set one of them, or remove store"),
-        (
-            {"store": {"pth": "/disk"}},
-            "store.pth: unknown key; known keys are always_load, chunk_tokens, disk_gib, load_s, lookup_s, memory_gib, "
-            "memory_path, path, staging_mib, store_s",
-        ),
-        ({"store": {"path": "disk"}}, "store.path: must be an absolute path, not 'disk'"),
+        ({}, "store"),
+        ({"store": True}, "store"),
+        ({"store": {}}, "store"),
+        ({"store": {"pth": "/disk"}}, "store.pth: unknown key"),
         *(
-            ({"store": {"path": "/disk", key: value}}, f"store.{key}: ")
+            ({"store": {"path": "/disk", key: value}}, f"store.{key}")
             for key, value in (
                 ("path", 3),
+                ("path", "disk"),
                 ("memory_path", "shm"),
                 ("chunk_tokens", 2.5),
                 ("chunk_tokens", True),
@@ -54,10 +50,9 @@ def test_tiers_are_ordered_by_speed() -> None:
         ),
     ],
 )
-def test_errors_name_the_key(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError) as raised:
+def test_errors_name_the_key(given: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^kv_connector_extra_config: {key}\b"):
         parse_settings(given)
-    assert str(raised.value).startswith(f"kv_connector_extra_config: {message}")
 
 
 def test_an_integer_is_a_number() -> None:

@@ -12,7 +12,7 @@ from connectors.errors import TransportError
 from connectors.planning.descriptors import Runs
 from connectors.planning.layout import MemoryKind, Region
 from connectors.transport.nixl import NixlTransport
-from testing.memory_transport import Fabric, MemoryTransport
+from testing.memory_transport import Fabric
 from tests.transport.agents import HOST, Agent, make_agent, receive, runs, until, write
 
 SIZE = 1 << 20
@@ -306,19 +306,3 @@ def test_a_removed_peer_is_unknown(kind: str, fabric: Fabric, pair: tuple[Agent,
     lone.transport.add_peer(theirs.transport.metadata())
     write(lone, theirs, runs((lone.address, theirs.address, 8)))
     assert (theirs.buffer[:8] == 0).all()
-
-
-def test_a_cut_fabric_reaches_nobody() -> None:
-    """The memory transport's fault injection: cut and mend, by name."""
-    fabric = Fabric()
-    ours, theirs = (make_agent("memory", fabric, 64) for _ in range(2))
-    assert isinstance(ours.transport, MemoryTransport)
-    ours.transport.add_peer(theirs.transport.metadata())
-    for name in (ours.name, theirs.name):
-        fabric.cut(name)
-        with pytest.raises(TransportError):
-            ours.transport.notify(theirs.name, b"x")
-        with pytest.raises(TransportError):
-            write(ours, theirs, runs((ours.address, theirs.address, 8)))
-        fabric.mend(name)
-        write(ours, theirs, runs((ours.address, theirs.address, 8)))

@@ -96,15 +96,6 @@ def test_many_runs_wrap_around_the_ring(monkeypatch: pytest.MonkeyPatch) -> None
     assert by_torch == by_kernel
 
 
-def test_a_damaged_byte_is_found() -> None:
-    layout, content = cache(2, 4, 20_000, GroupKind.FULL, 0)
-    found = []
-    for _ in range(2):
-        found += both(layout, lambda digest: digest.add(0, np.array([3, 1]), np.zeros(2, np.int64)))
-        content[3 * 40_000 + 39_999] += 1
-    assert found[0] == found[1] != found[2] == found[3]
-
-
 def test_two_transfers_share_the_ring() -> None:
     """Launches of two transfers end in any order of the transfers."""
     layout, _content = cache(2, 8, 300, GroupKind.FULL, 0)

@@ -1,9 +1,7 @@
 """Describe the store as a virtual engine, so that the transfer planner also plans store copies.
 
-The virtual engine has TP 1 and a dense layout with one block per object. ``plan_pair(rank, store)``
-plans a rank's copies into objects, and ``plan_pair(store, rank)`` its copies from objects, for the
-TP size, block size and strides of that rank. ``prove_store`` proves the copies into objects,
-``plan_rank`` the copies from objects.
+The virtual engine has TP 1 and a dense layout with one block per object. ``prove_store`` proves the
+copies into objects, ``plan_rank`` the copies from objects.
 
 An object may have any address in a process. The virtual engine therefore begins at address 0 with
 blocks one byte apart: *the block id of an object is the address of its first byte.*
@@ -29,8 +27,6 @@ _ADDRESSES = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class RankPlans:
-    """Plans of one rank's copies into and from objects of the stored groups."""
-
     store: PairPlan
     load: PairPlan
 
@@ -83,7 +79,7 @@ def prove_store(plan: StorePlan, layouts: Sequence[EngineLayout]) -> EngineLayou
 
 
 def object_bytes(store: EngineLayout) -> tuple[int, ...]:
-    """Return the payload bytes of one object, for each stored group."""
+    """Payload bytes of an object of each stored group."""
     return tuple(group.block_bytes for group in store.groups)
 
 

@@ -23,7 +23,6 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 
 
 def object_in_blocks(spans: GroupSpans, table: Sequence[int], ref: ObjectRef) -> bool:
-    """Return whether a group's block table has all blocks of an object's kept tokens or state."""
     if spans.is_state:
         first = state_position(spans.group, ref.end_token)
     else:
@@ -104,8 +103,7 @@ def load_moves(
         token = units * shape.tokens
         ends = (token // spans.span_tokens + 1) * spans.span_tokens
         inside = token - (ends - spans.kept_tokens)
-        # The first block of a window may begin before the object's kept tokens. Attention does not
-        # read the tokens before the kept ones.
+        # The first block of a window may begin before the kept tokens, which attention reads.
         wanted = (token < end_token) & (inside >= 0)
         at, which = _addresses(addresses, spans.index, ends[wanted])
         moves.append(
@@ -121,7 +119,7 @@ def load_moves(
 
 
 def _addresses(addresses: Mapping[ObjectRef, int], group: int, ends: Ints) -> tuple[Ints, Ints]:
-    """Return the address of each distinct end's object, and the index of each end's address."""
+    """The address of each distinct end's object, and the index of each end's address."""
     distinct, which = np.unique(ends, return_inverse=True)
     found = [_address(addresses, ObjectRef(end, group)) for end in distinct.tolist()]
     return np.asarray(found, np.int64), which

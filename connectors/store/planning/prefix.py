@@ -21,8 +21,6 @@ from connectors.store.planning.spans import GroupSpans, StorePlan
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectRef:
-    """One object of one request's prefix: its end, and the index of its KV cache group."""
-
     end_token: int
     group: int
 
@@ -89,8 +87,7 @@ def resume_points(plan: StorePlan, start_token: int, limit_token: int) -> Iterat
 def usable_prefix(plan: StorePlan, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
     """Return the largest token at which a request can resume with ``present`` objects.
 
-    ``start_token`` if no object is usable. ``limit_token`` is usually the request's length minus 1,
-    because the engine always computes the last token.
+    ``start_token`` if no object is usable.
     """
     for group in plan.full_attention.groups:
         limit_token = min(limit_token, _covered(group, present, start_token, limit_token))
@@ -115,7 +112,6 @@ def _not_full(plan: StorePlan) -> list[GroupSpans]:
 
 
 def _covered(group: GroupSpans, present: Set[ObjectRef], start_token: int, limit_token: int) -> int:
-    """Return the token up to which a full-attention group's objects are present without a gap."""
     for end in _needed_ends(group, start_token, limit_token):
         if ObjectRef(end, group.index) not in present:
             return max(start_token, end - group.span_tokens)

@@ -101,10 +101,7 @@ def open_folder(path: Path, create: bool = False) -> OpenFolder:
     world-writable. Groups are trusted: Kubernetes mounts a volume as root's, writable for the pod's
     ``fsGroup``. Folders above it may be writable for all, as an emptyDir is: a user who renames it
     does not redirect its descriptor, and can put only folders of root or this user in its place.
-
     Raises OSError that names the folder or link at fault.
-
-    ``create``  whether to create missing folders
     """
     root = here = OpenFolder("", os.open("/", _FOLDER))
     todo, links = deque(path.absolute().parts[1:]), 0

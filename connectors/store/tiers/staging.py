@@ -1,8 +1,4 @@
-"""Staging memory between files and KV blocks, shared by an engine's scheduler and workers.
-
-Loaded objects are verified here before a worker copies them into blocks. Stored objects are
-gathered here from all ranks before they are written to files.
-"""
+"""Staging memory between files and KV blocks, shared by an engine's scheduler and workers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Count the bytes below one folder for all processes that store there, to keep a shared budget.
 
-The count lies in a small file next to the objects. A process that holds the lock marks this usage
-file dirty, and clean before it releases the lock, unless a file has changed without the lock or its
-count. A process that finds it dirty, damaged or missing counts the files again, so a process may be
-killed at any point. Each process also counts them at its first use. The lock is ``flock`` on the
-folder and not on the usage file, so it does not vanish with this file. The kernel releases the lock
-of a dead process.
+A process that holds the lock marks the usage file dirty, and clean before it releases the lock,
+unless a file has changed without the lock or its count. A process that finds it dirty, damaged or
+missing counts the files again, so a process may be killed at any point. Each process also counts
+them at its first use. The lock is ``flock`` on the folder: it does not vanish with the usage file,
+and the kernel releases that of a dead process.
 """
 
 from __future__ import annotations

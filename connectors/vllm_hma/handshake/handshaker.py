@@ -49,8 +49,7 @@ class Handshaker:
 
     ``compares_digests``  whether this worker, as a consumer, compares digests of received bytes
     ``identity``          key for the side channels of other engines (``Keys.identity``)
-    ``on_start``          called in a thread of this class before each handshake, to prepare the
-                          thread
+    ``on_start``          called before each handshake, to prepare its thread
 
     All callbacks run in threads of this class, which do not hold the worker's lock. The first
     argument of ``on_connected`` and ``on_failed`` is a producer engine's incarnation.

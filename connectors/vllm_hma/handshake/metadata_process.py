@@ -30,7 +30,6 @@ from connectors.vllm_hma.handshake.side_channel import MetadataServer
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
-# Time limits of the process's start and end, in seconds.
 _START_S = 60.0
 _END_S = 5.0
 _RESTART_S = 1.0
@@ -135,10 +134,7 @@ class MetadataProcess:
 
 
 def serve() -> None:
-    """Run the side channel until standard input closes. Entry point of the process.
-
-    Writes the listening port, or the reason why it cannot listen, to standard output.
-    """
+    """Run the side channel until standard input closes. Entry point of the process."""
     os.nice(_NICE)
     log_to(sys.stderr, "SideChannel")
     raise_limit(OTHER_FILES)

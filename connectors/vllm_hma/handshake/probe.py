@@ -4,17 +4,13 @@ Blocks of a decode engine stay in quarantine until each prefill worker that may 
 acknowledged that it writes no more, or its process is proved dead (docs/decisions/0025). For the
 proof, the kernel of the worker's host must report the end twice, at least CONFIRM_S apart:
 
-    this host     this process saw the worker's process alive at the handshake, in its own pid and
-                  time namespaces, and now sees that it has ended (``processes.py``)
-    otherwise     an engine in the worker's pid and time namespaces reports that the process has
-                  ended. The probe queries the engine that answers at the side channel of the
-                  worker's engine, then other known prefill engines whose side channels have
-                  the same host
+    this host     this process saw the worker's process alive at the handshake, and now sees that
+                  it has ended (``processes.py``)
+    otherwise     the side channel of the worker's engine, or of another prefill engine of the same
+                  host, reports that the process has ended
 
-A prefill worker watches decode workers of its host in the same way, to forget failed transfers.
-
-A refused or broken connection and a silent peer prove nothing. Without acknowledgement or proof,
-the blocks stay in quarantine until a supervisor reports that the engine has ended.
+A prefill worker watches decode workers of its host in the same way, to forget failed transfers. A
+refused or broken connection and a silent peer prove nothing.
 """
 
 from __future__ import annotations

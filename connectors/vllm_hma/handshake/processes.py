@@ -19,7 +19,7 @@ from connectors.protocol.agent_metadata import NO_PROCESS, ProcessIdentity
 
 _PROC = Path("/proc")
 _STATE, _THREADS, _STARTED_AT = 0, 17, 19
-"""Indices from 0 of the fields after the command name in ``/proc/PID/stat`` (proc_pid_stat(5))."""
+"""Indices in ``/proc/PID/stat`` after the command name (proc_pid_stat(5))."""
 
 
 class Liveness(Enum):
@@ -48,11 +48,7 @@ def process_start_s() -> float:
 
 
 def liveness(process: ProcessIdentity) -> Liveness:
-    """Return the state of ``process``.
-
-    A stopped process is ALIVE. A zombie is GONE, unless other threads of the process run. A process
-    is UNKNOWN on another host or in another namespace, or if ``/proc`` does not show it.
-    """
+    """A stopped process is ALIVE. A zombie is GONE, unless other threads of it run."""
     try:
         if not process.host or process.host != _host():
             return Liveness.UNKNOWN
@@ -66,18 +62,16 @@ def liveness(process: ProcessIdentity) -> Liveness:
         return Liveness.UNKNOWN
     if int(stat[_STARTED_AT]) != process.started_at:
         return Liveness.GONE
-    # A process in state Z with other threads has only lost its main thread.
     return Liveness.GONE if stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1 else Liveness.ALIVE
 
 
 @cache
 def _host() -> str:
-    """Return this kernel's boot id, and the inodes of this process's pid and time namespaces."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespaces = [os.stat(_PROC / "self/ns" / name).st_ino for name in ("pid", "time")]
     return "/".join([boot, *map(str, namespaces)])
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/<pid>/stat`` after the command name, which may have spaces."""
+    # The command name may have spaces.
     return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

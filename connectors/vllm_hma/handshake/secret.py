@@ -30,8 +30,7 @@ _PURPOSE = b"tandem peers 1"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of 32 bytes each; empty without a secret: the engine then accepts every client as a
-    peer.
+    """32 bytes each; empty without a secret: the engine then accepts every client as a peer.
 
     ``messages``  key of the tags of messages between workers
     ``identity``  private key of the TLS certificate on the side channel
@@ -78,7 +77,7 @@ def tls_context(identity: bytes, server: bool) -> ssl.SSLContext:
 
 
 def _certificate(private: Ed25519PrivateKey) -> bytes:
-    """Return the certificate as PEM. Equal keys give equal bytes: Ed25519 is deterministic."""
+    """As PEM. Equal keys give equal bytes: Ed25519 is deterministic."""
     builder = x509.CertificateBuilder().subject_name(_NAME).issuer_name(_NAME).serial_number(1)
     builder = builder.public_key(private.public_key()).not_valid_before(_FROM).not_valid_after(_UNTIL)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -65,8 +65,7 @@ class MetadataServer:
 
     ``port``           0: a free one. The attribute has the chosen port
     ``rank_metadata``  encoded agent metadata of each worker, by rank
-    ``identity``       key of the TLS certificate (``Keys.identity``); empty: plain TCP for every
-                       client
+    ``identity``       ``Keys.identity``; empty: plain TCP for every client
 
     Raises ConfigurationError if it cannot listen.
     """
@@ -236,12 +235,8 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
     """Fetch an engine's agent metadata.
 
     Blocks for at most ``timeout_s`` seconds, or longer if a host name is slow to resolve or has
-    several addresses. Raises
-
-    - PeerSecretError if the secrets differ, or only one engine has a secret
-    - StaleReferenceError if another engine or incarnation responds
-    - HandshakeError if the engine is unreachable, TLS fails, or no response arrives in time
-    - WireError if the response is malformed, an error, too large or of another protocol version
+    several addresses. Raises PeerSecretError, StaleReferenceError if another engine or incarnation
+    responds, HandshakeError without a response, and WireError for an invalid one.
     """
     body = _ask(_METADATA_REQUEST, host, port, timeout_s, identity)
     try:
@@ -259,11 +254,9 @@ def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, ide
 
 
 def ask_liveness(host: str, port: int, process: ProcessIdentity, timeout_s: float, identity: bytes = b"") -> Liveness:
-    """Request the state of a process from an engine, and return it. Blocks as ``fetch_metadata``.
+    """Request the state of a process from an engine. Blocks and raises as ``fetch_metadata``.
 
-    UNKNOWN if the engine cannot determine the state. If ``process`` is NO_PROCESS or malformed,
-    sends no request and returns UNKNOWN. Raises HandshakeError or WireError without a valid
-    response.
+    UNKNOWN, without a request, if ``process`` is NO_PROCESS or malformed.
     """
     request = b"tandem/%d process %s %d %d\n" % (
         PROTOCOL_VERSION,

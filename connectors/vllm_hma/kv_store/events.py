@@ -39,7 +39,7 @@ class StoreEvents:
         self._described: dict[bytes, BlockStored] = {}
 
     def describe(self, ref: ObjectRef, names: Mapping[ObjectRef, ObjectName], request: Request) -> None:
-        """Record an object's content for its event; ``names`` has the one before it, too."""
+        """``names`` also has the object before ``ref``."""
         spans = self._plan.groups[ref.group]
         full = spans.group.kind is GroupKind.FULL
         begin = ref.end_token - spans.span_tokens

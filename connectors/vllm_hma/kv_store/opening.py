@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_store(settings: StoreSettings, max_model_len: int, rank_caches: Sequence[RankCache]) -> KVStore:
-    """Open the store.
-
-    Raises ConfigurationError if ranks have different models, if settings do not fit the cache, or
-    if folders or staging memory cannot be used; PlanError and CoverError as ``prove_store``.
-    """
+    """Raises ConfigurationError, and PlanError and CoverError as ``prove_store``."""
     if len({rank_cache.model for rank_cache in rank_caches}) > 1:
         raise ConfigurationError(
             "store: the engine's ranks report different models (weights, configuration, image processor files, "
@@ -73,8 +69,7 @@ def check_sizes(sizes: Collection[int], settings: StoreSettings) -> None:
 def describe_store(store: KVStore) -> dict[str, Any] | None:
     """Return the fields of an ``EngineStore`` (``actors/policy/stores.py``); None without an id.
 
-    The slowest tier identifies the store: it is the largest, and outlives the others. With the
-    namespace, engines of other weights that share the folder have another id.
+    The slowest tier identifies the store: it is the largest, and outlives the others.
     """
     slowest, plan = store.tiers[-1].folder, store.plan
     try:

@@ -1,8 +1,4 @@
-"""Messages between the scheduler side and the worker side of the KV store.
-
-The scheduler side sends ``StoreOrders`` with each step. After a step, ranks that have results send
-a ``StoreReport``. ``RankCache`` describes a rank when the engine starts.
-"""
+"""Messages between the scheduler side and the worker side of the KV store."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ Tables = tuple[tuple[int, ...], ...]
 class Load:
     """Copy verified objects into a request's blocks, before the forward pass.
 
-    ``tables``           block table of each group
     ``start_token``      number of tokens in the engine's own cache
     ``offsets``          offset in staging of each object
     ``beside_transfer``  whether only full attention is loaded: a transfer fills the rest
@@ -74,12 +69,10 @@ class StoreReport(KVConnectorWorkerMetadata):
                                 reports once, with its first step
     ``loaded``                  number of ranks that have ended a load, with or without success
     ``filled``, ``failed``      number of ranks that have filled a slot, or failed to, by offset
-    ``broken``                  whether a load without a transfer failed on a rank. KV that the
-                                engine has computed since then may be invalid, for any request that
-                                shares blocks with the load
-    ``adapters``                identity of each LoRA adapter with a new one
+    ``broken``                  whether a load without a transfer failed. Later KV of any request
+                                that shares blocks with the load may be invalid
     ``timed_s``, ``copied_s``   duration on the slowest rank of the step with ``timed_tokens``, and
-                                of the loads' copies (0 if one failed); 0: not measured
+                                of the loads' copies; 0: not measured, or a load failed
     """
 
     attached: int = 0
@@ -119,7 +112,7 @@ class StoreReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class RankCache(KVConnectorHandshakeMetadata):
-    """One rank's cache layout and model; the scheduler side gets it when the engine starts."""
+    """Sent when the engine starts."""
 
     layout: EngineLayout
     model: ModelFingerprint

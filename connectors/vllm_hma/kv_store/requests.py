@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class Transferred:
     """Tokens ``[start_token, end_token)`` whose full-attention KV a transfer supplies.
 
-    The transfer supplies windows and states only at the prompt's end (``docs/decisions/0050``).
-    Created when it starts.
+    It supplies windows and states only at the prompt's end (``docs/decisions/0050``).
     """
 
     def __init__(self, store: KVStore, start_token: int, end_token: int) -> None:
@@ -45,9 +44,9 @@ class Transferred:
             self._asked_at = None
 
     def take_objects(self, computed: int) -> list[ObjectRef]:
-        """Take the next full-attention objects, to store in a step that begins at ``computed``.
+        """Take full-attention objects of at most one chunk, to keep the step short.
 
-        Of at most one chunk, to keep the step short.
+        ``computed``  token at which the step begins
         """
         if computed < self._end_token:
             # The transfer failed and this engine computes the tokens.
@@ -94,7 +93,7 @@ class StoreRequest:
             self.fetch = None
 
     def names(self, space: bytes, refs: Iterable[ObjectRef]) -> dict[ObjectRef, ObjectName]:
-        """Return the names of those of ``refs`` that end within the request's known tokens."""
+        """Return the names of ``refs`` that end within the request's known tokens."""
         request, chain = self.request, self.chain
         try:
             chain.extend(request.all_token_ids[chain.tokens :])

@@ -1,12 +1,10 @@
 """Scheduler side of the KV store: orders loads before a step and stores after it.
 
-load   the first call of ``matched_tokens``, or of ``prefix_ready`` for a request with a
-       transfer, may start a fetch: objects are read into staging memory and verified. vLLM
-       repeats the call each step until the fetch is over. Then workers copy the objects into
-       blocks
+load   ``matched_tokens``, or ``prefix_ready`` for a request with a transfer, starts a fetch:
+       objects are read into staging memory and verified. vLLM repeats the call each step until
+       the fetch is over. Then workers copy the objects into blocks
 store  objects that a step completes, or whose tokens a transfer has supplied, get slots of
-       staging, which the ranks fill after the step. Once all ranks have filled a slot, its
-       object is written to the tiers
+       staging, which the ranks fill after the step. Then the objects are written to the tiers
 """
 
 from __future__ import annotations
@@ -92,7 +90,6 @@ class StoreScheduler:
 
     @property
     def copying(self) -> bool:
-        """True until all ranks have reported ordered loads and filled slots."""
         return bool(self._loading or self._filling)
 
     @property
@@ -112,20 +109,20 @@ class StoreScheduler:
 
     def new_request(self, request: Request) -> None:
         """Start to name a request's objects; ignore one whose KV has no stable name."""
-        if request.prompt_embeds is not None or request.prompt_token_ids is None:
-            # Names are digests of token ids, and prompt embeddings have none.
-            return
-        if request.resumable:
-            # Sessions of streamed input replace computed tokens (vllm/v1/core/sched/scheduler.py,
-            # ``_update_request_as_session``).
-            return
-        if not named_by_content(request):
-            # A client may give another image the same name later.
-            return
         adapter = adapter_of(request.lora_request)
         identity = "" if adapter is None else self._adapters.get(adapter, UNKNOWN)
-        if adapter is not None and identity == UNKNOWN:
+        if (
+            # Names are digests of token ids, and prompt embeddings have none.
+            request.prompt_embeds is not None
+            or request.prompt_token_ids is None
+            # Sessions of streamed input replace computed tokens (vllm/v1/core/sched/scheduler.py,
+            # ``_update_request_as_session``).
+            or request.resumable
+            # A client may give another image the same name later.
+            or not named_by_content(request)
             # Workers have not reported this adapter's load yet, or its content is unclear.
+            or (adapter is not None and identity == UNKNOWN)
+        ):
             return
         features = [Feature(each.identifier, each.mm_position.offset) for each in request.mm_features]
         chain = PrefixChain(self.store.space, self.store.plan.spans, identity, request.cache_salt, features)
@@ -158,7 +155,6 @@ class StoreScheduler:
         return max(0, fetch.end_token - local_tokens)
 
     def after_alloc(self, request: Request, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        """Order the load of ``external_tokens`` into the request's blocks; end the fetch."""
         known = self._requests.get(request.request_id)
         if known is None:
             return
@@ -209,12 +205,11 @@ class StoreScheduler:
                 known.transferred.succeeded()
 
     def source(self, request_id: str) -> CacheHitSource:
-        """Return the medium of the slowest tier of the request's last load."""
         known = self._requests.get(request_id)
         return CacheHitSource.HOST if known is not None and known.tier == "memory" else CacheHitSource.DISK
 
     def finished(self, request: Request) -> None:
-        """Forget a request. Workers still run its load, before vLLM reuses the blocks."""
+        # Workers still run the request's load, before vLLM reuses the blocks.
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             known.end_fetch()
@@ -242,7 +237,6 @@ class StoreScheduler:
         return orders
 
     def take(self, report: StoreReport) -> None:
-        """Apply a report of ranks on their copies and adapters."""
         # Adapters and failed loads first: KV that they make invalid must not be stored by the rest
         # of this report, or by a step that is already in progress.
         for adapter, identity in report.adapters.items():
@@ -274,7 +268,7 @@ class StoreScheduler:
                 self._filled(filling, offset)
 
     def spoil(self) -> None:
-        """Store no further KV of current requests: blocks of a failed load may be part of it."""
+        # Blocks of a failed load may be part of any current request's KV.
         for known in self._known():
             known.void = True
 
@@ -345,7 +339,6 @@ class StoreScheduler:
     # Stores.
 
     def _to_store(self, known: StoreRequest, before: int, after: int) -> list[ObjectRef]:
-        """Return the objects to store after a step that computes ``[before, after)``."""
         refs = [] if known.transferred is None else known.transferred.take_objects(before)
         if not self._answers:
             after = min(after, known.request.num_prompt_tokens)
@@ -378,7 +371,7 @@ class StoreScheduler:
         store.commit(ref, names[ref], offset)
 
     def _known(self) -> list[StoreRequest]:
-        """Return the known requests, and those that have ended while ranks fill their slots."""
+        # Also those that have ended while ranks fill their slots.
         return [*self._requests.values(), *(each.known for each in self._filling.values())]
 
     def _give_up(self, adapter: Adapter | None = None) -> None:

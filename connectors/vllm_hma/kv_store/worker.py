@@ -56,7 +56,6 @@ class SpoiledSteps:
         return self._steps > 0
 
     def load_failed(self) -> None:
-        """Spoil the current step and those that vLLM may have scheduled already."""
         self._steps = self._batches
 
     def end_step(self) -> None:
@@ -65,7 +64,7 @@ class SpoiledSteps:
 
 @dataclass(slots=True)
 class _Step:
-    """Report of a step, due once ``mark`` has passed; start and end of what is measured."""
+    """The report is due once ``mark`` has passed; start and end of what is measured."""
 
     report: StoreReport
     mark: Any = None
@@ -97,10 +96,9 @@ class StoreWorker:
         self._adapters = AdapterChanges(adapter_loads())
 
     def register(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Plan the copies between staging memory and this rank's KV blocks.
+        """Raises ConfigurationError if settings do not fit or the device is not supported.
 
-        Raises ConfigurationError if the cache does not fit the settings or its device is not
-        supported, and PlanError or CoverError (``plan_rank``).
+        Raises PlanError and CoverError as ``plan_rank``.
         """
         if layout.memory_kind.memory != "DRAM":
             self._copies = DeviceCopies(tensors)
@@ -116,19 +114,18 @@ class StoreWorker:
         self._spoiled.load_failed()
 
     def begin_step(self) -> None:
-        """Start to measure a step. Call before the forward pass.
+        """Start to measure a step. vLLM calls ``load`` before the forward pass only in some steps.
 
-        vLLM calls ``load`` before the forward pass only in steps with loads that are not
-        asynchronous (``has_sync_kv_loads`` in vllm/v1/worker/kv_connector_model_runner_mixin.py).
+        In those with loads that are not asynchronous (``has_sync_kv_loads`` in
+        vllm/v1/worker/kv_connector_model_runner_mixin.py).
         """
         self._began = self._copies.now()
 
     def load(self, orders: StoreOrders) -> set[str]:
-        """Copy objects into blocks; return the ids of requests whose load beside a transfer failed.
+        """Return the ids of requests whose load beside a transfer failed.
 
-        The caller makes the transfer fill all their blocks. If a load without a transfer failed,
-        the scheduler has already counted the request's tokens as computed, so this step, and others
-        already scheduled, are spoiled.
+        The caller makes the transfer fill all their blocks. After another failed load, the
+        scheduler has already counted the tokens as computed, so steps are spoiled.
         """
         broken: set[str] = set()
         step, loads_began, all_copied = self._step, self._copies.now(), bool(orders.loads)
@@ -164,7 +161,6 @@ class StoreWorker:
         return broken
 
     def store(self, orders: StoreOrders) -> None:
-        """Copy objects from blocks into staging, after the forward pass."""
         step = self._step
         if orders.timed_tokens and self._began is not None:
             step.report.timed_tokens = orders.timed_tokens
@@ -195,7 +191,7 @@ class StoreWorker:
     def not_loaded(self) -> set[int]:
         """Return the blocks of requests whose load without a transfer has failed.
 
-        vLLM computes the prompts of these requests; it ends an engine with several KV cache groups
+        vLLM computes their prompts, or ends an engine with several KV cache groups
         (vllm/v1/core/sched/scheduler.py, ``_handle_invalid_blocks``).
         """
         found, self._not_loaded = self._not_loaded, set()
