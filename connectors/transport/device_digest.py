@@ -21,6 +21,7 @@ import ctypes
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 
 import numpy as np
@@ -32,7 +33,7 @@ from connectors.planning.blocks import Ints
 from connectors.planning.layout import EngineLayout, MemoryKind, Region
 from connectors.planning.plan import plan_pair
 from connectors.transport.batched_digest import BatchedDigest, Launches, Table
-from connectors.transport.digest import End, GroupStreams, HostMemory, Memory, TransferDigest, digests
+from connectors.transport.digest import End, GroupStreams, HostMemory, TransferDigest, digests
 
 logger = logging.getLogger(__name__)
 
@@ -55,22 +56,25 @@ class CacheMemory:
     def __init__(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
         self._layout = layout
         self._tensors = tensors
-        self._host: HostMemory | None = None
-        self._device: DeviceMemory | None = None
         if layout.memory_kind.memory != "DRAM":
             # Compile the kernel for pairs of equal engines at the start, not in a first transfer.
             plan = plan_pair(layout, layout)
             for end in End:
                 digests(plan, self.shared_with(layout.memory_kind), end)()
 
-    def shared_with(self, peer: MemoryKind) -> Memory:
+    def shared_with(self, peer: MemoryKind) -> HostMemory | DeviceMemory:
         """Return this cache with the hash that both ends use if the peer's cache is in ``peer``."""
-        # Two threads may each create an object; both objects give equal hashes.
-        if self._layout.memory_kind.memory == peer.memory == "DRAM":
-            self._host = self._host or HostMemory(self._layout)
-            return self._host
-        self._device = self._device or DeviceMemory(self._layout, self._tensors)
-        return self._device
+        return self._host if self._layout.memory_kind.memory == peer.memory == "DRAM" else self._device
+
+    # Two threads may each create an object; both objects give equal hashes.
+
+    @cached_property
+    def _host(self) -> HostMemory:
+        return HostMemory(self._layout)
+
+    @cached_property
+    def _device(self) -> DeviceMemory:
+        return DeviceMemory(self._layout, self._tensors)
 
 
 class DeviceMemory:

@@ -42,21 +42,8 @@ class End(Enum):
     TARGET = auto()
 
 
-class StreamHash(Protocol):
-    """Incremental hash of one stream."""
-
-    def feed(self, address: Ints, length: int) -> None:
-        """Add ``length`` bytes at each address, in order."""
-
-    def digest(self) -> bytes:
-        """Return 16 bytes."""
-        ...
-
-
 class Memory(Protocol):
     num_blocks: int
-
-    def new_stream(self) -> StreamHash: ...
 
     def new_digests(self, groups: tuple[GroupStreams, ...], end: End) -> Callable[[], TransferDigest]: ...
 
@@ -104,6 +91,8 @@ class HostMemory:
 
 
 class HostStream:
+    """Hash of one stream, which ``feed`` extends by ``length`` bytes at each address, in order."""
+
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._hasher = xxhash.xxh3_128()
