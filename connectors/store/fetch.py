@@ -152,8 +152,6 @@ class Fetch:
         if self._verified():
             self._settle()
 
-    # Lookups.
-
     def _look(self, now: float) -> None:
         settings = self._store.settings
         late = now >= self.began_at + min(settings.lookup_s, settings.load_s)
@@ -190,8 +188,6 @@ class Fetch:
             self._store.counts["declined"] += 1
             self.declined, self.end_token = True, self.start_token
             self._settle()
-
-    # Reads.
 
     def _verified(self) -> bool:
         return self.offsets.keys() >= set(self._needed())
@@ -276,8 +272,6 @@ class Fetch:
 
     def _idle_s(self, now: float) -> float:
         return now - max(self._read_at, *(call.heard_at for _, call in self._reading.values()))
-
-    # End.
 
     def _end_late(self, now: float) -> None:
         self._store.counts["late"] += 1

@@ -118,7 +118,7 @@ class _Tier(_Rate):
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope by medians (Theil and Sen)."""
+    # By medians (Theil and Sen).
     known = list(points)
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(known, 2) if a[0] != b[0]]
     slope = max(0.0, _median(slopes)) if slopes else 0.0
@@ -126,6 +126,5 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the middle value, or the greater of the two middle ones."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2]

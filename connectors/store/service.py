@@ -79,8 +79,6 @@ class KVStore:
     def object_bytes(self, refs: Iterable[ObjectRef]) -> int:
         return sum(self.sizes[ref.group] for ref in refs)
 
-    # Stores.
-
     def reserve(self, ref: ObjectRef) -> int | None:
         """Reserve a slot for an object to store; None without room, or a tier that accepts it."""
         self.sweep()
@@ -141,8 +139,6 @@ class KVStore:
             del self._stores[offset]
         self.staging.give_back(offset)
 
-    # Results.
-
     def sweep(self) -> None:
         for tier in self.tiers:
             for lane in tier.lanes:
@@ -167,7 +163,6 @@ class KVStore:
         return stored, removed
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Since the start, by counter and label."""
         self.sweep()
         counts, tiers = self.counts, {tier.folder.label: tier.folder.counts for tier in self.tiers}
         return {

@@ -48,7 +48,6 @@ def store_layout(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
 
 
 def stored_part(plan: StorePlan, layout: EngineLayout) -> EngineLayout:
-    """Return a rank's layout with only the stored groups, renumbered from 0."""
     groups = tuple(replace(layout.groups[spans.index], index=number) for number, spans in enumerate(plan.stored))
     return replace(layout, groups=groups)
 

@@ -183,8 +183,6 @@ class FolderTier:
         self._folders = None
         self._usage.close()
 
-    # Files.
-
     def _opened(self) -> tuple[OpenFolder, OpenFolder]:
         if self._folders is None:
             raise OSError(errno.EBADF, "the store is closed")
@@ -337,7 +335,6 @@ class FolderTier:
                 self._space(name.path).set_mtime(name.path[1], used_ns)
 
     def _scan(self) -> int:
-        """Rebuild the eviction order, and remove abandoned parts; return the bytes of all files."""
         objects, parts = self._opened()
         used, order = 0, []
         for part in parts.entries():

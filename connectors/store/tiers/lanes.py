@@ -89,7 +89,6 @@ class Lane:
         return call
 
     def cancel(self, call: Call) -> None:
-        """Fail a queued call."""
         with self._condition:
             if call not in self._queue:
                 return

@@ -68,7 +68,6 @@ class OpenFolder:
         raise OSError(errno.EPERM, "it is a link, or not a regular file", f"{self.path}/{name}")
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file. Raises OSError, ELOOP if it is a link."""
         # O_NONBLOCK: a named pipe must not block.
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self.fd)
 

@@ -145,8 +145,6 @@ class Handshaker:
                 "Tandem: a handshake raised an unexpected error; transfers that wait for it fail at their deadlines"
             )
 
-    # Consumer role.
-
     def _connect(self, engine: EngineAddress) -> None:
         found: list[Partner] | None = None
         failure = ""
@@ -234,8 +232,6 @@ class Handshaker:
         mine = self._agent_metadata.layout
         layouts = [worker.layout for worker in engine.workers]
         return {each.tp_rank: plan_pair(each, mine) for each in layouts if mine.tp_rank in consumer_ranks(each, mine)}
-
-    # Producer role.
 
     def _welcome(self, sender: Peer, message: Hello) -> None:
         try:

@@ -228,9 +228,6 @@ def _meaning(error: ssl.SSLError, who: str) -> str:
     return f"peer {who}: TLS failed: {error}"
 
 
-# Client side.
-
-
 def fetch_metadata(host: str, port: int, incarnation: str, timeout_s: float, identity: bytes = b"") -> EngineMetadata:
     """Fetch an engine's agent metadata.
 

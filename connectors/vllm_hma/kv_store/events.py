@@ -32,8 +32,6 @@ Changes = Iterable[tuple[str, ObjectName]]
 
 
 class StoreEvents:
-    """KV events of one engine's store."""
-
     def __init__(self, plan: StorePlan) -> None:
         self._plan = plan
         self._described: dict[bytes, BlockStored] = {}

@@ -39,8 +39,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Copy objects from a request's blocks into staging, after the forward pass."""
-
     request_id: str
     tables: Tables
     offsets: dict[ObjectRef, int]

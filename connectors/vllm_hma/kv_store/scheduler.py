@@ -105,8 +105,6 @@ class StoreScheduler:
             store.record_changes()
             self._events = StoreEvents(store.plan)
 
-    # Requests.
-
     def new_request(self, request: Request) -> None:
         """Start to name a request's objects; ignore one whose KV has no stable name."""
         adapter = adapter_of(request.lora_request)
@@ -214,8 +212,6 @@ class StoreScheduler:
         if known is not None:
             known.end_fetch()
 
-    # Steps.
-
     def orders(self, output: SchedulerOutput) -> StoreOrders:
         orders = StoreOrders(self.store.staging.location, self._loads)
         self._loads = []
@@ -282,7 +278,6 @@ class StoreScheduler:
         self.store.space = os.urandom(NAMESPACE_BYTES)
 
     def stats(self) -> TandemStats:
-        """Return changes since the last call."""
         stats, self._unreported = self._unreported, TandemStats()
         if self._store is None:
             return stats
@@ -305,8 +300,6 @@ class StoreScheduler:
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
-
-    # Loads.
 
     def _reading(self, request: Request) -> StoreRequest | None:
         known = self._requests.get(request.request_id)
@@ -335,8 +328,6 @@ class StoreScheduler:
         request_id, end_token = known.request.request_id, fetch.end_token
         load = Load(load_id, request_id, _frozen(tables), start_token, end_token, offsets, fetch.beside_transfer)
         self._loads.append(load)
-
-    # Stores.
 
     def _to_store(self, known: StoreRequest, before: int, after: int) -> list[ObjectRef]:
         refs = [] if known.transferred is None else known.transferred.take_objects(before)

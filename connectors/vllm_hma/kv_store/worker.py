@@ -134,7 +134,7 @@ class StoreWorker:
             try:
                 plan, tables = self._planned[1].load, load.tables
                 start, end, full_only = load.start_token, load.end_token, load.beside_transfer
-                addresses = self._addresses(orders, load.offsets)
+                addresses = self._addresses(load.offsets)
                 moves = load_moves(self._planned[0], plan, tables, start, end, addresses, full_only)
                 self._copies.load(build_runs(plan, moves))
             except (PlanError, StoreError) as error:
@@ -171,7 +171,7 @@ class StoreWorker:
             try:
                 if self._spoiled:
                     raise StoreError("a load failed in this or a preceding step, so KV of this step may be invalid")
-                plan, addresses = self._planned[1].store, self._addresses(orders, store.offsets)
+                plan, addresses = self._planned[1].store, self._addresses(store.offsets)
                 self._copies.store(build_runs(plan, store_moves(self._planned[0], plan, store.tables, addresses)))
             except (PlanError, StoreError) as error:
                 logger.warning("Tandem: some KV of request %s is not stored: %s", store.request_id, error)
@@ -228,7 +228,8 @@ class StoreWorker:
             return
         self._tried = True
         try:
-            self._attach(orders)
+            staging = AttachedStaging(orders.staging)
+            self._copies.attach(staging)
         except StoreError as error:
             logger.error(
                 "Tandem: this rank cannot map staging memory, so this engine's KV store is off until a restart: %s",
@@ -236,15 +237,10 @@ class StoreWorker:
             )
             self._report.detached = 1
         else:
+            self._staging = staging
             self._report.attached = 1
 
-    def _addresses(self, orders: StoreOrders, offsets: Mapping[ObjectRef, int]) -> dict[ObjectRef, int]:
-        base = self._attach(orders).address
-        return {ref: base + offset for ref, offset in offsets.items()}
-
-    def _attach(self, orders: StoreOrders) -> AttachedStaging:
+    def _addresses(self, offsets: Mapping[ObjectRef, int]) -> dict[ObjectRef, int]:
         if self._staging is None:
-            staging = AttachedStaging(orders.staging)
-            self._copies.attach(staging)
-            self._staging = staging
-        return self._staging
+            raise StoreError("this rank has not mapped staging memory")
+        return {ref: self._staging.address + offset for ref, offset in offsets.items()}
