@@ -551,7 +551,7 @@ def test_a_store_that_cannot_work(tmp_path: Path) -> None:
         ({"path": str(tmp_path / "file" / "store")}, "file cannot be used: Not a directory", "set store.path"),
         ({"path": str(tmp_path / "large"), "disk_gib": 1e9}, "store.disk_gib 1e+09", "lower store.disk_gib"),
         ({"memory_gib": 1e9}, "store.memory_gib 1e+09", "lower store.memory_gib"),
-        ({"memory_gib": 1e-3, "staging_mib": 10**9}, "the staging of two engines needs", "lower store.staging_mib"),
+        ({"memory_gib": 1e-3, "staging_mib": 2**20}, "the staging of two engines needs", "lower store.staging_mib"),
     ]
     for settings, what, remedy in cases:
         (failed,) = [one for one in store.check_store(parse_settings({"store": settings})) if not one.ok]
