@@ -103,7 +103,7 @@ def load_moves(
         token = units * shape.tokens
         ends = (token // spans.span_tokens + 1) * spans.span_tokens
         inside = token - (ends - spans.kept_tokens)
-        # The first block of a window may begin before the kept tokens, which attention reads.
+        # A window's first block may begin before the kept tokens: attention does not read those.
         wanted = (token < end_token) & (inside >= 0)
         at, which = _addresses(addresses, spans.index, ends[wanted])
         moves.append(

@@ -141,9 +141,8 @@ class StoreScheduler:
         fetch = known.fetch or self._begin_fetch(known, local_tokens, request.num_tokens - 1)
         if fetch is None:
             return 0
-        # If a load without a transfer fails, vLLM ends an engine with several KV cache groups. So
-        # no such load is ordered before all ranks have reported, with the first step, that they
-        # have mapped staging.
+        # Not before all ranks have mapped staging: if a load without a transfer fails, vLLM ends an
+        # engine with several KV cache groups.
         if not self._poll(known, fetch) or self._attached < self._ranks:
             return None
         if local_tokens < fetch.start_token:
@@ -172,8 +171,7 @@ class StoreScheduler:
             return True
         staging, fetch = self.store.staging, known.fetch
         if fetch is None and queued and 2 * staging.used_bytes > staging.size_bytes:
-            # A fetched prefix stays in staging until the request runs, which may take long: leave
-            # the rest to stores and to requests that can run.
+            # A fetched prefix stays in staging until the request runs, which may take long.
             return False
         fetch = fetch or self._begin_fetch(known, local_tokens, end_token - 1, beside_transfer=True)
         return fetch is None or self._poll(known, fetch, queued)

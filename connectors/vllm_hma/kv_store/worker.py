@@ -96,10 +96,7 @@ class StoreWorker:
         self._adapters = AdapterChanges(adapter_loads())
 
     def register(self, layout: EngineLayout, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Raises ConfigurationError if settings do not fit or the device is not supported.
-
-        Raises PlanError and CoverError as ``plan_rank``.
-        """
+        """Raises ConfigurationError, and PlanError and CoverError as ``plan_rank``."""
         if layout.memory_kind.memory != "DRAM":
             self._copies = DeviceCopies(tensors)
         plan = plan_store(layout.groups, self._settings.chunk_tokens, self._max_model_len)
@@ -114,10 +111,8 @@ class StoreWorker:
         self._spoiled.load_failed()
 
     def begin_step(self) -> None:
-        """Start to measure a step. vLLM calls ``load`` before the forward pass only in some steps.
-
-        In those with loads that are not asynchronous (``has_sync_kv_loads`` in
-        vllm/v1/worker/kv_connector_model_runner_mixin.py).
+        """Start to measure a step. vLLM calls ``load`` before the forward pass only in some steps
+        (``has_sync_kv_loads`` in vllm/v1/worker/kv_connector_model_runner_mixin.py).
         """
         self._began = self._copies.now()
 
