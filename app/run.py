@@ -72,7 +72,6 @@ SHUTDOWN_S = 30.0
 """Limit of `serve.shutdown`, after which it returns without an error."""
 END_S = 1.0
 POLL_S = 0.25
-ROUTER_DRAIN_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
 
 CURL = (
@@ -178,22 +177,6 @@ def load(path: Path, port: int | None, host: str | None = None) -> tuple[dict[st
 def ours(config: dict[str, Any]) -> dict[str, Any]:
     """Return Tandem's application in a Serve config."""
     return next(one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
-
-
-def stop_routers_soon(config: dict[str, Any]) -> None:
-    """Reduce, in `config`, the time after which Serve checks whether a stopping router is idle.
-
-    By default Serve waits 2 s, in which its proxies learn that the router stops. Keeps the time if
-    proxies run, or if the file sets it.
-    """
-    if config.get("proxy_location") != "Disabled":
-        return
-    deployments = ours(config).setdefault("deployments", [])
-    router = next((one for one in deployments if one["name"] == "Router"), None)
-    if router is None:
-        router = {"name": "Router"}
-        deployments.append(router)
-    router.setdefault("graceful_shutdown_wait_loop_s", ROUTER_DRAIN_POLL_S)
 
 
 def listening_address(config: dict[str, Any], settings: ServiceSettings) -> tuple[str, int]:
@@ -380,7 +363,6 @@ def serve_until_stopped(config: dict[str, Any], settings: ServiceSettings, clust
     if not verbose:
         screen.quiet(logs / "launcher.log")
     watcher = Watcher(config, settings, logs, screen)
-    stop_routers_soon(config)
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
             yaml.safe_dump(config, file)

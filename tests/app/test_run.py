@@ -22,10 +22,9 @@ from ray.serve.schema import ApplicationStatusOverview, ServeStatus
 
 from app import run
 from app.launch_environment import prepare_environment
-from app.main import build
+from app.main import DRAIN_POLL_S, build
 from app.run import (
     REPEATED,
-    ROUTER_DRAIN_POLL_S,
     SHUTDOWN_S,
     STOP_SIGNALS,
     Screen,
@@ -39,7 +38,6 @@ from app.run import (
     shut_down,
     start_ray,
     stop_on_signals,
-    stop_routers_soon,
     url_of,
 )
 from configs.settings.base import SettingsError
@@ -244,29 +242,7 @@ def test_every_deployment_drains_as_long_as_its_settings_say():
     deployments = [router, *(deployment_of(one) for one in router.init_args[1][0] if isinstance(one, Application))]
     found = {one.name.lower(): deployment_config_of(one).graceful_shutdown_timeout_s for one in deployments}
     assert found == {role: own["drain_s"] for role, own in drains.items()}
-
-
-@pytest.mark.parametrize(
-    ("config", "polls"),
-    [
-        ({"proxy_location": "Disabled"}, {"Router": ROUTER_DRAIN_POLL_S}),
-        ({"proxy_location": "EveryNode"}, {}),
-        ({}, {}),
-    ],
-)
-def test_routers_without_proxies_stop_at_once(config: dict[str, object], polls: dict[str, float]) -> None:
-    """With proxies, Serve waits until they know of the stop."""
-    application: dict[str, list[dict[str, object]]] = {"import_path": "app.main:build"}  # type: ignore[dict-item]
-    stop_routers_soon(config | {"applications": [application]})
-    found = {one["name"]: one["graceful_shutdown_wait_loop_s"] for one in application.get("deployments", [])}
-    assert found == polls
-
-
-def test_an_operators_own_options_of_the_router_stay() -> None:
-    router = {"name": "Router", "graceful_shutdown_wait_loop_s": 7.0}
-    application = {"import_path": "app.main:build", "deployments": [router]}
-    stop_routers_soon({"proxy_location": "Disabled", "applications": [application]})
-    assert application["deployments"] == [{"name": "Router", "graceful_shutdown_wait_loop_s": 7.0}]
+    assert {deployment_config_of(one).graceful_shutdown_wait_loop_s for one in deployments} == {DRAIN_POLL_S}
 
 
 SCALED = {"min_replicas": 1, "max_replicas": 2}

@@ -14,7 +14,6 @@ use it because their workers are Ray actors.
 """
 
 import importlib
-import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -24,8 +23,6 @@ from typing import Any
 
 from configs.settings.base import RoleName
 from configs.settings.service import ServiceSettings
-
-logger = logging.getLogger(__name__)
 
 USERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """vLLM's modules that start processes, each with `get_mp_context` of vllm/utils/system_utils.py."""
@@ -47,28 +44,10 @@ def may_fork(settings: ServiceSettings, role: RoleName, arguments: Mapping[str, 
 
 
 def use_fork_server() -> None:
-    """Make vLLM, in this process, start its processes from the fork server (`_context`).
-
-    If vLLM's modules have changed, log a warning; vLLM then starts its processes as usual.
-    """
-    try:
-        modules = [importlib.import_module(name) for name in USERS]
-        originals = {module.get_mp_context for module in modules}
-    except (ImportError, AttributeError) as error:
-        logger.warning(
-            "spawning engine processes, which is slower, because vLLM has changed: %r; "
-            "update actors/upstream/vllm_processes/fork_server.py",
-            error,
-        )
-        return
-    if len(originals) != 1:
-        logger.warning(
-            "spawning engine processes, which is slower, because vLLM uses several contexts to start them; "
-            "update actors/upstream/vllm_processes/fork_server.py"
-        )
-        return
-    (original,) = originals
-    if getattr(original, "__module__", None) == __name__:
+    """Make vLLM, in this process, start its processes from the fork server (`_context`)."""
+    modules = [importlib.import_module(name) for name in USERS]
+    original = modules[0].get_mp_context
+    if original.__module__ == __name__:
         return  # an earlier engine of this process has replaced `get_mp_context`
 
     def context() -> BaseContext:
@@ -82,12 +61,10 @@ def stay_with_this_server() -> None:
     """Make forked processes use this fork server for their own processes. Call it in the server.
 
     Python would start another server (`ForkServer.ensure_running` in
-    Lib/multiprocessing/forkserver.py), although forked processes have the address of this one. If
-    Python has no `ensure_running`, a second server starts, which costs only time.
+    Lib/multiprocessing/forkserver.py), although forked processes have the address of this one.
     """
     server: Any = multiprocessing.forkserver._forkserver  # noqa: SLF001 (set by Python for this module only)
-    if hasattr(server, "ensure_running") and hasattr(server, "_forkserver_address"):
-        server.ensure_running = lambda: None
+    server.ensure_running = lambda: None
 
 
 def _context(original: Callable[[], BaseContext]) -> BaseContext:
